@@ -1,0 +1,178 @@
+"""One rank of the learner group: a training backend, and on rank 0 the sender of its weights."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+
+from asyncrlhf.actors.messages import TrainReply
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.packing import pack, shard
+from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.learner.base import StepResult
+from asyncrlhf.learner.build import build_learner
+from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.distributed import init_process_group
+from asyncrlhf.transport.audit import tensor_digests
+from asyncrlhf.transport.base import Ticket, TransferStats, WeightSender
+from asyncrlhf.transport.build import build_sender
+from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.types import FloatArray, Rollout, TrainSample
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """Everything a rank needs to start on any machine."""
+
+    learner: LearnerConfig
+    algorithm: AlgorithmConfig
+    model: ModelConfig
+    runtime: str
+    weights: WeightsConfig
+    temperature: float
+    max_completion_length: int
+    steps: int
+    seed: int
+
+
+class LearnerWorker:
+    """A rank without Ray. ``train`` and ``transfer`` may run in two threads: they share only the snapshot."""
+
+    def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
+        self.rank = rank
+        self._ranks = ranks
+        device = "cuda" if spec.learner.gpus > 0 else "cpu"
+        if ranks > 1:
+            init_process_group(rank, ranks, address)
+        torch.manual_seed(spec.seed)
+        self.backend = build_learner(
+            spec.learner,
+            spec.algorithm,
+            lambda: load_model(spec.model, device, dtype=torch.float32),
+            steps=spec.steps,
+            temperature=spec.temperature,
+            max_completion_length=spec.max_completion_length,
+            rank=rank,
+            ranks=ranks,
+            device=device,
+        )
+        self.sender: WeightSender | None = None
+        if rank == 0:
+            self.sender = build_sender(spec.weights, spec.runtime, self.backend.parameters())
+
+    def train(
+        self, samples: Sequence[TrainSample], snapshot: bool, probe: Sequence[np.ndarray] | None
+    ) -> TrainReply:
+        batch = shard(pack(samples), self.rank, self._ranks)
+        result = self.backend.train_step(batch)
+        if not snapshot:
+            return TrainReply(result)
+        offered = self.snapshot(probe)
+        return TrainReply(result, offered.ticket, offered.snapshot_seconds, offered.probe_logprobs)
+
+    def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
+        """Copy the present weights for publishing; only rank 0 holds a sender."""
+        nothing = StepResult(metrics={})
+        if self.sender is None:
+            return TrainReply(nothing)
+        started = time.monotonic()
+        self.sender.snapshot(self.backend.policy_version, self.backend.parameters())
+        seconds = time.monotonic() - started
+        logprobs = None if probe is None else self.backend.score(probe)
+        return TrainReply(nothing, self.sender.ticket(), seconds, logprobs)
+
+    def require_sender(self) -> WeightSender:
+        assert self.sender is not None, "only rank 0 sends weights"
+        return self.sender
+
+    def digests(self) -> dict[str, str]:
+        """Of the tensors in the newest snapshot, which is what receivers must hold."""
+        return tensor_digests(self.require_sender().buckets.views())
+
+    def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
+        return self.backend.score(texts)
+
+    def save(self, folder: Path) -> None:
+        self.backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.backend.load(folder)
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+
+
+class LearnerActor:
+    """The Ray actor around one rank; several threads, so that a transfer runs beside the next step."""
+
+    def __init__(self, spec: LearnerSpec, rank: int, ranks: int) -> None:
+        torch.set_num_threads(spec.learner.threads)
+        self._spec, self._rank, self._ranks = spec, rank, ranks
+        self._worker: LearnerWorker | None = None
+
+    def rendezvous(self) -> str:
+        """``host:port`` on this rank's machine, where the ranks' process group can meet."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def setup(self, address: str) -> bool:
+        """Join the learner's process group at ``address`` (all ranks together) and load the model."""
+        self._worker = LearnerWorker(self._spec, self._rank, self._ranks, address)
+        return True
+
+    @property
+    def worker(self) -> LearnerWorker:
+        assert self._worker is not None, "setup comes first"
+        return self._worker
+
+    def train(
+        self,
+        chosen: Sequence[tuple[int, int, float, float, int]],
+        snapshot: bool,
+        probe: Sequence[np.ndarray] | None,
+        *bundles: list[Rollout],
+    ) -> TrainReply:
+        """``chosen``: (bundle, index, reward, weight, masked_before_version); bundles come from the object store."""
+        torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
+        samples = [
+            TrainSample(bundles[bundle][index], reward, weight, masked)
+            for bundle, index, reward, weight, masked in chosen
+        ]
+        return self.worker.train(samples, snapshot, probe)
+
+    def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
+        return self.worker.snapshot(probe)
+
+    def listen(self) -> str:
+        return self.worker.require_sender().listen()
+
+    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
+        self.worker.require_sender().connect(endpoint, list(receivers), epoch)
+
+    def ticket(self) -> Ticket:
+        return self.worker.require_sender().ticket()
+
+    def transfer(self, ticket: Ticket) -> TransferStats:
+        return self.worker.require_sender().transfer(ticket)
+
+    def digests(self) -> dict[str, str]:
+        return self.worker.digests()
+
+    def save(self, folder: str) -> None:
+        self.worker.save(Path(folder))
+
+    def load(self, folder: str) -> None:
+        self.worker.load(Path(folder))
+
+    def close(self) -> None:
+        self.worker.close()

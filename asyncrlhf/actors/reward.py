@@ -1,0 +1,42 @@
+"""A reward worker: the task's rule or a user's function, applied to finished rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.pretrained import load_tokenizer
+from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.scorer import Scorer, build_scorer
+from asyncrlhf.tasks.build import build_task
+from asyncrlhf.types import RewardResult, Rollout
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """Everything a reward worker needs to start on any machine."""
+
+    reward: RewardConfig
+    task: TaskConfig
+    model: ModelConfig
+    max_completion_length: int
+
+
+def build_reward(spec: RewardSpec) -> Scorer:
+    task = build_task(spec.task, load_tokenizer(spec.model))
+    return build_scorer(spec.reward, task, spec.max_completion_length)
+
+
+class RewardActor:
+    """The Ray actor around one scorer."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        self._scorer = build_reward(spec)
+
+    def ready(self) -> bool:
+        return True
+
+    def score(self, indices: Sequence[tuple[int, int]], *bundles: list[Rollout]) -> list[RewardResult]:
+        """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
+        return self._scorer.score([bundles[bundle][index] for bundle, index in indices])

@@ -1,0 +1,1 @@
+"""Pure functions on tensors and floats: advantages, importance weights, losses, diagnostics."""

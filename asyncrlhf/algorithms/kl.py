@@ -1,0 +1,110 @@
+"""KL to a reference policy: the k1, k2, k3 estimators, the importance-weighted loss, the penalty in the reward.
+
+Gradients of the estimators as losses, checked by enumeration in the tests (pi = policy, mu = the sampler):
+on-policy, k1 has none in expectation, k2 gives that of KL(pi || ref), k3 that of KL(ref || pi). Off-policy, r k1 and
+r k3 with r = pi / mu *not* detached and sg(r) k2 give that of KL(pi || ref); plain k2 and sg(r) k3 are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from asyncrlhf.algorithms.aggregate import aggregate_loss
+from asyncrlhf.algorithms.masked import masked_values, segment_sum
+from asyncrlhf.algorithms.weights import ratio_of
+
+
+def _k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def _k2(difference: Tensor) -> Tensor:
+    return 0.5 * difference.square()
+
+
+def _k3(difference: Tensor) -> Tensor:
+    return ratio_of(-difference) - 1 + difference
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+
+
+def kl_estimate(policy_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, estimator: str) -> Tensor:
+    """KL(policy || ref) a token, estimated on tokens that the policy sampled: [T], zero outside the mask.
+
+    ``estimator``: k1 = log pi - log ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1 (Schulman, 2020). Gradient flows to
+    ``policy_logprobs``.
+    """
+    difference = masked_values(policy_logprobs, loss_mask) - masked_values(ref_logprobs.detach(), loss_mask)
+    return ESTIMATORS[estimator](difference)
+
+
+def kl_loss(
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    anchor_logprobs: Tensor | None,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    estimator: str,
+    normaliser: Tensor | float,
+    importance_weighted: bool = True,
+    weight: Tensor | None = None,
+    aggregate: str = "token",
+    sample_weights: Tensor | None = None,
+) -> Tensor:
+    """The KL term of the loss, before its coefficient beta: 0-dim.
+
+    With ``importance_weighted`` each token's estimate is multiplied by r = weight * exp(policy - anchor), the ratio of
+    the policy to the sampler of the token. Exact for each token when ``anchor_logprobs`` is the behavior policy and
+    ``weight`` is None, or when the anchor is the proximal policy and ``weight`` (detached) is pi_prox / mu, uncut.
+    Anchor None stands for the policy itself: on-policy data. Gradient flows through exp(policy - anchor) for k1 and
+    k3; k2 needs it detached. Other arguments as in ``losses.policy_loss``.
+    """
+    policy = masked_values(policy_logprobs, loss_mask)
+    per_token = kl_estimate(policy, ref_logprobs, loss_mask, estimator=estimator)
+    if importance_weighted:
+        anchor = policy if anchor_logprobs is None else masked_values(anchor_logprobs, loss_mask)
+        ratio = ratio_of(policy - anchor.detach())
+        if weight is not None:
+            ratio = ratio * masked_values(weight.detach(), loss_mask)
+        per_token = per_token * (ratio.detach() if estimator == "k2" else ratio)
+    return aggregate_loss(
+        per_token, loss_mask, sequence_ids, how=aggregate, normaliser=normaliser, sample_weights=sample_weights
+    )
+
+
+def kl_token_rewards(
+    token_rewards: Tensor,
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    beta: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """``token_rewards [T]`` less beta times the KL estimate of each masked token: [T], detached (PPO of 1909.08593).
+
+    ``policy_logprobs`` [T] is the policy that the penalty speaks of, usually the proximal one.
+    """
+    with torch.no_grad():
+        return token_rewards - beta * kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator=estimator)
+
+
+def kl_sequence_rewards(
+    rewards: Tensor,
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    beta: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """``rewards [N]`` less beta times the sequence's summed KL estimate: [N], detached (RLOO of 2402.14740)."""
+    with torch.no_grad():
+        estimates = kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator=estimator)
+        return rewards - beta * segment_sum(estimates, sequence_ids, len(rewards)).to(rewards.dtype)

@@ -1,0 +1,101 @@
+"""Importance ratios at token and sequence level, and the weight that corrects for the behavior policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from asyncrlhf.algorithms.masked import masked_mean, masked_values, segment_total, sequence_lengths
+
+# exp(20) is 5e8: a ratio beyond it is a failure whatever it is, and below it no product overflows float32.
+MAX_LOG_RATIO = 20.0
+
+
+def _token(log_ratio: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    return log_ratio
+
+
+def _geometric(log_ratio: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    return segment_total(log_ratio, sequence_ids) / sequence_lengths(loss_mask, sequence_ids)
+
+
+def _product(log_ratio: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    return segment_total(log_ratio, sequence_ids)
+
+
+LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"token": _token, "geo": _geometric, "prod": _product}
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor, sequence_ids: Tensor, level: str) -> Tensor:
+    """Detached log-ratio of two policies at ``level``: [T], zero outside the mask.
+
+    Args:
+        numerator, denominator: [T] log-probs.
+        level: ``token``; ``geo``, the mean over the sequence's masked tokens (GSPO, 2507.18071); ``prod``, their sum:
+            the exact sequence ratio. Sequence levels give every masked token of a sequence the same number.
+    """
+    per_token = masked_values((numerator - denominator).detach(), loss_mask)
+    return masked_values(LEVELS[level](per_token, loss_mask, sequence_ids), loss_mask)
+
+
+def ratio_of(log_ratios: Tensor) -> Tensor:
+    """``exp`` of log-ratios held within +-``MAX_LOG_RATIO``: a ratio times a zero advantage is then zero, not NaN."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def behavior_weight(
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    level: str = "token",
+    mode: str = "truncate",
+    low: float = 0.0,
+    high: float = float("inf"),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The detached weight w = pi_prox / mu of every token: ([T], what was cut).
+
+    Args:
+        proximal_logprobs, behavior_logprobs: [T].
+        mode: ``none`` gives 1 everywhere (no correction); ``truncate`` gives clamp(w, low, high) (TIS);
+            ``mask`` gives w where low <= w <= high and 0 elsewhere (MIS, IcePop; decoupled PPO of 2505.24298: high 5).
+
+    The weight is 0 outside the mask. The second value holds 0-dim tensors over masked tokens: ``behavior_weight_mean``
+    (after cutting), ``behavior_truncated_fraction``, ``behavior_masked_fraction``. A rejected token stays in the loss
+    mask: it keeps its share of the normaliser.
+    """
+    raw = ratio_of(log_ratio(proximal_logprobs, behavior_logprobs, loss_mask, sequence_ids, level))
+    weight, cut = CORRECTIONS[mode](raw, low, high)
+    nothing = torch.zeros_like(cut)
+    return masked_values(weight, loss_mask), {
+        "behavior_weight_mean": masked_mean(weight, loss_mask),
+        "behavior_truncated_fraction": masked_mean((cut if mode == "truncate" else nothing).to(raw.dtype), loss_mask),
+        "behavior_masked_fraction": masked_mean((cut if mode == "mask" else nothing).to(raw.dtype), loss_mask),
+    }
+
+
+def _outside(weight: Tensor, low: float, high: float) -> Tensor:
+    return (weight < low) | (weight > high)
+
+
+def _uncorrected(weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return torch.ones_like(weight), torch.zeros_like(weight, dtype=torch.bool)
+
+
+def _truncated(weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return weight.clamp(low, high), _outside(weight, low, high)
+
+
+def _rejected(weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    cut = _outside(weight, low, high)
+    return weight.masked_fill(cut, 0.0), cut
+
+
+CORRECTIONS: dict[str, Callable[[Tensor, float, float], tuple[Tensor, Tensor]]] = {
+    "none": _uncorrected,
+    "truncate": _truncated,
+    "mask": _rejected,
+}

@@ -1,0 +1,1 @@
+"""Admission, replay buffer and ledger."""

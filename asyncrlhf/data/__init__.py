@@ -1,0 +1,1 @@
+"""Prompt sources, packing, and finding pretrained checkpoints."""

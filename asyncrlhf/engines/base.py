@@ -1,0 +1,82 @@
+"""The Engine protocol: what a generator replica asks of whatever samples its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest
+
+CacheMode = Literal["keep", "recompute"]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one call of :meth:`Engine.step` brought.
+
+    ``wake_at``: the clock time before which another step can bring nothing (the fake engine's next arrival), or None
+    when the engine wants to be stepped again at once.
+    """
+
+    finished: list[Generation | GenerationFailure] = field(default_factory=list)
+    tokens: int = 0  # sampled in this step
+    wake_at: float | None = None
+
+
+class Engine(Protocol):
+    """Continuous batching over ``slots`` sequences. Not thread-safe: one thread owns an engine and steps it.
+
+    A request waits in the engine's own queue until a slot is free; a finished sequence's slot is refilled in the same
+    step. Tokens are stamped with the version that the engine holds when they are sampled.
+    """
+
+    @property
+    def version(self) -> int:
+        """The policy version that the next token will carry."""
+        ...
+
+    @property
+    def slots(self) -> int: ...
+
+    def in_flight(self) -> list[int]:
+        """Rollout ids submitted and not yet returned, oldest first."""
+        ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests. A request that can never fit (prompt over the context) comes back as a failure."""
+        ...
+
+    def step(self, now: float) -> StepOutput:
+        """Advance by one iteration. ``now`` is the run's clock in seconds; only the fake engine looks at it."""
+        ...
+
+    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        """Forget requests; returns those that were indeed in flight."""
+        ...
+
+    def pause(self) -> None:
+        """Sample nothing until :meth:`resume`; in-flight sequences stay."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
+        """Load every parameter by its name in ``model.named_parameters()``; raises WeightSyncError naming what is
+        missing, unknown or of another shape. In-flight sequences go on from the tokens they have: with ``cache="keep"``
+        on the old KV cache, with ``"recompute"`` after a new prefill under the new weights.
+        """
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The engine's own tensors by name, for loading in place; empty for the fake engine."""
+        ...
+
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        """Log-probs of each token given those before it, at temperature 1 without filters; [len-1] for each text."""
+        ...
+
+    def close(self) -> None: ...

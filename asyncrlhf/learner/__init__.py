@@ -1,0 +1,1 @@
+"""Training backends and the train step."""

@@ -1,0 +1,50 @@
+"""The LearnerBackend protocol: what a learner rank asks of whatever trains its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from asyncrlhf.types import FloatArray, TrainBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one learner step did. ``skipped``: the gradient was not finite and the weights did not move."""
+
+    metrics: dict[str, float]
+    skipped: bool = False
+    seconds: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class LearnerBackend(Protocol):
+    """One rank of the learner group. Every method but ``score`` and ``state`` is called on all ranks together."""
+
+    @property
+    def policy_version(self) -> int:
+        """Completed learner steps."""
+        ...
+
+    def train_step(self, batch: TrainBatch) -> StepResult:
+        """One learner step on this rank's share of the batch: raises ``policy_version`` by one, also when skipped."""
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The policy's tensors by name, for publishing (tied tensors once, under their first name)."""
+        ...
+
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        """Log-probs of each token given those before it; [len-1] for each text."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Model (``from_pretrained`` format), optimizer, scheduler, RNG, version; rank 0 writes the shared parts."""
+        ...
+
+    def load(self, folder: Path) -> None: ...

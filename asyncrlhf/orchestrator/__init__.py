@@ -1,0 +1,1 @@
+"""The controller and what it needs: config, runtimes, checkpoints, records."""

@@ -1,0 +1,129 @@
+"""From single finished rollouts to whole scored groups in the buffer; failures and drops are filed here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.orchestrator.state import GroupInProgress, RunState
+from asyncrlhf.types import DropReason, RewardResult, RolloutGroup, RolloutInfo, ScoredRollout
+
+Discard = Callable[[int, int, ScoredRollout | RolloutInfo | None, str, str], None]
+
+
+class Assembly:
+    """Keeps ledger, gate, buffer and groups in step. ``discard(rollout_id, group_id, facts, state, reason)`` records
+    what will never be trained."""
+
+    def __init__(self, state: RunState, discard: Discard, message: Callable[[str], None]) -> None:
+        self._state = state
+        self._discard = discard
+        self._message = message
+        self._outcomes: deque[bool] = deque(maxlen=state.config.batch_size)
+        self._failures_told = 0
+
+    def generated(self, info: RolloutInfo) -> bool:
+        """A rollout left its generator; False when nobody waits for it any more (it was dropped meanwhile)."""
+        group = self._state.groups.get(info.group_id)
+        if group is None or info.rollout_id not in group.unfinished:
+            return False
+        group.unfinished.discard(info.rollout_id)
+        self._state.ledger.finish_generation(info.rollout_id)
+        return True
+
+    def scored(self, info: RolloutInfo, finished_at_version: int, result: RewardResult) -> None:
+        group = self._state.groups.get(info.group_id)
+        if group is None or info.rollout_id not in group.unscored:
+            return
+        if result.reward is None:
+            self.failed(info.rollout_id, info.group_id, result.error or "the reward gave no number", info)
+            return
+        self._outcomes.append(True)
+        self._state.ledger.buffer(info.rollout_id)
+        group.unscored.discard(info.rollout_id)
+        group.scored.append(
+            ScoredRollout(
+                info, result.reward, group.admitted_at, self._state.now(), finished_at_version, dict(result.parts)
+            )
+        )
+        self._close_if_done(group)
+
+    def failed(self, rollout_id: int, group_id: int, error: str, facts: RolloutInfo | None) -> None:
+        """One failure is one counted failed rollout; too many of them end the run with the last cause."""
+        group = self._state.groups.get(group_id)
+        if group is None or rollout_id not in group.unscored:
+            return
+        self._state.ledger.fail(rollout_id, error)
+        self._state.buffer.release(1)
+        self._discard(rollout_id, group_id, facts, "failed", error)
+        group.unfinished.discard(rollout_id)
+        group.unscored.discard(rollout_id)
+        self._outcomes.append(False)
+        self._failures_told += 1
+        if self._failures_told <= 5:
+            self._message(f"rollout {rollout_id} failed: {error}")
+        self._refuse_mass_failure(error)
+        self._close_if_done(group)
+
+    def _refuse_mass_failure(self, error: str) -> None:
+        failures = self._outcomes.count(False)
+        full = len(self._outcomes) == self._outcomes.maxlen
+        if full and failures > self._state.config.max_failure_fraction * len(self._outcomes):
+            raise AsyncRLHFError(
+                f"{failures} of the last {len(self._outcomes)} rollouts failed "
+                f"(max_failure_fraction={self._state.config.max_failure_fraction:g}); the last cause: {error}"
+            )
+
+    def _close_if_done(self, group: GroupInProgress) -> None:
+        """The group is whole: into the buffer, unless nothing in it can train."""
+        if group.unscored:
+            return
+        del self._state.groups[group.group_id]
+        rollouts = tuple(sorted(group.scored, key=lambda s: s.info.rollout_id))
+        whole = RolloutGroup(group.group_id, rollouts)
+        lonely = len(rollouts) == 1 and self._state.config.algorithm.group_relative
+        if not rollouts or lonely:
+            self._state.buffer.release(len(rollouts))
+            self._give_up(whole, "failed", None)
+            if group.scheduled_step is not None:
+                self._state.buffer.close_group(group.group_id, group.scheduled_step)
+        else:
+            refused = self._state.buffer.add(whole, group.scheduled_step)
+            if refused is not None:
+                self._give_up(whole, refused, None)
+        self._state.progressed()
+
+    def _give_up(self, group: RolloutGroup, reason: DropReason, uses_left: int | None) -> None:
+        """Drop a whole group whose places in the buffer are free already; ``uses_left`` is what the gate gets back."""
+        for scored in group.rollouts:
+            self._state.ledger.drop(scored.info.rollout_id, reason)
+            self._discard(scored.info.rollout_id, group.group_id, scored, "dropped", reason)
+        self._state.gate.release(uses_left)
+
+    def evict(self) -> None:
+        """File what the buffer will not train any more at the present version."""
+        for evicted in self._state.buffer.evict(self._state.version):
+            self._give_up(evicted.group, evicted.reason, evicted.uses_left)
+
+    def abandon(self, group_ids: Iterable[int], reason: DropReason) -> list[int]:
+        """Drop groups still in the making; returns the ids of their rollouts that generators still hold."""
+        in_flight: list[int] = []
+        for group_id in group_ids:
+            group = self._state.groups[group_id]
+            scored = {s.info.rollout_id: s for s in group.scored}
+            for rollout_id in sorted(group.unscored | scored.keys()):
+                self._state.ledger.drop(rollout_id, reason)
+                self._discard(rollout_id, group_id, scored.get(rollout_id), "dropped", reason)
+            in_flight.extend(group.unfinished)
+            self._state.buffer.release(len(group.unscored) + len(scored))
+            self._state.gate.release()
+            del self._state.groups[group_id]
+        return in_flight
+
+    def clear_buffer(self) -> None:
+        """The run is over: what the buffer still holds leaves as ``shutdown``."""
+        for group in self._state.buffer.groups():
+            for scored in group.rollouts:
+                self._state.ledger.drop(scored.info.rollout_id, "shutdown")
+                self._discard(scored.info.rollout_id, group.group_id, scored, "dropped", "shutdown")

@@ -1,0 +1,216 @@
+"""The root of the configuration: leaves from every layer, what they must agree on, and Hydra's schema for them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from asyncrlhf.buffer.admission import validate_flow
+from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.engines.config import GeneratorConfig
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.orchestrator.logging_config import LoggingConfig
+from asyncrlhf.rewards.config import FusionConfig, RewardConfig
+from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.validation import check, check_choice, check_range
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``every`` learner steps (0: only at an interruption); ``resume``: ``no``, ``auto`` or a checkpoint's folder."""
+
+    every: int = 0
+    keep: int = 2
+    resume: str = "no"
+
+    def __post_init__(self) -> None:
+        check_range("checkpoint.every", self.every, low=0)
+        check_range("checkpoint.keep", self.keep, low=1)
+        check(self.resume, "checkpoint.resume is empty; allowed: no, auto, or the folder of a checkpoint.")
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """``address``: an existing cluster (``auto`` finds it); empty starts Ray on this machine for the run."""
+
+    address: str = ""
+    object_store_mb: int = 512
+
+    def __post_init__(self) -> None:
+        check_range("ray.object_store_mb", self.object_store_mb, low=80)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything one run needs. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
+
+    name: str = "arithmetic"
+    run_dir: str = ""  # empty: runs/<name>/<time>
+    seed: int = 0
+    steps: int = 100
+    batch_size: int = 128  # rollouts a learner step consumes
+    num_generations: int = 8  # rollouts a prompt
+    runtime: str = "ray"
+    eval_every: int = 0  # steps between two held-out evaluations; one is made at the start and one at the end
+    stall_timeout_seconds: float = 300.0  # nothing moved for so long: the run fails and names what it waits for
+    max_failure_fraction: float = 0.5  # of the last batch_size rollouts; more failures than this end the run
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    def __post_init__(self) -> None:
+        check(self.name and "/" not in self.name, f"name={self.name!r} must be a folder's name without a slash.")
+        check_range("seed", self.seed, low=0, high=2**31 - 1)
+        check_range("steps", self.steps, low=1)
+        check_range("batch_size", self.batch_size, low=1)
+        check_range("num_generations", self.num_generations, low=1)
+        check_choice("runtime", self.runtime, ("ray", "local"))
+        check_range("eval_every", self.eval_every, low=0)
+        check_range("stall_timeout_seconds", self.stall_timeout_seconds, low=0, exclusive_low=True)
+        check_range("max_failure_fraction", self.max_failure_fraction, low=0, high=1)
+        self._check_asynchrony()
+        self._check_groups()
+        self._check_runtime()
+
+    def _check_groups(self) -> None:
+        if self.algorithm.group_relative:
+            check(
+                self.num_generations >= 2,
+                f"num_generations={self.num_generations} with algorithm={self.algorithm.name} "
+                f"(advantage={self.algorithm.advantage}) leaves nothing to compare with; allowed: >= 2.",
+            )
+        groups = self.batch_size // self.num_generations
+        check(
+            self.algorithm.minibatches <= groups,
+            f"algorithm.minibatches={self.algorithm.minibatches} is more than the {groups} groups of a batch.",
+        )
+        check(
+            self.learner.ranks <= groups,
+            f"learner.ranks={self.learner.ranks} is more than the {groups} groups of a batch.",
+        )
+        temperature_matters = self.generator.temperature > 0
+        check(temperature_matters, "generator.temperature=0 samples greedily and cannot be trained on; allowed: > 0.")
+
+    def _check_asynchrony(self) -> None:
+        validate_flow(
+            self.async_,
+            self.buffer,
+            batch_size=self.batch_size,
+            num_generations=self.num_generations,
+            publish_every=self.weights.publish_every,
+        )
+
+    def _check_runtime(self) -> None:
+        if self.runtime != "local":
+            check(
+                self.weights.transport != "local",
+                "weights.transport=local needs runtime=local; allowed under Ray: auto, collective, object_store.",
+            )
+            return
+        check(self.learner.ranks == 1, f"runtime=local has one learner rank, not learner.ranks={self.learner.ranks}.")
+        check(
+            self.weights.transport in ("auto", "local"),
+            f"weights.transport={self.weights.transport} needs runtime=ray; allowed with runtime=local: auto, local.",
+        )
+
+    @property
+    def transport(self) -> str:
+        if self.weights.transport != "auto":
+            return self.weights.transport
+        return "local" if self.runtime == "local" else "collective"
+
+    @property
+    def audit_tolerance(self) -> float:
+        """Largest mean |log-prob difference| between learner and engine at one version."""
+        if self.weights.audit_tolerance > 0:
+            return self.weights.audit_tolerance
+        exact = self.model.dtype == "float32" and self.learner.mixed_precision == "none"
+        return 1e-3 if exact else 0.1
+
+
+_RENAMED = {"async": "async_"}
+
+
+def register_schema() -> None:
+    """Give Hydra the typed defaults; ``conf/config.yaml`` starts from them."""
+    schema = _schema()
+    ConfigStore.instance().store(name="schema", node={_yaml_name(f.name): schema[f.name] for f in fields(RunConfig)})
+
+
+def _schema() -> DictConfig:
+    """The typed defaults; OmegaConf would make frozen dataclasses read-only before anything was overridden."""
+    schema: DictConfig = OmegaConf.structured(RunConfig)
+    pending: list[Any] = [schema]
+    while pending:
+        node = pending.pop()
+        OmegaConf.set_readonly(node, False)
+        pending.extend(child for child in node.values() if isinstance(child, DictConfig))
+    return schema
+
+
+def _yaml_name(name: str) -> str:
+    return next((yaml for yaml, python in _RENAMED.items() if python == name), name)
+
+
+def from_hydra(config: DictConfig) -> RunConfig:
+    """Turn Hydra's config into the frozen dataclasses; raises ConfigError with one sentence."""
+    raw: dict[str, Any] = {}
+    for key in config:
+        raw[_RENAMED.get(str(key), str(key))] = config[key]
+    known = {f.name for f in fields(RunConfig)}
+    unknown = [key for key in raw if key not in known]
+    if unknown:
+        raise ConfigError(unknown_key(unknown[0], [_yaml_name(k) for k in known]))
+    try:
+        merged = OmegaConf.merge(_schema(), raw)
+        built = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(omegaconf_sentence(error)) from error
+    assert isinstance(built, RunConfig)
+    return built
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The resolved config as YAML-able dictionaries, with the names that users write."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(plain, dict)
+    return {_yaml_name(str(key)): value for key, value in plain.items()}
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"{key} is not a setting{hint}; allowed here: {', '.join(sorted(known))}."
+
+
+def omegaconf_sentence(error: OmegaConfBaseException) -> str:
+    """OmegaConf's several lines as one sentence that names the key."""
+    first = str(error).strip().splitlines()[0].rstrip(".")
+    key = (getattr(error, "full_key", None) or "the configuration").replace("async_", "async")
+    return f"{key}: {first}."
+
+
+def conf_folder() -> Path:
+    """The packaged ``conf/`` of an installed wheel, else the repository's."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"

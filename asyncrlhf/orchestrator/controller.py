@@ -1,0 +1,264 @@
+"""The controller: starts the loops of a run, ends them, and keeps what they share.
+
+    who              waits for                                            is woken by
+    ---------------  ---------------------------------------------------  ---------------------------------------------
+    Dispatcher       room at the gate, in the buffer and on a replica     a load (gate), a step or drop (buffer),
+                                                                          a finished rollout (replica)
+    collect (each    finished rollouts of its replica                     the replica
+      replica)
+    score (each      rollouts that fusion lets through                    collect
+      reward worker)
+    LearnLoop        a batch in the buffer; in scheduled modes also the   score; the publisher
+                     publish before
+    WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
+    Recovery         a dead replica                                       whichever loop met the death
+    RolloutLog       rollouts at their end                                LearnLoop
+    watch            nothing: it looks now and then whether anything moved
+
+        ┌──────────▶ Dispatcher ──submit──▶ replicas ──collect──▶ Scoring ──▶ Assembly ──▶ ReplayBuffer ──┐
+        │                                      ▲ load                                                   take
+        └── ledger, gate, signal ──────── WeightPublisher ◀──snapshot── LearnLoop ◀───────────────────────┘
+
+All loops share one thread and one :class:`~asyncrlhf.orchestrator.state.RunState`; between two awaits nothing else
+runs, so the ledger, the gate and the buffer never disagree. A loop that raises ends the run; a loop that returns,
+other than the learner's, does too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.buffer.admission import LagGate, StalenessGate
+from asyncrlhf.buffer.ledger import Ledger
+from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.errors import AsyncRLHFError, StallError
+from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.checkpoint import CheckpointWriter, Saved
+from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.orchestrator.dispatch import Dispatcher
+from asyncrlhf.orchestrator.evaluation import HeldOut
+from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.orchestrator.records import RunRecorder
+from asyncrlhf.orchestrator.recovery import Recovery
+from asyncrlhf.orchestrator.resume import restore, snapshot_state
+from asyncrlhf.orchestrator.rollout_log import RolloutLog
+from asyncrlhf.orchestrator.scoring import Scoring
+from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.view import RunView
+from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+from asyncrlhf.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: ``done`` or ``interrupted``, with the ledger's totals and the held-out accuracies."""
+
+    reason: str
+    ledger: dict[str, Any]
+    heldout_before: float | None
+    heldout_after: float | None
+
+
+def build_state(config: RunConfig) -> RunState:
+    """Ledger, gate and buffer of a fresh run."""
+    lag, size = config.async_.fixed_lag, config.num_generations
+    gate: StalenessGate | LagGate
+    if lag is None:
+        gate = StalenessGate(
+            config.batch_size,
+            config.async_.max_staleness,
+            num_generations=size,
+            max_reuse=config.buffer.max_reuse,
+            steps=config.steps,
+        )
+    else:
+        gate = LagGate(config.batch_size, lag, num_generations=size, steps=config.steps)
+    buffer = ReplayBuffer(
+        config.buffer, config.async_, batch_size=config.batch_size, num_generations=size, seed=config.seed
+    )
+    return RunState(config, Ledger(), gate, buffer)
+
+
+class Controller:
+    """One run from start to end on a runtime that hosts the parts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        source: PromptSource,
+        sampling: SamplingParams,
+        heldout: HeldOut,
+        recorder: RunRecorder,
+        view: RunView,
+        vocab_size: int,
+        saved: Saved | None = None,
+    ) -> None:
+        self.config = config
+        self.state = build_state(config)
+        self._runtime = runtime
+        self._source = source
+        self._sampling = sampling
+        self._heldout = heldout
+        self._recorder = recorder
+        self._view = view
+        self._saved = saved
+        self._log = RolloutLog(self.state, runtime, recorder)
+        self._assembly = Assembly(self.state, self._log.discard, view.message)
+        self._recovery = Recovery(self.state, runtime, view.message)
+        self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._recovery.dead)
+        self._scoring: Scoring | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._accuracy: list[float] = []
+
+    def stop(self) -> None:
+        """End after the step under way, with a checkpoint (the first Ctrl-C)."""
+        self.state.stopping = True
+        self.state.changed.notify()
+
+    async def run(self) -> Outcome:
+        """Raises what made a loop fail; the parts are left to the caller's ``runtime.close()``."""
+        state = self.state
+        await self._runtime.start()
+        state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
+        if self._saved is not None:
+            await self._runtime.learner.load(self._saved.learner)
+            restore(state, self._saved, self._source, self._log, self._runtime)
+        self._publisher.start(state.version, await self._runtime.learner.snapshot(self._publisher.next_probe()))
+        await self._publisher.idle()
+        await self._evaluate()
+        state.progressed()
+        learn = LearnLoop(state, self._runtime, self._assembly, self._publisher, self._log, self._after_step)
+        reason = await self._run_loops(learn)
+        after = self._accuracy[-1] if reason == "done" and self._accuracy else None
+        return Outcome(reason, state.ledger.counts(), self._accuracy[0] if self._accuracy else None, after)
+
+    async def _run_loops(self, learn: LearnLoop) -> str:
+        """Supervise every loop until the learner's is through with the run."""
+        scoring = self._scoring = Scoring(self.state, self._assembly, self._runtime.rewards, self._recovery.dead)
+        dispatcher = Dispatcher(self.state, self._source, self._sampling, self._recovery.dead)
+        self._recovery.restarted = lambda replica: self._spawn(scoring.collect(replica), f"collect {replica.name}")
+        main = asyncio.create_task(self._main(learn), name="learn")
+        self._tasks.add(main)
+        self._spawn(dispatcher.run(), "dispatch")
+        self._spawn(self._recovery.run(self._publisher), "recovery")
+        self._spawn(self._log.run(), "records")
+        self._spawn(self._watch(learn), "watch")
+        for replica in self.state.replicas:
+            self._spawn(scoring.collect(replica), f"collect {replica.name}")
+        for number, worker in enumerate(self._runtime.rewards):
+            self._spawn(scoring.score(worker), f"score {number}")
+        while not main.done():
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                self._tasks.discard(task)
+                task.result()
+        return main.result()
+
+    async def _main(self, learn: LearnLoop) -> str:
+        """Train to the end or to the interruption, and leave everything in order."""
+        await learn.run()
+        if self.state.version < self.config.steps:
+            await self._save()
+            self._view.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
+            return "interrupted"
+        await learn.settle()
+        if self.config.checkpoint.every:
+            await self._save()
+        await self._evaluate()
+        self._assembly.abandon(sorted(self.state.groups), "shutdown")
+        self._assembly.clear_buffer()
+        await self._log.flush()
+        self.state.ledger.check()
+        return "done"
+
+    def _spawn(self, loop: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.add(asyncio.create_task(loop, name=name))
+
+    async def _after_step(self, metrics: dict[str, Any]) -> None:
+        step = self.state.version
+        if self.config.eval_every and step % self.config.eval_every == 0 and step < self.config.steps:
+            metrics["heldout_accuracy"] = await self._evaluate()
+        self._recorder.log_step(metrics)
+        self._view.step(metrics)
+        self.state.ledger.check()
+        every = self.config.checkpoint.every
+        if every and step % every == 0 and step < self.config.steps:
+            await self._save()
+
+    async def _evaluate(self) -> float | None:
+        accuracy = await self._heldout.accuracy(self.state.replicas, self._runtime.rewards)
+        if accuracy is not None:
+            self._accuracy.append(accuracy)
+            self._view.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")
+        return accuracy
+
+    async def _save(self) -> None:
+        """A checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that the resumed run
+        has the very batches, from the very versions, that an uninterrupted one would have had."""
+        state = self.state
+        if state.scheduled and not state.stopping:
+            await self._publisher.idle()
+            await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
+        writer = CheckpointWriter(Path(self._recorder.run_dir), state.version, self.config.checkpoint.keep)
+        await self._runtime.learner.save(writer.learner)
+        while self._log.behind:
+            await self._log.flush()
+        # No await between these two: what the document counts as ended is what the records hold.
+        document, payloads = snapshot_state(state, self._source, self._log)
+        marker = self._recorder.checkpoint()
+        rollouts = await self._runtime.fetch(payloads)
+        writer.commit(document, {r.rollout_id: r for r in rollouts}, marker)
+        state.progressed()
+
+    async def close(self) -> None:
+        """End every loop; the runtime's parts are closed by their owner."""
+        await self._publisher.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self, learn: LearnLoop) -> None:
+        """A run in which nothing moves ends with the name of what everybody waits for."""
+        limit = self.config.stall_timeout_seconds
+        while True:
+            await asyncio.sleep(limit / 10)
+            if not learn.training and self.state.now() - self.state.last_progress > limit:
+                raise StallError(f"Nothing moved for {limit:g} s. {self._diagnosis()}")
+
+    def _diagnosis(self) -> str:
+        state = self.state
+        parts = [
+            f"The learner waits for the batch of step {state.version}; the buffer holds {state.buffer.held} rollouts."
+        ]
+        for replica in state.replicas:
+            held = sorted(replica.in_flight)
+            status = "dead" if not replica.alive else "draining" if replica.draining else f"at version {replica.version}"
+            parts.append(f"{replica.name} is {status} with {len(held)} rollouts in flight{_some(held)}.")
+        queued = self._scoring.queued if self._scoring is not None else []
+        if queued:
+            parts.append(f"{len(queued)} rollouts wait for a reward worker{_some(queued)}.")
+        if self._publisher.busy:
+            parts.append(f"The publisher waits for {self._publisher.waiting_for or 'a replica'}.")
+        if state.requeue:
+            parts.append(f"{len(state.requeue)} rollouts wait to be issued again{_some(list(state.requeue))}.")
+        return " ".join(parts)
+
+
+def _some(ids: list[int]) -> str:
+    return f" (ids {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''})" if ids else ""
+
+
+def failure_sentence(error: BaseException) -> str:
+    """One line for the summary and the terminal: the cause first."""
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    return first if isinstance(error, AsyncRLHFError) else f"{type(error).__name__}: {first}"
+
+

@@ -1,0 +1,112 @@
+"""Admission and dispatch: which prompt starts, when, and on which replica."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+
+from asyncrlhf.actors.messages import WorkItem
+from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.state import GroupInProgress, Replica, RunState
+from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
+
+
+def request_seed(seed: int, rollout_id: int) -> int:
+    """The seed of one rollout's random draws: a function of the run's seed and the id alone."""
+    digest = hashlib.blake2b(f"{seed}/{rollout_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class Dispatcher:
+    """Starts groups where the gate, the buffer and a replica have room, and issues again what a dead replica held."""
+
+    def __init__(
+        self,
+        state: RunState,
+        source: PromptSource,
+        sampling: SamplingParams,
+        on_dead: Callable[[Replica, ReplicaError], None],
+    ) -> None:
+        self._state = state
+        self._source = source
+        self._sampling = sampling
+        self._on_dead = on_dead
+        self._next_rollout_id = state.next_group_id * state.config.num_generations
+
+    async def run(self) -> None:
+        """Wait for room, then hand out all that fits at once."""
+        while True:
+            plan: dict[str, list[WorkItem]] = {}
+            await self._state.changed.wait_for(lambda: self._plan(plan))
+            await asyncio.gather(*(self._submit(r, plan[r.name]) for r in self._state.replicas if r.name in plan))
+
+    async def _submit(self, replica: Replica, items: list[WorkItem]) -> None:
+        try:
+            await replica.handle.submit(items)
+        except ReplicaError as error:
+            self._on_dead(replica, error)
+
+    def _plan(self, plan: dict[str, list[WorkItem]]) -> bool:
+        """Admit all that has room now and write it into ``plan``; the ledger knows of it before any replica does."""
+        if self._state.stopping:
+            return False
+        self._plan_requeued(plan)
+        while (replica := self._choose()) is not None and self._has_room(replica):
+            self._admit_group(replica, plan)
+        return bool(plan)
+
+    def _plan_requeued(self, plan: dict[str, list[WorkItem]]) -> None:
+        """Rollouts of a dead replica go first; in the scheduled modes to one that holds the version they need."""
+        for rollout_id in list(self._state.requeue):
+            group = self._state.groups.get(rollout_id // self._state.config.num_generations)
+            able = [r for r in self._state.replicas if r.takes_work]
+            if group is not None and self._state.scheduled:
+                able = [r for r in able if r.version == group.version]
+            replica = _most_free(able, beyond_slots=self._state.scheduled)
+            if group is None or replica is None:
+                continue
+            self._state.requeue.remove(rollout_id)
+            group.version = min(group.version, replica.version)
+            self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
+
+    def _has_room(self, replica: Replica) -> bool:
+        size = self._state.config.num_generations
+        return self._state.gate.room(replica.version) >= size and self._state.buffer.free >= size
+
+    def _choose(self) -> Replica | None:
+        """The replica with most free slots. A scheduled batch goes round robin instead, beyond the slots if need be:
+        which sequences share an engine's batch must not depend on how fast a replica was."""
+        able = [r for r in self._state.replicas if r.takes_work]
+        if self._state.scheduled:
+            everyone = len(able) == len(self._state.replicas) and len({r.version for r in able}) == 1
+            return able[self._state.next_group_id % len(able)] if able and everyone else None
+        return _most_free(able, beyond_slots=False)
+
+    def _admit_group(self, replica: Replica, plan: dict[str, list[WorkItem]]) -> None:
+        state, size = self._state, self._state.config.num_generations
+        group_id, now = state.next_group_id, state.now()
+        state.next_group_id += 1
+        ids = list(range(group_id * size, (group_id + 1) * size))
+        prompt = self._source.next()
+        step = state.gate.admit(replica.version)
+        state.buffer.reserve(size)
+        state.groups[group_id] = GroupInProgress(group_id, prompt, now, step, replica.version, set(ids), set(ids))
+        for rollout_id in ids:
+            state.ledger.admit(rollout_id, group_id, prompt, now)
+            self._assign(replica, rollout_id, group_id, prompt, plan)
+
+    def _assign(
+        self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: dict[str, list[WorkItem]]
+    ) -> None:
+        seed = request_seed(self._state.config.seed, rollout_id)
+        request = GenerationRequest(rollout_id, group_id, prompt.token_ids, seed, self._sampling)
+        self._state.ledger.start(rollout_id, replica.name, replica.version)
+        replica.in_flight.add(rollout_id)
+        plan.setdefault(replica.name, []).append(WorkItem(request, prompt))
+
+
+def _most_free(replicas: list[Replica], beyond_slots: bool) -> Replica | None:
+    able = [r for r in replicas if beyond_slots or len(r.in_flight) < r.handle.slots]
+    return max(able, key=lambda r: r.handle.slots - len(r.in_flight), default=None)

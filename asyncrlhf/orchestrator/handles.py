@@ -1,0 +1,121 @@
+"""What the controller asks of generators, reward workers and the learner, whichever runtime hosts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from asyncrlhf.actors.messages import Collected, TrainItem, TrainReply, WorkItem
+from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
+
+
+class GeneratorHandle(Protocol):
+    """A generator replica. Every method raises ReplicaError when the replica is gone."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    async def submit(self, items: Sequence[WorkItem]) -> None: ...
+
+    async def collect(self) -> Collected:
+        """Waits until something finished or a short while passed."""
+        ...
+
+    async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        """Those that were still in flight and now will never be collected."""
+        ...
+
+    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+        """Samples outside the ledger (evaluation): negative rollout ids, answered here and not by ``collect``."""
+        ...
+
+    async def receive(self, ticket: Any) -> None:
+        """Take a version's weights into staging while sampling goes on."""
+        ...
+
+    async def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
+        """Load what was received between two tokens; seconds that the engine stood still."""
+        ...
+
+    async def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]: ...
+
+    async def digests(self) -> dict[str, str]:
+        """A checksum of every tensor that the engine holds, by name."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RewardHandle(Protocol):
+    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]: ...
+
+    async def close(self) -> None: ...
+
+
+class LearnerHandle(Protocol):
+    """The learner group as one part; its ranks act together."""
+
+    async def train(self, items: Sequence[TrainItem], snapshot: bool, probe: Sequence[np.ndarray] | None) -> TrainReply:
+        """One step; with ``snapshot`` the new weights are copied for publishing before it answers."""
+        ...
+
+    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
+        """Offer the present weights without a step (start-up, resume, a replica that joined)."""
+        ...
+
+    async def ticket(self) -> Any:
+        """An offer of the newest snapshot to the present weight group."""
+        ...
+
+    async def transfer(self, ticket: Any) -> Any:
+        """Send the snapshot to all connected receivers; TransferStats."""
+        ...
+
+    async def digests(self) -> dict[str, str]:
+        """Checksums of the tensors in the newest snapshot."""
+        ...
+
+    async def save(self, folder: Path) -> None: ...
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """Starts the parts and wires their transport; the controller sees nothing below this line."""
+
+    @property
+    def generators(self) -> list[GeneratorHandle]: ...
+
+    @property
+    def rewards(self) -> list[RewardHandle]: ...
+
+    @property
+    def learner(self) -> LearnerHandle: ...
+
+    async def start(self) -> None: ...
+
+    async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
+        """Form a new epoch of the weight group out of the learner and these generators."""
+        ...
+
+    async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
+        """A fresh replica in a dead one's place, under the same name, holding no weights yet."""
+        ...
+
+    async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
+        """The rollouts behind references."""
+        ...
+
+    def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
+        """References to rollouts read back from a checkpoint."""
+        ...
+
+    async def close(self) -> None: ...

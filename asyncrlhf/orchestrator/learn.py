@@ -1,0 +1,157 @@
+"""The learner's loop: wait for a batch, train, publish, record, and file what became too old."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrlhf.actors.messages import TrainItem, TrainReply
+from asyncrlhf.buffer.replay import Taken
+from asyncrlhf.errors import AsyncRLHFError, ReplicaError
+from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.meters import Meters, StepTimes
+from asyncrlhf.orchestrator.rollout_log import RolloutLog
+from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+
+AfterStep = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class LearnLoop:
+    """Runs until ``config.steps`` or until the state says stop; the only writer of ``state.version``."""
+
+    def __init__(
+        self,
+        state: RunState,
+        runtime: Runtime,
+        assembly: Assembly,
+        publisher: WeightPublisher,
+        log: RolloutLog,
+        after_step: AfterStep,
+    ) -> None:
+        self._state = state
+        self._runtime = runtime
+        self._assembly = assembly
+        self._publisher = publisher
+        self._log = log
+        self._after_step = after_step
+        self._meters = Meters(state)
+        self._publish_due = False
+        self.training = False
+
+    async def run(self) -> None:
+        while self._state.version < self._state.config.steps:
+            started = self._state.now()
+            taken = await self._next_batch()
+            if taken is None:
+                return
+            await self._step(taken, self._state.now() - started)
+
+    async def settle(self) -> None:
+        """After the last step: wait until the generators hold the final weights."""
+        await self._publisher.idle()
+        if self._publish_due:
+            self._publish(await self._runtime.learner.snapshot(self._publisher.next_probe()))
+            await self._publisher.idle()
+
+    async def _next_batch(self) -> list[Taken] | None:
+        """The next batch, or None when the run is stopping. A publish that was put off is caught up here, for without
+        it nobody would ever be admitted again."""
+        taken: list[Taken] | None = None
+
+        def look() -> bool:
+            nonlocal taken
+            if self._state.stopping:
+                return True
+            taken = self._state.buffer.take(self._state.version, self._state.unfinished_versions())
+            return taken is not None or (self._publish_due and not self._publisher.busy)
+
+        while True:
+            await self._state.changed.wait_for(look)
+            self._publisher.raise_if_failed()
+            if taken is not None or self._state.stopping:
+                return taken
+            self._publish(await self._runtime.learner.snapshot(self._publisher.next_probe()))
+
+    async def _step(self, taken: list[Taken], waited: float) -> None:
+        state, version = self._state, self._state.version
+        state.buffer.check_batch(version, taken)
+        publish = await self._may_publish(version + 1)
+        items = [
+            TrainItem(r.info.payload, r.reward, t.weight, t.masked_before_version)
+            for t in taken
+            for r in t.group.rollouts
+        ]
+        started = state.now()
+        if items:
+            probe = self._publisher.next_probe() if publish else None
+            self.training = True
+            reply = await self._runtime.learner.train(items, publish, probe)
+            self.training = False
+        else:
+            raise AsyncRLHFError(f"every rollout of the batch for step {version} failed, so there is nothing to train on.")
+        trained = state.now() - started
+        self._file(taken, version)
+        state.version = version + 1
+        if publish:
+            self._publish(reply)
+        self._retire()
+        metrics = self._meters.step(
+            version,
+            taken,
+            reply.result,
+            StepTimes(waited, trained, reply.snapshot_seconds),
+            self._publisher.last_seconds,
+            self._publisher.mismatch_kl,
+        )
+        await self._log.trained(taken, version)
+        state.progressed()
+        await self._after_step(metrics)
+
+    async def _may_publish(self, version: int) -> bool:
+        """Whether the step that makes ``version`` ends in a snapshot. Each version must go out in the scheduled modes;
+        a free run that finds the last publish still under way puts this one off rather than stand still."""
+        config = self._state.config
+        if version % config.weights.publish_every and version != config.steps:
+            return False
+        if self._state.scheduled:
+            await self._publisher.idle()
+        self._publish_due = self._publisher.busy
+        return not self._publish_due
+
+    def _publish(self, reply: TrainReply) -> None:
+        self._publish_due = False
+        self._publisher.start(self._state.version, reply)
+
+    def _file(self, taken: list[Taken], version: int) -> None:
+        for item in taken:
+            for scored in item.group.rollouts:
+                self._state.ledger.train(scored.info.rollout_id, version, last_use=item.uses_left == 0)
+
+    def _retire(self) -> None:
+        """What can only be consumed over the bound now is dropped, in the buffer and in flight."""
+        self._assembly.evict()
+        state = self._state
+        if state.scheduled or state.config.async_.over_stale != "drop":
+            return
+        late = [g.group_id for g in state.groups.values() if state.version - g.version > state.bound]
+        if not late:
+            return
+        ids = set(self._assembly.abandon(late, "stale"))
+        for rollout_id in [i for i in state.requeue if i in ids]:
+            state.requeue.remove(rollout_id)
+        for replica in state.replicas:
+            mine = sorted(ids & replica.in_flight)
+            if mine:
+                replica.in_flight.difference_update(mine)
+                task = asyncio.create_task(replica.handle.cancel(mine))
+                task.add_done_callback(_swallow_death)
+
+
+def _swallow_death(task: asyncio.Task[list[int]]) -> None:
+    """A replica that dies while told to forget has forgotten; its collect loop reports the death."""
+    if not task.cancelled() and isinstance(task.exception(), ReplicaError):
+        return
+

@@ -1,0 +1,108 @@
+"""The figures of one learner step: staleness, idle shares, rates; one dictionary a line of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrlhf.buffer.replay import Taken
+from asyncrlhf.learner.base import StepResult
+from asyncrlhf.orchestrator.state import RunState
+
+# What depends on when things happened and not on what was computed: all that two runs of one seed in
+# ``async.mode=fixed_lag`` may differ in.
+TIMING_KEYS = frozenset(
+    {
+        "wall_time",
+        "samples_per_second",
+        "tokens_per_second",
+        "generated_tokens_per_second",
+        "learner_idle_fraction",
+        "generator_idle_fraction",
+        "weight_sync_seconds",
+        "snapshot_seconds",
+        "train_seconds",
+        "wait_seconds",
+        "buffer_size",
+        "rollouts_in_flight",
+    }
+)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one turn of the learner's loop."""
+
+    waited: float  # for a batch or for the publish before
+    trained: float
+    snapshot: float
+
+
+class Meters:
+    """Turns a step's raw figures into the logged ones; remembers only what rates need."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._started = self._last = state.now()
+        self._busy = 0.0
+        self._tokens = 0
+
+    def step(
+        self,
+        version: int,
+        taken: Sequence[Taken],
+        result: StepResult,
+        times: StepTimes,
+        weight_sync_seconds: float,
+        mismatch_kl: float,
+    ) -> dict[str, float]:
+        """Metrics of the step that moved the policy from ``version`` to ``version + 1``."""
+        now = self._state.now()
+        elapsed = max(now - self._last, 1e-9)
+        samples = sum(len(t.group) for t in taken)
+        metrics: dict[str, float] = {
+            "step": version + 1,
+            "policy_version": version + 1,
+            "wall_time": now - self._started,
+            **self._staleness(version, taken),
+            **result.metrics,
+            "skipped": float(result.skipped),
+            "mismatch_kl": mismatch_kl,
+            "samples_per_second": samples / elapsed,
+            "tokens_per_second": sum(r.info.response_length for t in taken for r in t.group.rollouts) / elapsed,
+            "learner_idle_fraction": 1.0 - min(1.0, times.trained / elapsed),
+            "weight_sync_seconds": weight_sync_seconds,
+            "snapshot_seconds": times.snapshot,
+            "train_seconds": times.trained,
+            "wait_seconds": times.waited,
+            "buffer_size": self._state.buffer.held,
+            "rollouts_in_flight": sum(len(r.in_flight) for r in self._state.replicas),
+            **self._generators(elapsed),
+        }
+        self._last = now
+        return metrics
+
+    def _staleness(self, version: int, taken: Sequence[Taken]) -> dict[str, float]:
+        rollouts = [r for t in taken for r in t.group.rollouts]
+        total = np.array([r.staleness(version) for r in rollouts])
+        flight = np.array([r.staleness_in_flight() for r in rollouts])
+        return {
+            "staleness_mean": float(total.mean()),
+            "staleness_max": int(total.max()),
+            "staleness_in_flight_mean": float(flight.mean()),
+            "staleness_in_queue_mean": float((total - flight).mean()),
+            "mixed_version_fraction": float(np.mean([r.info.max_version > r.info.min_version for r in rollouts])),
+            "reward_mean": float(np.mean([r.reward for r in rollouts])),
+            "response_length_mean": float(np.mean([r.info.response_length for r in rollouts])),
+            "truncation_rate": float(np.mean([r.info.finish_reason == "length" for r in rollouts])),
+        }
+
+    def _generators(self, elapsed: float) -> dict[str, float]:
+        busy = sum(r.busy_seconds for r in self._state.replicas)
+        tokens = sum(r.tokens for r in self._state.replicas)
+        share = (busy - self._busy) / (elapsed * len(self._state.replicas))
+        rate = (tokens - self._tokens) / elapsed
+        self._busy, self._tokens = busy, tokens
+        return {"generator_idle_fraction": 1.0 - min(1.0, max(0.0, share)), "generated_tokens_per_second": rate}

@@ -1,0 +1,74 @@
+"""What happens when a generator dies: its rollouts are issued again, and a fresh replica takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+
+
+class Recovery:
+    """``dead`` may be called by any loop that met the death, any number of times; the work is done once."""
+
+    def __init__(self, state: RunState, runtime: Runtime, message: Callable[[str], None]) -> None:
+        self._state = state
+        self._runtime = runtime
+        self._message = message
+        self._dead: asyncio.Queue[Replica] = asyncio.Queue()
+        self.restarted: Callable[[Replica], None] = lambda replica: None
+
+    def dead(self, replica: Replica, error: ReplicaError) -> None:
+        """Take the replica out and put what it held back in the queue, before anything else can run."""
+        if not replica.alive:
+            return
+        replica.alive = False
+        replica.version = -1
+        lost = sorted(replica.in_flight)
+        replica.in_flight.clear()
+        for rollout_id in lost:
+            self._state.ledger.requeue(rollout_id)
+            self._state.requeue.append(rollout_id)
+        self._message(f"{replica.name} died; its {len(lost)} rollouts are issued again. Cause: {error}")
+        self._dead.put_nowait(replica)
+        self._state.progressed()
+
+    async def run(self, publisher: WeightPublisher) -> None:
+        """Restart the dead, one after another; out of restarts the run goes on with the replicas that are left."""
+        while True:
+            replica = await self._dead.get()
+            if replica.restarts >= self._state.config.generator.max_restarts:
+                if not any(r.alive for r in self._state.replicas) and self._dead.empty():
+                    raise ReplicaError(
+                        f"no generator is left: {replica.name} died for the {replica.restarts + 1}th time "
+                        f"(generator.max_restarts={self._state.config.generator.max_restarts})."
+                    )
+                self._state.replicas.remove(replica)
+                self._message(f"{replica.name} is not started again after {replica.restarts} restarts.")
+                self._state.progressed()
+                continue
+            self._refuse_lost_version(replica, publisher)
+            replica.restarts += 1
+            try:
+                replica.handle = await self._runtime.restart(replica.handle)
+                await publisher.rejoin(replica)
+            except ReplicaError as error:
+                replica.alive = True
+                self.dead(replica, error)
+                continue
+            self._message(f"{replica.name} is back at version {replica.version}.")
+            self.restarted(replica)
+            self._state.progressed()
+
+    def _refuse_lost_version(self, replica: Replica, publisher: WeightPublisher) -> None:
+        """While a publish waits for the schedule, the version that the schedule still needs lives in replicas alone."""
+        others = any(r.alive for r in self._state.replicas)
+        if self._state.scheduled and publisher.busy and self._state.requeue and not others:
+            raise ReplicaError(
+                f"{replica.name}, the last generator, died with rollouts of a version that the learner has passed; "
+                f"async.mode={self._state.config.async_.mode} must not replace them by fresher ones. "
+                "Resume from a checkpoint."
+            )

@@ -1,0 +1,111 @@
+"""What the controller's loops share: versions, replicas, groups in the making, and the signal that wakes the loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrlhf.buffer.admission import Gate
+from asyncrlhf.buffer.ledger import Ledger
+from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.orchestrator.handles import GeneratorHandle
+from asyncrlhf.types import Prompt, ScoredRollout
+
+
+class Signal:
+    """Wakes every waiter whenever something changed; each tests its own condition. Single-threaded, no lost wake-up."""
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def notify(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_for(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+
+@dataclass
+class Replica:
+    """One generator as the controller sees it. ``version`` is what it holds (-1: nothing yet)."""
+
+    handle: GeneratorHandle
+    version: int = -1
+    in_flight: set[int] = field(default_factory=set)
+    draining: bool = False
+    alive: bool = True
+    restarts: int = 0
+    busy_seconds: float = 0.0  # of replicas that took its place before, too
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    @property
+    def takes_work(self) -> bool:
+        return self.alive and not self.draining and self.version >= 0
+
+
+@dataclass
+class GroupInProgress:
+    """The siblings of one prompt until all of them are scored, failed or dropped."""
+
+    group_id: int
+    prompt: Prompt
+    admitted_at: float
+    scheduled_step: int | None
+    version: int  # the oldest version that any sibling can have begun with
+    unfinished: set[int]
+    unscored: set[int]
+    scored: list[ScoredRollout] = field(default_factory=list)
+
+
+@dataclass
+class RunState:
+    """Owned by the controller; every loop gets it and none of them keeps state of its own that must survive."""
+
+    config: RunConfig
+    ledger: Ledger
+    gate: Gate
+    buffer: ReplayBuffer
+    replicas: list[Replica] = field(default_factory=list)
+    groups: dict[int, GroupInProgress] = field(default_factory=dict)
+    requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
+    version: int = 0
+    published_version: int = -1
+    next_group_id: int = 0
+    stopping: bool = False
+    last_progress: float = 0.0
+    changed: Signal = field(default_factory=Signal)
+
+    @property
+    def scheduled(self) -> bool:
+        """True in the modes whose every batch has its step fixed beforehand."""
+        return self.config.async_.fixed_lag is not None
+
+    @property
+    def bound(self) -> int:
+        return self.config.async_.bound
+
+    def now(self) -> float:
+        """Seconds of the run's clock."""
+        return asyncio.get_running_loop().time()
+
+    def progressed(self) -> None:
+        """Something moved: restart the stall watch and let every loop look again."""
+        self.last_progress = self.now()
+        self.changed.notify()
+
+    def unfinished_versions(self) -> list[int]:
+        """One entry a group in the making: the oldest version that it can carry."""
+        return [g.version for g in self.groups.values()]

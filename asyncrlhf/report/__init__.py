@@ -1,0 +1,1 @@
+"""Curves and the HTML report of runs."""

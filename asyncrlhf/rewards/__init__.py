@@ -1,0 +1,1 @@
+"""Reward functions: task rules and a user's own."""

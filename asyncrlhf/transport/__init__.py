@@ -1,0 +1,1 @@
+"""Moving weights from the learner to the generators."""

@@ -1,0 +1,232 @@
+"""The values that travel between the parts: prompts, rollouts, packed batches, weight manifests.
+
+Shape legend, here and in every docstring: N rollouts (sequences), L tokens of one response, P tokens of one prompt,
+T packed tokens of a batch, G rollouts of one group, V vocabulary. Token arrays are NumPy so that they cross process
+boundaries without torch; times are seconds of the run's clock (wall clock under Ray, virtual under ``runtime=local``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+FinishReason = Literal["stop", "length"]
+DropReason = Literal["stale", "untrainable", "failed", "oversized", "shutdown"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, tokenised once where it is made."""
+
+    prompt_id: str
+    text: str
+    token_ids: IntArray  # [P]
+    answer: str | None = None  # reference answer for verifiable rewards
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a response is sampled. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` switch the filters off."""
+
+    max_completion_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to be sampled. ``seed`` alone decides its random draws, whatever shares the engine's batch."""
+
+    rollout_id: int
+    group_id: int
+    prompt_ids: IntArray  # [P]
+    seed: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished response as the engine made it."""
+
+    rollout_id: int
+    response_ids: IntArray  # [L], with the stop token if one was sampled
+    behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k and top-p
+    policy_versions: IntArray  # [L] the version that sampled each token
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class GenerationFailure:
+    """A request that the engine could not finish; ``error`` is one sentence."""
+
+    rollout_id: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished response with everything that training or a record needs; the payload of the object store."""
+
+    rollout_id: int
+    group_id: int
+    prompt: Prompt
+    response_ids: IntArray  # [L]
+    behavior_logprobs: FloatArray  # [L]
+    policy_versions: IntArray  # [L]
+    finish_reason: FinishReason
+    response_text: str
+    generator_id: str
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"rollout {self.rollout_id}: response, log-probs and versions differ in length: {lengths}")
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Where a rollout's arrays lie: ``ref`` is an object reference (Ray) or the list itself (local)."""
+
+    ref: Any
+    index: int
+
+
+@dataclass(frozen=True)
+class RolloutInfo:
+    """What the controller knows of a finished rollout; its token arrays stay behind ``payload``."""
+
+    rollout_id: int
+    group_id: int
+    generator_id: str
+    prompt_length: int
+    response_length: int
+    min_version: int
+    max_version: int
+    finish_reason: FinishReason
+    generated_at: float
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout in the buffer: its facts, its reward and the times it passed each gate.
+
+    ``finished_at_version`` is the learner's version when the rollout left its generator; it splits staleness into the
+    part in flight and the part in the queue.
+    """
+
+    info: RolloutInfo
+    reward: float
+    admitted_at: float
+    scored_at: float
+    finished_at_version: int
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+    def staleness(self, version: int) -> int:
+        """Staleness in the batch that moves the policy from ``version`` to ``version + 1``."""
+        return version - self.info.min_version
+
+    def staleness_in_flight(self) -> int:
+        return self.finished_at_version - self.info.min_version
+
+    def staleness_in_queue(self, version: int) -> int:
+        return version - self.finished_at_version
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The finished siblings of one prompt; whole, unless a sibling failed."""
+
+    group_id: int
+    rollouts: tuple[ScoredRollout, ...]
+
+    @property
+    def min_version(self) -> int:
+        return min(r.info.min_version for r in self.rollouts)
+
+    def staleness(self, version: int) -> int:
+        return version - self.min_version
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The score of one rollout, or the reason why there is none (never a silent zero)."""
+
+    rollout_id: int
+    reward: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One rollout as the learner trains on it."""
+
+    rollout: Rollout
+    reward: float
+    weight: float = 1.0  # down-weighting and replay correction; 1 for a fresh rollout
+    masked_before_version: int = 0  # tokens older than this leave the loss (over_stale=mask)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Packed batch: sequence i is ``token_ids[cu_seqlens[i]:cu_seqlens[i+1]]``, prompt then response, no padding.
+
+    Every per-token array is aligned with the token it speaks of: entry t belongs to the log-prob of token t given the
+    tokens before it in its sequence.
+    """
+
+    token_ids: IntArray  # [T]
+    cu_seqlens: IntArray  # [N+1]
+    loss_mask: NDArray[np.bool_]  # [T] response tokens that train
+    response_mask: NDArray[np.bool_]  # [T] response tokens
+    behavior_logprobs: FloatArray  # [T] 0 on prompts
+    policy_versions: IntArray  # [T] -1 on prompts
+    rewards: FloatArray  # [N]
+    weights: FloatArray  # [N]
+    group_ids: IntArray  # [N]
+    rollout_ids: IntArray  # [N]
+    truncated: NDArray[np.bool_]  # [N] finish_reason == "length"
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor in a flat bucket: ``numel`` elements of ``dtype`` from byte ``offset`` of bucket ``bucket``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name, such as "float32"
+    bucket: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class WeightManifest:
+    """What a weight transfer carries; the same on the sender and on every receiver."""
+
+    tensors: tuple[TensorEntry, ...]
+    bucket_bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bucket_bytes)

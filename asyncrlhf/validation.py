@@ -1,0 +1,42 @@
+"""Range checks for config leaves: each raises one sentence that names the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrlhf.errors import ConfigError
+
+
+def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        close = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(f"{key}={value} is not known{hint}; allowed: {', '.join(allowed)}.")
+
+
+def check_range(
+    key: str,
+    value: float,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    exclusive_low: bool = False,
+) -> None:
+    """Raise unless ``low <= value <= high`` (``low < value`` with ``exclusive_low``); NaN is never in range."""
+    above = low is None or (value > low if exclusive_low else value >= low)
+    below = high is None or value <= high
+    if above and below and value == value:
+        return
+    bounds = []
+    if low is not None:
+        bounds.append(f"{'>' if exclusive_low else '>='} {low:g}")
+    if high is not None:
+        bounds.append(f"<= {high:g}")
+    raise ConfigError(f"{key}={value} is out of range; allowed: {' and '.join(bounds)}.")
+
+
+def check(condition: Any, sentence: str) -> None:
+    if not condition:
+        raise ConfigError(sentence)

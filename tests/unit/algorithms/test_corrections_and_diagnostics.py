@@ -1,0 +1,191 @@
+"""Behavior weights, KL penalties, the value loss and the diagnostics against the NumPy references."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrlhf.algorithms import diagnostics
+from asyncrlhf.algorithms.aggregate import normaliser_count
+from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_rewards
+from asyncrlhf.algorithms.losses import value_loss
+from asyncrlhf.algorithms.masked import masked_mean, sequence_ids_of
+from asyncrlhf.algorithms.weights import behavior_weight, log_ratio
+from tests import reference
+from tests.unit.algorithms.batches import gradient, ragged_batch, relative_error
+
+SEEDS = st.integers(0, 2**32 - 1)
+WEIGHTS = {
+    "token": reference.behavior_weights,
+    "geo": reference.geometric_weights,
+    "prod": reference.product_weights,
+}
+
+
+@pytest.mark.parametrize("level", WEIGHTS)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_behavior_weights(level: str, seed: int) -> None:
+    batch = ragged_batch(seed)
+    mask, ids = batch.tensors()
+    raw = WEIGHTS[level](batch.split(batch.prox), batch.split(batch.mu))
+    flat = np.concatenate(raw)
+    outside = (flat < 0.8) | (flat > 1.3)
+    expected = {
+        "none": np.ones_like(flat),
+        "truncate": np.clip(flat, 0.8, 1.3),
+        "mask": np.concatenate(reference.masked_outside(raw, 0.8, 1.3)),
+    }
+    for mode, values in expected.items():
+        found, facts = behavior_weight(
+            torch.from_numpy(batch.prox),
+            torch.from_numpy(batch.mu),
+            mask,
+            ids,
+            level=level,
+            mode=mode,
+            low=0.8,
+            high=1.3,
+        )
+        np.testing.assert_allclose(found.numpy()[batch.mask], values, rtol=1e-10)
+        assert not found.numpy()[~batch.mask].any()
+        assert float(facts["behavior_weight_mean"]) == pytest.approx(values.mean())
+        for kind, key in (("truncate", "behavior_truncated_fraction"), ("mask", "behavior_masked_fraction")):
+            share = outside.mean() if kind == mode else 0.0
+            assert float(facts[key]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimates_and_penalties(estimator: str) -> None:
+    batch = ragged_batch(21)
+    mask, ids = batch.tensors()
+    policy, ref = torch.from_numpy(batch.prox), torch.from_numpy(batch.ref)
+    paper = getattr(reference, estimator)
+    expected = [paper(p, r) for p, r in zip(batch.split(batch.prox), batch.split(batch.ref), strict=True)]
+    found = kl_estimate(policy, ref, mask, estimator=estimator).numpy()
+    np.testing.assert_allclose(found[batch.mask], np.concatenate(expected), rtol=1e-10)
+    assert not found[~batch.mask].any()
+
+    rewards = torch.from_numpy(batch.sequence_advantages)
+    penalised = kl_sequence_rewards(rewards, policy, ref, mask, ids, beta=0.3, estimator=estimator).numpy()
+    totals = np.zeros(batch.num_sequences)
+    totals[batch.trained] = [s.sum() for s in expected]
+    np.testing.assert_allclose(penalised, batch.sequence_advantages - 0.3 * totals, rtol=1e-10)
+    tokens = kl_token_rewards(torch.ones(len(mask)).double(), policy, ref, mask, beta=0.3, estimator=estimator).numpy()
+    np.testing.assert_allclose(tokens[batch.mask], 1 - 0.3 * np.concatenate(expected), rtol=1e-10)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_value_loss(seed: int) -> None:
+    batch = ragged_batch(seed)
+    mask, ids = batch.tensors()
+    old, returns = batch.split(batch.prox), batch.split(batch.ref)
+
+    def paper(values: reference.Batch) -> float:
+        return reference.token_mean(reference.value_tokens(values, old, returns, 0.3))
+
+    values = torch.from_numpy(batch.theta.copy()).requires_grad_()
+    loss = value_loss(
+        values, torch.from_numpy(batch.prox), torch.from_numpy(batch.ref), mask, ids,
+        clip=0.3, normaliser=normaliser_count("token", mask, ids),
+    )  # fmt: skip
+    assert float(loss.detach()) == pytest.approx(paper(batch.split(batch.theta)), rel=1e-12)
+    found = gradient(loss, values)
+    assert relative_error(found[batch.mask], reference.numeric_gradient(paper, batch.split(batch.theta))) < 1e-6
+    assert not found[~batch.mask].any()
+
+
+def test_effective_sample_size_of_known_weights() -> None:
+    mask = torch.tensor([True] * 8 + [False] * 2)
+    outside = torch.tensor([float("nan"), float("inf")])
+    for shift in (0.0, 500.0, -500.0):  # a common factor cancels, even one that no float holds
+        equal = torch.cat((torch.full((8,), shift), outside))
+        ess, fraction = diagnostics.effective_sample_size(equal, mask)
+        assert (float(ess), float(fraction)) == (8.0, 1.0)
+        one_hot = torch.cat((torch.tensor([200.0] + [0.0] * 7) + shift, outside))
+        ess, fraction = diagnostics.effective_sample_size(one_hot, mask)
+        assert (float(ess), float(fraction)) == (1.0, 1 / 8)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_weight_diagnostics(seed: int) -> None:
+    batch = ragged_batch(seed)
+    mask, ids = batch.tensors()
+    facts = diagnostics.weight_diagnostics(torch.from_numpy(batch.prox) - torch.from_numpy(batch.mu), mask, ids)
+    pairs = batch.split(batch.prox), batch.split(batch.mu)
+    tokens = np.concatenate(reference.behavior_weights(*pairs))
+    sequences = np.array([w[0] for w in reference.product_weights(*pairs)])
+    assert float(facts["ess"]) == pytest.approx(reference.ess(tokens))
+    assert float(facts["ess_fraction"]) == pytest.approx(reference.ess(tokens) / len(tokens))
+    assert float(facts["sequence_ess"]) == pytest.approx(reference.ess(sequences))
+    assert float(facts["sequence_ess_fraction"]) == pytest.approx(reference.ess(sequences) / len(sequences))
+
+
+def test_log_ratio_and_clip_diagnostics() -> None:
+    rng = np.random.default_rng(0)
+    values, keep = rng.standard_normal(1000), rng.random(1000) < 0.5
+    x, mask = torch.from_numpy(np.where(keep, values, np.nan)), torch.from_numpy(keep)
+    facts = diagnostics.log_ratio_diagnostics(x, mask, "policy")
+    kept = values[keep]
+    assert float(facts["policy_log_ratio_mean"]) == pytest.approx(kept.mean())
+    assert float(facts["policy_log_ratio_abs_mean"]) == pytest.approx(np.abs(kept).mean())
+    expected = np.quantile(np.abs(kept), 0.99, method="inverted_cdf")
+    assert float(facts["policy_log_ratio_abs_p99"]) == pytest.approx(expected)
+    assert float(facts["policy_log_ratio_abs_max"]) == pytest.approx(np.abs(kept).max())
+
+    clipped = torch.tensor([True, False, True, True, True])
+    advantages = torch.tensor([1.0, 1.0, -1.0, 0.0, float("nan")])
+    shares = diagnostics.clip_diagnostics(clipped, advantages, torch.tensor([True] * 4 + [False]))
+    assert {k: float(v) for k, v in shares.items()} == {
+        "clip_fraction": 0.75,
+        "clip_fraction_positive": 0.5,
+        "clip_fraction_negative": 1.0,
+    }
+
+
+def test_kl_diagnostics_estimate_both_directions() -> None:
+    """Over every token of a small alphabet, weighted by the sampler through repetition, they are the exact KLs."""
+    counts = np.array([1, 2, 5])
+    sampler, policy = np.log(counts / 8), np.log(np.array([0.5, 0.2, 0.3]))
+    packed = [torch.from_numpy(np.repeat(x, counts)) for x in (policy, sampler)]
+    facts = diagnostics.kl_diagnostics(*packed, torch.ones(8, dtype=torch.bool), "behavior")
+    forward = (np.exp(sampler) * (sampler - policy)).sum()
+    backward = (np.exp(policy) * (policy - sampler)).sum()
+    assert float(facts["behavior_kl"]) == pytest.approx(forward)
+    assert float(facts["behavior_reverse_kl"]) == pytest.approx(backward)
+    assert float(facts["behavior_max_abs_dprob"]) == pytest.approx(0.375)
+
+
+def test_explained_variance() -> None:
+    returns, mask = torch.tensor([1.0, 2.0, 4.0, float("nan")]), torch.tensor([True, True, True, False])
+    assert float(diagnostics.explained_variance(returns, returns, mask)) == 1.0
+    assert float(diagnostics.explained_variance(torch.full((4,), 7.0), returns, mask)) == pytest.approx(0.0)
+    assert float(diagnostics.explained_variance(returns, torch.ones(4), mask)) == 0.0
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_every_diagnostic_of_an_empty_mask_is_zero(size: int) -> None:
+    x, mask, ids = torch.full((size,), float("nan")), torch.zeros(size, dtype=torch.bool), torch.zeros(size).long()
+    facts = {
+        **diagnostics.weight_diagnostics(x, mask, ids),
+        **diagnostics.log_ratio_diagnostics(x, mask, "policy"),
+        **diagnostics.kl_diagnostics(x, x, mask, "behavior"),
+        **diagnostics.clip_diagnostics(mask, x, mask),
+        **behavior_weight(x, x, mask, ids)[1],
+        "explained_variance": diagnostics.explained_variance(x, x, mask),
+        "mean": masked_mean(x, mask),
+    }
+    assert all(float(v) == 0.0 for v in facts.values()), facts
+    assert not log_ratio(x, x, mask, ids, "geo").any()
+
+
+def test_sequence_ids_from_boundaries() -> None:
+    assert sequence_ids_of(torch.tensor([0, 2, 3, 7])).tolist() == [0, 0, 1, 2, 2, 2, 2]
+    assert math.prod(sequence_ids_of(torch.tensor([0])).shape) == 0
