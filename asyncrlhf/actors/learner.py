@@ -12,7 +12,7 @@ import numpy as np
 import ray
 import torch
 
-from asyncrlhf.actors.messages import TrainReply
+from asyncrlhf.actors.messages import Offer
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.packing import pack, shard
 from asyncrlhf.data.pretrained import load_model
@@ -66,27 +66,23 @@ class LearnerWorker:
         self.sender: WeightSender | None = None
         if rank == 0:
             self.sender = build_sender(spec.weights, spec.runtime, self.backend.parameters())
+            self.backend.before_update(lambda: self._fence())
+        self._fence_seconds = 0.0
 
-    def train(
-        self, samples: Sequence[TrainSample], snapshot: bool, probe: Sequence[np.ndarray] | None
-    ) -> TrainReply:
-        batch = shard(pack(samples), self.rank, self._ranks)
-        result = self.backend.train_step(batch)
-        if not snapshot:
-            return TrainReply(result)
-        offered = self.snapshot(probe)
-        return TrainReply(result, offered.ticket, offered.snapshot_seconds, offered.probe_logprobs)
+    def train(self, samples: Sequence[TrainSample]) -> StepResult:
+        return self.backend.train_step(shard(pack(samples), self.rank, self._ranks))
 
-    def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
-        """Copy the present weights for publishing; only rank 0 holds a sender."""
-        nothing = StepResult(metrics={})
-        if self.sender is None:
-            return TrainReply(nothing)
+    def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
+        """Copy the present weights for publishing (rank 0), beside the next step's passes: its update waits for it."""
+        sender = self.require_sender()
         started = time.monotonic()
-        self.sender.snapshot(self.backend.policy_version, self.backend.parameters())
-        seconds = time.monotonic() - started
-        logprobs = None if probe is None else self.backend.score(probe)
-        return TrainReply(nothing, self.sender.ticket(), seconds, logprobs)
+        sender.begin_snapshot(self.backend.policy_version, self.backend.parameters())
+        seconds, self._fence_seconds = time.monotonic() - started + self._fence_seconds, 0.0
+        return Offer(seconds, None if probe is None else self.backend.score(probe))
+
+    def _fence(self) -> None:
+        """Wait until nothing reads the parameters any more."""
+        self._fence_seconds += self.require_sender().fence()
 
     def require_sender(self) -> WeightSender:
         assert self.sender is not None, "only rank 0 sends weights"
@@ -103,6 +99,8 @@ class LearnerWorker:
         self.backend.save(folder)
 
     def load(self, folder: Path) -> None:
+        if self.sender is not None:
+            self.sender.fence()
         self.backend.load(folder)
 
     def close(self) -> None:
@@ -138,19 +136,17 @@ class LearnerActor:
     def train(
         self,
         chosen: Sequence[tuple[int, int, float, float, int]],
-        snapshot: bool,
-        probe: Sequence[np.ndarray] | None,
         *bundles: list[Rollout],
-    ) -> TrainReply:
+    ) -> StepResult:
         """``chosen``: (bundle, index, reward, weight, masked_before_version); bundles come from the object store."""
         torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
         samples = [
             TrainSample(bundles[bundle][index], reward, weight, masked)
             for bundle, index, reward, weight, masked in chosen
         ]
-        return self.worker.train(samples, snapshot, probe)
+        return self.worker.train(samples)
 
-    def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
+    def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         return self.worker.snapshot(probe)
 
     def listen(self) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from asyncrlhf.learner.base import StepResult
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, Payload, Prompt, RolloutInfo
 
 
@@ -38,11 +36,9 @@ class TrainItem:
 
 
 @dataclass(frozen=True)
-class TrainReply:
-    """A step's result; ``ticket`` offers the new weights when a snapshot was asked for, ``probe_logprobs`` what the
-    learner says of the audit's probe texts at that version."""
+class Offer:
+    """A snapshot under way, to be published: the seconds that the learner stood still for snapshots since the offer
+    before, and what it says of the audit's probe texts at that version (None when no audit is due)."""
 
-    result: StepResult
-    ticket: Any = None
-    snapshot_seconds: float = 0.0
+    seconds: float
     probe_logprobs: list[FloatArray] | None = None

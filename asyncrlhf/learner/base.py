@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +37,10 @@ class LearnerBackend(Protocol):
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """The policy's tensors by name, for publishing (tied tensors once, under their first name)."""
+        ...
+
+    def before_update(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called each time before the parameters change: a snapshot may still be read from them."""
         ...
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:

@@ -203,7 +203,7 @@ class Controller:
         """A checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that the resumed run
         has the very batches, from the very versions, that an uninterrupted one would have had."""
         state = self.state
-        if state.scheduled and not state.stopping:
+        if state.scheduled:
             await self._publisher.idle()
             await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
         writer = CheckpointWriter(Path(self._recorder.run_dir), state.version, self.config.checkpoint.keep)

@@ -50,25 +50,28 @@ class Dispatcher:
 
     def _plan(self, plan: dict[str, list[WorkItem]]) -> bool:
         """Admit all that has room now and write it into ``plan``; the ledger knows of it before any replica does."""
-        if self._state.stopping:
-            return False
+        if self._state.stopping and not self._state.scheduled:
+            return False  # a schedule is finished even so, for a resume could not make up for the version that is gone
         self._plan_requeued(plan)
         while (replica := self._choose()) is not None and self._has_room(replica):
             self._admit_group(replica, plan)
         return bool(plan)
 
     def _plan_requeued(self, plan: dict[str, list[WorkItem]]) -> None:
-        """Rollouts of a dead replica go first; in the scheduled modes to one that holds the version they need."""
+        """Rollouts of a dead replica go first, to one no older than the gate admitted them for; in the scheduled modes
+        to one that holds the very version."""
+        scheduled = self._state.scheduled
         for rollout_id in list(self._state.requeue):
-            group = self._state.groups.get(rollout_id // self._state.config.num_generations)
-            able = [r for r in self._state.replicas if r.takes_work]
-            if group is not None and self._state.scheduled:
-                able = [r for r in able if r.version == group.version]
-            replica = _most_free(able, beyond_slots=self._state.scheduled)
-            if group is None or replica is None:
+            group = self._state.groups[rollout_id // self._state.config.num_generations]
+            able = [
+                r
+                for r in self._state.replicas
+                if r.takes_work and (r.version == group.version if scheduled else r.version >= group.version)
+            ]
+            replica = _most_free(able, beyond_slots=scheduled)
+            if replica is None:
                 continue
             self._state.requeue.remove(rollout_id)
-            group.version = min(group.version, replica.version)
             self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
 
     def _has_room(self, replica: Replica) -> bool:
@@ -80,8 +83,8 @@ class Dispatcher:
         which sequences share an engine's batch must not depend on how fast a replica was."""
         able = [r for r in self._state.replicas if r.takes_work]
         if self._state.scheduled:
-            everyone = len(able) == len(self._state.replicas) and len({r.version for r in able}) == 1
-            return able[self._state.next_group_id % len(able)] if able and everyone else None
+            everyone = len(able) == sum(r.alive for r in self._state.replicas) and len({r.version for r in able}) == 1
+            return able[self._state.next_group_id % len(able)] if everyone else None
         return _most_free(able, beyond_slots=False)
 
     def _admit_group(self, replica: Replica, plan: dict[str, list[WorkItem]]) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from asyncrlhf.actors.messages import Collected, TrainItem, TrainReply, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.learner.base import StepResult
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
 
 
@@ -61,12 +62,10 @@ class RewardHandle(Protocol):
 class LearnerHandle(Protocol):
     """The learner group as one part; its ranks act together."""
 
-    async def train(self, items: Sequence[TrainItem], snapshot: bool, probe: Sequence[np.ndarray] | None) -> TrainReply:
-        """One step; with ``snapshot`` the new weights are copied for publishing before it answers."""
-        ...
+    async def train(self, items: Sequence[TrainItem]) -> StepResult: ...
 
-    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
-        """Offer the present weights without a step (start-up, resume, a replica that joined)."""
+    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
+        """Copy the present weights aside for publishing."""
         ...
 
     async def ticket(self) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from asyncrlhf.actors.messages import TrainItem, TrainReply
+from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
@@ -53,7 +53,7 @@ class LearnLoop:
         """After the last step: wait until the generators hold the final weights."""
         await self._publisher.idle()
         if self._publish_due:
-            self._publish(await self._runtime.learner.snapshot(self._publisher.next_probe()))
+            await self._publish()
             await self._publisher.idle()
 
     async def _next_batch(self) -> list[Taken] | None:
@@ -73,57 +73,56 @@ class LearnLoop:
             self._publisher.raise_if_failed()
             if taken is not None or self._state.stopping:
                 return taken
-            self._publish(await self._runtime.learner.snapshot(self._publisher.next_probe()))
+            await self._publish()
 
     async def _step(self, taken: list[Taken], waited: float) -> None:
         state, version = self._state, self._state.version
         state.buffer.check_batch(version, taken)
-        publish = await self._may_publish(version + 1)
         items = [
             TrainItem(r.info.payload, r.reward, t.weight, t.masked_before_version)
             for t in taken
             for r in t.group.rollouts
         ]
+        if not items:
+            raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
         started = state.now()
-        if items:
-            probe = self._publisher.next_probe() if publish else None
-            self.training = True
-            reply = await self._runtime.learner.train(items, publish, probe)
-            self.training = False
-        else:
-            raise AsyncRLHFError(f"every rollout of the batch for step {version} failed, so there is nothing to train on.")
+        self.training = True
+        result = await self._runtime.learner.train(items)
+        self.training = False
         trained = state.now() - started
         self._file(taken, version)
+        self._log.used(taken, version)
         state.version = version + 1
-        if publish:
-            self._publish(reply)
         self._retire()
+        snapshot_seconds = await self._publish_if_due()
         metrics = self._meters.step(
             version,
             taken,
-            reply.result,
-            StepTimes(waited, trained, reply.snapshot_seconds),
+            result,
+            StepTimes(waited, trained, snapshot_seconds),
             self._publisher.last_seconds,
             self._publisher.mismatch_kl,
         )
-        await self._log.trained(taken, version)
+        await self._log.hand_over()
         state.progressed()
         await self._after_step(metrics)
 
-    async def _may_publish(self, version: int) -> bool:
-        """Whether the step that makes ``version`` ends in a snapshot. Each version must go out in the scheduled modes;
-        a free run that finds the last publish still under way puts this one off rather than stand still."""
-        config = self._state.config
-        if version % config.weights.publish_every and version != config.steps:
-            return False
-        if self._state.scheduled:
+    async def _publish_if_due(self) -> float:
+        """Each version must go out in the scheduled modes; a free run that finds the last publish still under way puts
+        this one off rather than stand still. Seconds that the snapshot took."""
+        state = self._state
+        if state.version % state.config.weights.publish_every and state.version != state.config.steps:
+            return 0.0
+        if state.scheduled:
             await self._publisher.idle()
         self._publish_due = self._publisher.busy
-        return not self._publish_due
+        return 0.0 if self._publish_due else await self._publish()
 
-    def _publish(self, reply: TrainReply) -> None:
+    async def _publish(self) -> float:
         self._publish_due = False
-        self._publisher.start(self._state.version, reply)
+        offer = await self._runtime.learner.snapshot(self._publisher.next_probe())
+        self._publisher.start(self._state.version, offer)
+        return offer.seconds
 
     def _file(self, taken: list[Taken], version: int) -> None:
         for item in taken:

@@ -12,9 +12,10 @@ import numpy as np
 
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker, describe
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, TrainItem, TrainReply, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.actors.reward import RewardSpec, build_reward
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.learner.base import StepResult
 from asyncrlhf.orchestrator.handles import GeneratorHandle
 from asyncrlhf.orchestrator.state import Signal
 from asyncrlhf.rewards.scorer import Scorer
@@ -168,19 +169,17 @@ class LocalLearner:
         self.worker = worker
         self._step_seconds = step_seconds
 
-    async def train(
-        self, items: Sequence[TrainItem], snapshot: bool, probe: Sequence[np.ndarray] | None
-    ) -> TrainReply:
+    async def train(self, items: Sequence[TrainItem]) -> StepResult:
         rollouts = fetch_local([item.payload for item in items])
         samples = [
             TrainSample(rollout, item.reward, item.weight, item.masked_before_version)
             for rollout, item in zip(rollouts, items, strict=True)
         ]
-        reply = self.worker.train(samples, snapshot, probe)
+        result = self.worker.train(samples)
         await asyncio.sleep(self._step_seconds)
-        return reply
+        return result
 
-    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
+    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         return self.worker.snapshot(probe)
 
     async def ticket(self) -> Ticket:

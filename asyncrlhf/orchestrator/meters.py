@@ -45,7 +45,8 @@ class Meters:
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        self._started = self._last = state.now()
+        self._last = state.now()
+        self._started = self._last - state.elapsed  # a resumed run's clock goes on where the first one stopped
         self._busy = 0.0
         self._tokens = 0
 
@@ -82,6 +83,7 @@ class Meters:
             **self._generators(elapsed),
         }
         self._last = now
+        self._state.elapsed = now - self._started
         return metrics
 
     def _staleness(self, version: int, taken: Sequence[Taken]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -84,10 +84,10 @@ class Progress:
         for start in range(0, len(facts), 3):
             cells = [f"[dim]{name}[/] [bold]{value}[/]" for name, value in facts[start : start + 3]]
             grid.add_row(*cells)
-        bar = ProgressBar(total=self._total, completed=min(self._latest["step"], self._total))
-        return Panel(
-            Group(bar, grid), title=f"step {self._latest['step']} of {self._total}", title_align="left", width=92
-        )
+        body = Table.grid(expand=True)
+        body.add_row(ProgressBar(total=self._total, completed=min(self._latest["step"], self._total)))
+        body.add_row(grid)
+        return Panel(body, title=f"step {self._latest['step']} of {self._total}", title_align="left", width=92)
 
     def _facts(self) -> list[tuple[str, str]]:
         """What there is to tell, in a fixed order: name and text."""

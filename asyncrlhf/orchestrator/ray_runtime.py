@@ -15,9 +15,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec
-from asyncrlhf.actors.messages import Collected, TrainItem, TrainReply, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.actors.reward import RewardActor, RewardSpec
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.learner.base import StepResult
 from asyncrlhf.orchestrator.config import RayConfig
 from asyncrlhf.orchestrator.handles import GeneratorHandle, RewardHandle
 from asyncrlhf.transport.base import Ticket, TransferStats
@@ -140,22 +141,18 @@ class RayLearner:
     async def _first(self, reference: Any) -> Any:
         return await ask("learner-0", reference)
 
-    async def train(
-        self, items: Sequence[TrainItem], snapshot: bool, probe: Sequence[np.ndarray] | None
-    ) -> TrainReply:
+    async def train(self, items: Sequence[TrainItem]) -> StepResult:
         references, places = bundle([item.payload for item in items])
         chosen = [
             (place, item.payload.index, item.reward, item.weight, item.masked_before_version)
             for place, item in zip(places, items, strict=True)
         ]
-        replies: list[TrainReply] = await self._all(
-            lambda rank: rank.train.remote(chosen, snapshot, probe, *references)
-        )
-        return replies[0]
+        results: list[StepResult] = await self._all(lambda rank: rank.train.remote(chosen, *references))
+        return results[0]
 
-    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> TrainReply:
-        replies: list[TrainReply] = await self._all(lambda rank: rank.snapshot.remote(probe))
-        return replies[0]
+    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
+        offer: Offer = await self._first(self.ranks[0].snapshot.remote(probe))
+        return offer
 
     async def listen(self) -> str:
         endpoint: str = await self._first(self.ranks[0].listen.remote())

@@ -24,6 +24,7 @@ def snapshot_state(
         "version": state.version,
         "published_version": state.published_version,
         "next_group_id": state.next_group_id,
+        "elapsed": state.elapsed,
         "settings": _settings(state),
         "cursor": source.state(),
         "ledger": state.ledger.state_dict(),
@@ -65,6 +66,7 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
     source.restore(document["cursor"])
     state.version = document["version"]
     state.next_group_id = document["next_group_id"]
+    state.elapsed = document["elapsed"]
     state.ledger.load_state_dict(document["ledger"])
     state.gate.load_state_dict(document["gate"], state.version)
     state.buffer.load_state_dict(document["buffer"], payloads, state.version)

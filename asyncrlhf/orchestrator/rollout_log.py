@@ -45,18 +45,19 @@ class RolloutLog:
         self._recorder = recorder
         self._uses: dict[int, _Use] = {}
         self._queue: asyncio.Queue[list[_Ended]] = asyncio.Queue(MAX_BEHIND)
-        self._single: list[_Ended] = []
+        self._ended: list[_Ended] = []
+        self._unwritten = 0  # batches in the queue or on their way to the recorder
 
     def discard(
         self, rollout_id: int, group_id: int, facts: ScoredRollout | RolloutInfo | None, state: str, reason: str
     ) -> None:
-        """A rollout that will never train (again); the rows go out with the next batch."""
+        """A rollout that will never train (again); the row goes out with the next :meth:`hand_over`."""
         scored = facts if isinstance(facts, ScoredRollout) else None
         info = scored.info if scored is not None else facts if isinstance(facts, RolloutInfo) else None
         group = self._state.groups.get(group_id)
         use = self._uses.pop(rollout_id, _Use())
         admitted_at = scored.admitted_at if scored is not None else group.admitted_at if group is not None else 0.0
-        self._single.append(
+        self._ended.append(
             _Ended(
                 rollout_id,
                 group_id,
@@ -70,31 +71,27 @@ class RolloutLog:
             )
         )
 
-    async def trained(self, taken: Sequence[Taken], version: int) -> None:
-        """A batch was consumed at ``version``; waits only when the records are far behind."""
-        ended, self._single = self._single, []
+    def used(self, taken: Sequence[Taken], version: int) -> None:
+        """A batch was consumed at ``version``; what had its last use has ended."""
         now = self._state.now()
         for item in taken:
             for scored in item.group.rollouts:
-                use = self._uses.setdefault(scored.info.rollout_id, _Use())
+                info = scored.info
+                use = self._uses.setdefault(info.rollout_id, _Use())
                 use.versions.append(version)
                 use.last_at = now
-                if item.uses_left == 0:
-                    del self._uses[scored.info.rollout_id]
-                    info = scored.info
-                    ended.append(
-                        _Ended(
-                            info.rollout_id,
-                            info.group_id,
-                            None,
-                            scored.admitted_at,
-                            info,
-                            scored,
-                            "trained",
-                            None,
-                            use,
-                        )
-                    )
+                if item.uses_left:
+                    continue
+                del self._uses[info.rollout_id]
+                at = scored.admitted_at
+                self._ended.append(
+                    _Ended(info.rollout_id, info.group_id, None, at, info, scored, "trained", None, use)
+                )
+
+    async def hand_over(self) -> None:
+        """Send what has ended on its way to the recorder; waits only when the records are far behind."""
+        ended, self._ended = self._ended, []
+        self._unwritten += 1
         await self._queue.put(ended)
 
     def uses(self) -> dict[int, list[int]]:
@@ -109,16 +106,17 @@ class RolloutLog:
         while True:
             ended = await self._queue.get()
             await self._write(ended)
+            self._unwritten -= 1
             self._queue.task_done()
 
     @property
     def behind(self) -> bool:
         """Whether something that ended has not reached the recorder."""
-        return bool(self._single) or not self._queue.empty()
+        return bool(self._ended) or self._unwritten > 0
 
     async def flush(self) -> None:
         """Wait until everything so far is with the recorder."""
-        ended, self._single = self._single, []
+        ended, self._ended = self._ended, []
         await self._queue.join()
         await self._write(ended)
 

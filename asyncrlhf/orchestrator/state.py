@@ -84,6 +84,7 @@ class RunState:
     version: int = 0
     published_version: int = -1
     next_group_id: int = 0
+    elapsed: float = 0.0  # seconds of the run up to the last step, earlier sessions of a resumed run included
     stopping: bool = False
     last_progress: float = 0.0
     changed: Signal = field(default_factory=Signal)

@@ -206,9 +206,8 @@ def _outcome(summary: Mapping[str, Any]) -> str:
         return f"Done: {steps} learner steps{took}, seed {summary['seed']}."
     if reason == "interrupted":
         return f"Interrupted after {steps} of {planned} learner steps{took}, seed {summary['seed']}; it can be resumed."
-    return (
-        f"The run stopped after {steps} of {planned} learner steps{took}, seed {summary['seed']}. {reason.capitalize()}"
-    )
+    cause = reason[:1].upper() + reason[1:]
+    return f"The run stopped after {steps} of {planned} learner steps{took}, seed {summary['seed']}. {cause}"
 
 
 def _rewards(summary: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.actors.messages import TrainReply
+from asyncrlhf.actors.messages import Offer
 from asyncrlhf.errors import ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
@@ -52,12 +52,12 @@ class WeightPublisher:
         audited = self._state.config.generator.engine != "fake"
         return self._probe if due and audited else None
 
-    def start(self, version: int, reply: TrainReply) -> None:
+    def start(self, version: int, offer: Offer) -> None:
         """Publish in the background; the caller made sure that nothing else is under way."""
         assert not self.busy, "a publish is still under way"
         self.raise_if_failed()
         self._publishes += 1
-        self._task = asyncio.create_task(self._publish(version, reply), name=f"publish v{version}")
+        self._task = asyncio.create_task(self._publish(version, offer), name=f"publish v{version}")
         self._task.add_done_callback(lambda _: self._state.changed.notify())
 
     def raise_if_failed(self) -> None:
@@ -76,28 +76,28 @@ class WeightPublisher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _publish(self, version: int, reply: TrainReply) -> None:
+    async def _publish(self, version: int, offer: Offer) -> None:
         started = self._state.now()
         async with self._lock:
             members = [r for r in self._state.replicas if r.alive]
-            ticket = await self._send(members, reply.ticket)
+            await self._send(members)
             members = [r for r in members if r.alive]
             await asyncio.gather(*(self._load(replica, version) for replica in members))
             self._state.published_version = version
-            if reply.probe_logprobs is not None:
-                await self._audit(members, version, reply.probe_logprobs)
-            del ticket
+            if offer.probe_logprobs is not None:
+                await self._audit(members, version, offer.probe_logprobs)
         self.last_seconds = self._state.now() - started
         self._state.progressed()
 
-    async def _send(self, members: list[Replica], ticket: Any) -> Any:
-        """Transfer to all members; a member that dies on the way leaves the group and the rest is sent anew."""
+    async def _send(self, members: list[Replica]) -> int:
+        """Transfer the newest snapshot to all members and return its version; a member that dies on the way leaves the
+        group, and the rest is sent to anew."""
         while True:
             if self._members != members:
                 self.waiting_for = "the weight group to form"
                 await self._runtime.connect([r.handle for r in members])
                 self._members = list(members)
-                ticket = await self._runtime.learner.ticket()
+            ticket = await self._runtime.learner.ticket()
             self.waiting_for = f"weights to reach {', '.join(r.name for r in members)}"
             results = await asyncio.gather(
                 self._runtime.learner.transfer(ticket),
@@ -109,7 +109,7 @@ class WeightPublisher:
             survivors = [r for r in members if r.alive]
             if not failures and survivors == members:
                 self.waiting_for = ""
-                return ticket
+                return int(ticket.version)
             fatal = [f for f in failures if not isinstance(f, WeightSyncError)]
             if fatal:
                 raise fatal[0]
@@ -155,7 +155,7 @@ class WeightPublisher:
     def _schedule_done(self) -> bool:
         state = self._state
         held = min((r.version for r in state.replicas if r.alive), default=-1)
-        nothing_due = held < 0 or state.stopping or state.gate.room(held) < state.config.num_generations
+        nothing_due = held < 0 or state.gate.room(held) < state.config.num_generations
         return nothing_due and not state.requeue and not any(r.in_flight for r in state.replicas)
 
     async def rejoin(self, replica: Replica) -> None:
@@ -164,9 +164,9 @@ class WeightPublisher:
         async with self._lock:
             members = [r for r in self._state.replicas if r.alive or r is replica]
             replica.alive = True
-            ticket = await self._send(members, await self._runtime.learner.ticket())
-            await replica.handle.load(ticket.version, "keep")
-            replica.version = ticket.version
+            version = await self._send(members)
+            await replica.handle.load(version, "keep")
+            replica.version = version
         self._state.progressed()
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:

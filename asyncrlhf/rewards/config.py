@@ -11,7 +11,7 @@ GRANULARITIES = ("batch", "group", "rollout")
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """``kind=task``: the task's own verifiable rule; ``kind=python``: calls ``target`` (``package.module:function``)."""
+    """``kind=task``: the task's own rule; ``kind=python``: calls ``target`` (``package.module:function``)."""
 
     kind: str = "task"
     target: str = ""

@@ -1,0 +1,62 @@
+# Targets: install train test lint bench docs clean. Settings that a user may give on the command line:
+#   PYTHON=python3.11        the interpreter that makes the environment (3.11 is the tested one)
+#   DEVICE=cpu|gpu           which builds to install; found out by nvidia-smi when not given
+#   TORCH_INDEX=<url>        an index that holds the CPU build of torch, such as PyTorch's own
+#   ARGS="..."               passed to `asyncrlhf train`, pytest or `asyncrlhf bench`
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+TORCH_INDEX ?=
+ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(DEVICE)
+# --no-compile: byte code is written when a module is first used, not for the tens of thousands that never are.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-input
+PACKAGES := asyncrlhf tests experiments
+TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
+
+.PHONY: help install train test lint format bench docs clean
+
+help:
+	@sed -n '1,6p' Makefile | sed 's/^# //'
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml $(wildcard requirements/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncrlhf needs Python 3.11 or newer; give one by PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the $(DEVICE) builds into $(VENV). The first time takes some minutes."
+	@PIP="$(PIP)" TORCH_INDEX="$(TORCH_INDEX)" bash requirements/install-$(DEVICE).sh
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.installed-* && touch $@
+	@echo "Installed. Next: make train"
+
+train: install
+	$(BIN)/asyncrlhf train $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest --timeout=300 $(ARGS)
+
+lint: install
+	$(BIN)/ruff check $(PACKAGES)
+	$(BIN)/ruff format --check $(PACKAGES)
+	$(BIN)/mypy --strict $(TYPED)
+
+format: install
+	$(BIN)/ruff check --fix $(PACKAGES)
+	$(BIN)/ruff format $(PACKAGES)
+
+bench: install
+	$(BIN)/asyncrlhf bench $(or $(ARGS),overlap)
+
+docs: install
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,214 @@
+"""Admission: how many rollouts may start, so that none can only be consumed over the staleness bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.errors import StaleBatchError
+from asyncrlhf.validation import check, check_range
+
+
+class Gate(Protocol):
+    """Counts whole groups: a group that lost some siblings keeps its place, for it still fills a place of a batch."""
+
+    def room(self, replica_version: int) -> int:
+        """Rollouts that may start on a replica that holds ``replica_version``, a multiple of ``num_generations``."""
+        ...
+
+    def admit(self, replica_version: int) -> int | None:
+        """Count one group in; returns the step it is made for, or None when the loop runs free."""
+        ...
+
+    def release(self, uses: int | None = None) -> None:
+        """A group left with ``uses`` of its trainings undone; None: all of them (it failed, or was dropped unused)."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
+        """Restore; ``version`` is the policy version of the checkpoint."""
+        ...
+
+
+class StalenessGate:
+    """Free running: places taken so far never exceed ``(replica_version + max_staleness + 1) * groups a step``.
+
+    Why that bounds staleness: each step consumes one step's worth of places, so at policy version v the places still
+    owed number at most ``(h + max_staleness + 1 - v)`` steps' worth after an admission on a replica that holds h; taken
+    oldest first, the last of them is consumed at version ``h + max_staleness``. The replica's version counts, not the
+    learner's: with ``weights.publish_every > 1`` the replica is behind, and what it samples is as old as it is.
+
+    A group takes one place for each of its ``max_reuse`` trainings. ``steps`` ends admission when the run has what it
+    needs; the last groups keep ``max_reuse`` places so that the last batch still finds enough different groups.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_staleness: int,
+        *,
+        num_generations: int = 1,
+        max_reuse: int = 1,
+        steps: int | None = None,
+    ) -> None:
+        self._groups_per_step = batch_size // num_generations
+        self._max_staleness = max_staleness
+        self._num_generations = num_generations
+        self._max_reuse = max_reuse
+        self._steps = steps
+        self._places = 0
+
+    def room(self, replica_version: int) -> int:
+        steps = replica_version + self._max_staleness + 1
+        if self._steps is not None:
+            steps = min(steps, self._steps + self._max_reuse - 1)
+        free = steps * self._groups_per_step - self._places
+        return max(0, free // self._max_reuse) * self._num_generations
+
+    def admit(self, replica_version: int) -> None:
+        if self.room(replica_version) == 0:
+            raise StaleBatchError(
+                f"a group was admitted on a replica at version {replica_version} with all {self._places} places taken; "
+                f"it could only be consumed over async.max_staleness={self._max_staleness}."
+            )
+        self._places += self._max_reuse
+
+    def release(self, uses: int | None = None) -> None:
+        self._places -= self._max_reuse if uses is None else uses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"places": self._places}
+
+    def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
+        self._places = state["places"]
+
+
+def scheduled_versions(step: int, lag: int, resumed_at: int) -> tuple[int, int]:
+    """Lowest and highest version that the batch of ``step`` may carry under a fixed lag.
+
+    Both are ``max(0, step - lag)``, but for the few batches that a resume at version ``resumed_at`` found unfinished:
+    the old weights are gone, so those are made by the weights of the checkpoint.
+    """
+    target = max(0, step - lag)
+    return target, max(target, resumed_at)
+
+
+class LagGate:
+    """Exact schedule: the batch of step t is generated wholly by version ``max(0, t - lag)``.
+
+    Before replicas load version h + 1, everything scheduled for version h must have been admitted (:meth:`complete`)
+    and generated. A failed group frees no place: the batch of its step is smaller.
+    """
+
+    def __init__(self, batch_size: int, lag: int, *, num_generations: int = 1, steps: int | None = None) -> None:
+        self._groups_per_step = batch_size // num_generations
+        self._lag = lag
+        self._num_generations = num_generations
+        self._steps = steps
+        self._admitted = 0
+        self._resumed_at = 0
+
+    def step_of(self, ordinal: int) -> int:
+        """The step for which the ``ordinal``-th admitted group (from 0) is made."""
+        return ordinal // self._groups_per_step
+
+    def room(self, replica_version: int) -> int:
+        steps = replica_version + self._lag + 1
+        if self._steps is not None:
+            steps = min(steps, self._steps)
+        return max(0, steps * self._groups_per_step - self._admitted) * self._num_generations
+
+    def complete(self, replica_version: int) -> bool:
+        """Whether all that ``replica_version`` has to generate was admitted."""
+        return self.room(replica_version) == 0
+
+    def admit(self, replica_version: int) -> int:
+        step = self.step_of(self._admitted)
+        low, high = scheduled_versions(step, self._lag, self._resumed_at)
+        if self.room(replica_version) == 0 or not low <= replica_version <= high:
+            raise StaleBatchError(
+                f"a group for step {step} was admitted on a replica at version {replica_version}; "
+                f"a lag of {self._lag} asks for version {low}."
+            )
+        self._admitted += 1
+        return step
+
+    def release(self, uses: int | None = None) -> None:
+        """Nothing: the schedule does not shift."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"admitted": self._admitted}
+
+    def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
+        self._admitted, self._resumed_at = state["admitted"], version
+
+
+def resolve_capacity(buffer: BufferConfig, config: AsyncConfig, batch_size: int) -> int:
+    """Rollouts that the buffer may hold, what is in flight included."""
+    return buffer.capacity or 2 * (config.bound + 1) * batch_size
+
+
+def validate_flow(
+    config: AsyncConfig, buffer: BufferConfig, *, batch_size: int, num_generations: int, publish_every: int
+) -> None:
+    """Raise ConfigError for settings under which the loop would stop for ever, or that have no meaning together."""
+    check_range("num_generations", num_generations, low=1)
+    check_range("batch_size", batch_size, low=1)
+    check(
+        batch_size % num_generations == 0,
+        f"batch_size={batch_size} is no multiple of num_generations={num_generations}; a batch holds whole groups.",
+    )
+    capacity = resolve_capacity(buffer, config, batch_size)
+    if config.fixed_lag is None:
+        _validate_free(config, buffer, batch_size, capacity, publish_every)
+    else:
+        _validate_scheduled(config, buffer, batch_size, capacity, publish_every)
+
+
+def _validate_free(
+    config: AsyncConfig, buffer: BufferConfig, batch_size: int, capacity: int, publish_every: int
+) -> None:
+    check(
+        publish_every <= config.max_staleness + 1,
+        f"weights.publish_every={publish_every} with async.max_staleness={config.max_staleness} would stop the run: "
+        f"the replicas' weights pass the bound before they are renewed; allowed: publish_every <= max_staleness + 1.",
+    )
+    # A group is taken once a step, so its last use is at least max_reuse - 1 steps after its first.
+    check(
+        buffer.max_reuse + publish_every <= config.max_staleness + 2,
+        f"buffer.max_reuse={buffer.max_reuse} with weights.publish_every={publish_every} passes "
+        f"async.max_staleness={config.max_staleness}: each reuse makes a rollout one step older; "
+        f"allowed: max_reuse + publish_every <= max_staleness + 2.",
+    )
+    check(
+        capacity >= batch_size,
+        f"buffer.capacity={capacity} cannot hold one batch; allowed: 0 (automatic) or >= batch_size={batch_size}.",
+    )
+
+
+def _validate_scheduled(
+    config: AsyncConfig, buffer: BufferConfig, batch_size: int, capacity: int, publish_every: int
+) -> None:
+    mode, lag = config.mode, config.bound
+    check(
+        publish_every == 1,
+        f"weights.publish_every={publish_every} breaks the exact schedule of async.mode={mode}; allowed: 1.",
+    )
+    check(
+        buffer.max_reuse == 1,
+        f"buffer.max_reuse={buffer.max_reuse} breaks the exact schedule of async.mode={mode}; "
+        f"allowed: 1, or mode=async.",
+    )
+    check(
+        buffer.sampling == "fifo",
+        f"buffer.sampling={buffer.sampling} has nothing to choose in async.mode={mode}, where each batch is fixed; "
+        f"allowed: fifo, or mode=async.",
+    )
+    least = (lag + 1) * batch_size
+    check(
+        capacity >= least,
+        f"buffer.capacity={capacity} cannot hold the {lag + 1} batches that async.mode={mode} keeps; "
+        f"allowed: 0 (automatic) or >= {least}.",
+    )

@@ -1,0 +1,131 @@
+"""Packing: rollouts into a flat batch, and that batch into shards, minibatches and microbatches of whole sequences."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrlhf.types import IntArray, TrainBatch, TrainSample
+
+
+def pack(samples: Sequence[TrainSample]) -> TrainBatch:
+    """Lay N samples one behind the other, prompt then response, in the order given.
+
+    Response tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``. Raises
+    ValueError for an empty list and for an empty prompt or response, which have no token to condition on or to train.
+    """
+    if not samples:
+        raise ValueError("cannot pack a batch of no samples")
+    for sample in samples:
+        rollout = sample.rollout
+        if len(rollout.prompt.token_ids) == 0 or len(rollout.response_ids) == 0:
+            raise ValueError(f"rollout {rollout.rollout_id} has an empty prompt or response and cannot be packed")
+    rollouts = [sample.rollout for sample in samples]
+    prompts = [r.prompt.token_ids for r in rollouts]
+    responses = [r.response_ids for r in rollouts]
+    spans = np.array([[len(p), len(r)] for p, r in zip(prompts, responses, strict=True)], dtype=np.int64)
+    response_mask = np.repeat(np.tile([False, True], len(samples)), spans.reshape(-1))
+    versions = np.full(len(response_mask), -1, dtype=np.int64)
+    versions[response_mask] = np.concatenate([r.policy_versions for r in rollouts])
+    logprobs = np.zeros(len(response_mask), dtype=np.float32)
+    logprobs[response_mask] = np.concatenate([r.behavior_logprobs for r in rollouts])
+    oldest = np.repeat([sample.masked_before_version for sample in samples], spans.sum(axis=1))
+    return TrainBatch(
+        token_ids=np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]).astype(
+            np.int64
+        ),
+        cu_seqlens=_boundaries(spans.sum(axis=1)),
+        loss_mask=response_mask & (versions >= oldest),
+        response_mask=response_mask,
+        behavior_logprobs=logprobs,
+        policy_versions=versions,
+        rewards=np.array([sample.reward for sample in samples], dtype=np.float32),
+        weights=np.array([sample.weight for sample in samples], dtype=np.float32),
+        group_ids=np.array([r.group_id for r in rollouts], dtype=np.int64),
+        rollout_ids=np.array([r.rollout_id for r in rollouts], dtype=np.int64),
+        truncated=np.array([r.finish_reason == "length" for r in rollouts], dtype=np.bool_),
+    )
+
+
+def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
+    """The sequences at ``indices``, in that order; no index at all gives an empty batch."""
+    chosen = np.asarray(indices, dtype=np.int64)
+    lengths = sequence_lengths(batch)[chosen]
+    cu_seqlens = _boundaries(lengths)
+    tokens = np.repeat(batch.cu_seqlens[chosen] - cu_seqlens[:-1], lengths) + np.arange(cu_seqlens[-1])
+    return TrainBatch(
+        token_ids=batch.token_ids[tokens],
+        cu_seqlens=cu_seqlens,
+        loss_mask=batch.loss_mask[tokens],
+        response_mask=batch.response_mask[tokens],
+        behavior_logprobs=batch.behavior_logprobs[tokens],
+        policy_versions=batch.policy_versions[tokens],
+        rewards=batch.rewards[chosen],
+        weights=batch.weights[chosen],
+        group_ids=batch.group_ids[chosen],
+        rollout_ids=batch.rollout_ids[chosen],
+        truncated=batch.truncated[chosen],
+    )
+
+
+def split_microbatches(batch: TrainBatch, token_budget: int) -> list[TrainBatch]:
+    """Runs of whole sequences of at most ``token_budget`` tokens; a longer sequence is a microbatch of its own."""
+    return [select(batch, part) for part in microbatch_indices(sequence_lengths(batch), token_budget)]
+
+
+def microbatch_indices(lengths: IntArray, token_budget: int) -> list[IntArray]:
+    """Indices into ``lengths`` [N] of each microbatch, in order. Greedy from the left, so neighbours stay together."""
+    parts: list[list[int]] = []
+    used = 0
+    for index, length in enumerate(lengths.tolist()):
+        if not parts or used + length > token_budget:
+            parts.append([])
+            used = 0
+        parts[-1].append(index)
+        used += length
+    return [np.array(part, dtype=np.int64) for part in parts]
+
+
+def shard(batch: TrainBatch, rank: int, ranks: int) -> TrainBatch:
+    """The share of ``rank``: whole groups, balanced by tokens; empty when there are fewer groups than ranks.
+
+    Groups go, longest first, to the rank with the fewest tokens; every rank computes the same split.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is not one of {ranks} ranks")
+    return select(batch, _spread_groups(batch, ranks)[rank])
+
+
+def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
+    """``n`` minibatches of whole groups, balanced by tokens; some are empty when there are fewer groups than ``n``."""
+    return [select(batch, part) for part in minibatch_indices(batch, n)]
+
+
+def minibatch_indices(batch: TrainBatch, n: int) -> list[IntArray]:
+    """Sequence indices of each of ``n`` minibatches, in the order of the batch."""
+    return _spread_groups(batch, n)
+
+
+def sequence_lengths(batch: TrainBatch) -> IntArray:
+    """Tokens of each sequence, prompt and response [N]."""
+    return np.diff(batch.cu_seqlens)
+
+
+def _boundaries(lengths: IntArray) -> IntArray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _spread_groups(batch: TrainBatch, parts: int) -> list[IntArray]:
+    """Longest-processing-time split of the groups; ties go to the earlier group and the lower part."""
+    _, first, group_of = np.unique(batch.group_ids, return_index=True, return_inverse=True)
+    tokens = np.bincount(group_of, weights=sequence_lengths(batch), minlength=len(first))
+    heap = [(0.0, part) for part in range(parts)]
+    part_of_group = np.zeros(len(first), dtype=np.int64)
+    for group in np.lexsort((first, -tokens)):
+        load, part = heapq.heappop(heap)
+        part_of_group[group] = part
+        heapq.heappush(heap, (load + tokens[group], part))
+    part_of_sequence = part_of_group[group_of]
+    return [np.flatnonzero(part_of_sequence == part) for part in range(parts)]

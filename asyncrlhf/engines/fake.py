@@ -1,0 +1,209 @@
+"""The fake engine: no model, responses whose lengths and latencies are drawn from the request's seed."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from asyncrlhf.engines.base import CacheMode, StepOutput
+from asyncrlhf.engines.config import FakeConfig
+from asyncrlhf.types import FinishReason, FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+
+AnswerIds = Callable[[GenerationRequest], IntArray | None]  # the reference answer's tokens, without a stop token
+
+_CLOCK_TOLERANCE = 1e-6  # seconds: sums of wall-clock times are no more exact than this
+
+
+@dataclass
+class _Draft:
+    """What a request will become, and how much of it is made. Times are of the engine's own clock."""
+
+    request: GenerationRequest
+    response_ids: IntArray  # [L]
+    logprobs: FloatArray  # [L]
+    reason: FinishReason
+    latency: float
+    fails: bool
+    start: float = 0.0
+    versions: list[int] = field(default_factory=list)
+
+    def made_until(self, clock: float) -> int:
+        if clock >= self.start + self.latency - _CLOCK_TOLERANCE:
+            return len(self.response_ids)
+        return int(len(self.response_ids) * (clock - self.start) / self.latency)
+
+
+class FakeEngine:
+    """``Engine`` over a simulated server of ``slots`` places; see :class:`FakeConfig` for its distributions.
+
+    A response's tokens are made evenly over its latency and stamped in the step that meets them, so a caller that
+    wants the tags to change in the middle of a sequence steps once before it loads weights. Time counts between
+    steps; a pause freezes the clock from the step before it to the step after the resume. A request that waits takes
+    a place the moment it is free, also between two steps.
+
+    ``answer_ids`` gives the tokens of a prompt's reference answer, which is written with ``correct_probability``;
+    without it, or where it returns None, responses are random ids below ``vocab_size``. A response ends with the
+    first stop token of its request, unless it was cut at ``max_completion_length``.
+    """
+
+    def __init__(
+        self,
+        config: FakeConfig,
+        *,
+        slots: int,
+        vocab_size: int,
+        version: int = 0,
+        answer_ids: AnswerIds | None = None,
+    ) -> None:
+        self._config = config
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._version = version
+        self._answer_ids = answer_ids
+        self._arrived: list[GenerationRequest] = []  # since the last step
+        self._queue: deque[_Draft] = deque()
+        self._running: list[tuple[float, int, _Draft]] = []  # heap of (end, rollout id, draft)
+        self._order: dict[int, None] = {}
+        self._clock = 0.0
+        self._last_now: float | None = None  # None: the next step's time is a new beginning
+        self._paused = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def in_flight(self) -> list[int]:
+        return list(self._order)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            if request.rollout_id in self._order:
+                raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
+            self._order[request.rollout_id] = None
+            self._arrived.append(request)
+
+    def step(self, now: float) -> StepOutput:
+        if self._paused:
+            return StepOutput()
+        if self._last_now is not None:
+            self._clock += max(0.0, now - self._last_now)
+        self._last_now = now
+        finished: list[Generation | GenerationFailure] = []
+        tokens = self._advance(finished)
+        self._queue.extend(self._draft(request) for request in self._arrived)
+        self._arrived.clear()
+        self._start_waiting(self._clock)
+        tokens += self._advance(finished)
+        wake_at = now + max(0.0, self._running[0][0] - self._clock) if self._running else None
+        return StepOutput(finished, tokens=tokens, wake_at=wake_at)
+
+    def _advance(self, finished: list[Generation | GenerationFailure]) -> int:
+        """Bring every running response up to the clock; returns the tokens made."""
+        tokens = 0
+        while self._running and self._running[0][0] <= self._clock + _CLOCK_TOLERANCE:
+            end, rollout_id, draft = heapq.heappop(self._running)
+            tokens += self._stamp(draft)
+            finished.append(self._result(draft))
+            del self._order[rollout_id]
+            self._start_waiting(end)
+        return tokens + sum(self._stamp(draft) for _, _, draft in self._running)
+
+    def _start_waiting(self, at: float) -> None:
+        while self._queue and len(self._running) < self._slots:
+            draft = self._queue.popleft()
+            draft.start = at
+            heapq.heappush(self._running, (at + draft.latency, draft.request.rollout_id, draft))
+
+    def _stamp(self, draft: _Draft) -> int:
+        new = draft.made_until(self._clock) - len(draft.versions)
+        draft.versions.extend([self._version] * new)
+        return new
+
+    @staticmethod
+    def _result(draft: _Draft) -> Generation | GenerationFailure:
+        rollout_id = draft.request.rollout_id
+        if draft.fails:
+            return GenerationFailure(rollout_id, "The fake engine failed this request (failure_probability).")
+        return Generation(
+            rollout_id=rollout_id,
+            response_ids=draft.response_ids,
+            behavior_logprobs=draft.logprobs,
+            policy_versions=np.asarray(draft.versions, np.int64),
+            finish_reason=draft.reason,
+        )
+
+    def _draft(self, request: GenerationRequest) -> _Draft:
+        config = self._config
+        rng = np.random.default_rng(request.seed & 0xFFFFFFFFFFFFFFFF)
+        fails = rng.random() < config.failure_probability
+        in_tail = rng.random() < config.tail_probability
+        factor = math.exp(config.latency_sigma * rng.standard_normal())
+        ratio = config.latency_max_ratio if in_tail else min(factor, config.latency_max_ratio)
+        response_ids, reason = self._response(request, rng)
+        logprobs = -rng.exponential(1.0, len(response_ids)).astype(np.float32)
+        return _Draft(request, response_ids, logprobs, reason, config.latency_median * ratio, fails)
+
+    def _response(self, request: GenerationRequest, rng: np.random.Generator) -> tuple[IntArray, FinishReason]:
+        """The whole text, then its stop token, cut at the longest completion."""
+        config, sampling = self._config, request.sampling
+        stop = np.asarray(sampling.stop_token_ids[:1], np.int64)
+        sigma = config.length_sigma
+        # The log-normal's mean, not its median, is length_mean.
+        length = max(1, round(config.length_mean * math.exp(sigma * rng.standard_normal() - sigma**2 / 2)))
+        answer = self._answer_ids(request) if self._answer_ids is not None else None
+        if rng.random() < config.correct_probability and answer is not None:
+            text = np.asarray(answer, np.int64)
+        else:
+            stops = sorted({token for token in sampling.stop_token_ids if token < self._vocab_size})
+            text = rng.integers(0, self._vocab_size - len(stops), size=max(1, length - len(stop)))
+            for token in stops:  # ids at or over a stop token move up by one, so that none is drawn
+                text += text >= token
+        whole = np.concatenate([text, stop])
+        cut = whole[: sampling.max_completion_length]
+        return cut, "stop" if len(stop) and len(cut) == len(whole) else "length"
+
+    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
+        gone = set(known)
+        for rollout_id in known:
+            del self._order[rollout_id]
+        self._arrived = [request for request in self._arrived if request.rollout_id not in gone]
+        self._queue = deque(draft for draft in self._queue if draft.request.rollout_id not in gone)
+        self._running = [item for item in self._running if item[1] not in gone]
+        heapq.heapify(self._running)
+        self._start_waiting(self._clock)
+        return known
+
+    def pause(self) -> None:
+        self._paused = True
+        self._last_now = None
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
+        """Only the version counts: there are no weights."""
+        self._version = version
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        return [np.zeros(max(0, len(text) - 1), np.float32) for text in token_ids]
+
+    def close(self) -> None:
+        """Forget every request."""
+        self._arrived.clear()
+        self._queue.clear()
+        self._running.clear()
+        self._order.clear()

@@ -1,0 +1,182 @@
+"""The hf engine's forward pass over packed tokens: a lean route for the Llama family, transformers' own for others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from asyncrlhf.engines.kv_cache import ForwardPlan, KVCache
+from asyncrlhf.errors import ConfigError
+
+ATTENTION_NAME = "asyncrlhf_slots"
+Forward = Callable[[KVCache, ForwardPlan], torch.Tensor]  # -> logits [num_logits, V]
+
+_LEAN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others depend on the sequence's length
+
+
+def build_forward(model: PreTrainedModel) -> Forward:
+    """The fastest forward pass that is right for ``model``; raises ConfigError when there is none."""
+    return LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
+
+
+def is_lean(model: PreTrainedModel) -> bool:
+    """Whether :class:`LeanForward` computes this model: its class, its rotary embedding and plain linear layers."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if type(model).__name__ not in _LEAN_CLASSES or rope.get("rope_type", "default") not in _STATIC_ROPE:
+        return False
+    layers: Any = model.model.layers
+    projections = [
+        projection
+        for layer in layers
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    ]
+    projections += [p for layer in layers for p in (layer.mlp.gate_proj, layer.mlp.up_proj)]
+    return all(type(projection) is nn.Linear for projection in projections)
+
+
+def _fuse(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for several layers of one input; their parameters become views of it.
+
+    As views they still take new weights in place, so that nothing has to be fused again after a load.
+    """
+
+    def joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = torch.cat([parameter.data for parameter in parameters])
+        pieces = torch.split(whole, [len(parameter) for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.data = piece
+        return whole
+
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return joined([linear.weight for linear in linears]), joined(biases) if biases else None
+
+
+class LeanForward:
+    """Llama, Mistral and Qwen2 in a third of the operations: fused projections, a rotary table, no wrappers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        trunk: Any = model.model
+        self._trunk = trunk
+        config = model.config
+        self._layers = list(trunk.layers)
+        self._qkv = [_fuse((a.q_proj, a.k_proj, a.v_proj)) for a in (layer.self_attn for layer in self._layers)]
+        self._gate_up = [_fuse((m.gate_proj, m.up_proj)) for m in (layer.mlp for layer in self._layers)]
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._head_dim = self._layers[0].self_attn.head_dim
+        self._rotary = torch.empty(2, 0, 1, self._head_dim)
+
+    def _rotation(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, 1, D] out of a table that grows with the longest position seen."""
+        if longest >= self._rotary.shape[1]:
+            weight = self._trunk.embed_tokens.weight
+            steps = torch.arange(2 * longest + 64, device=weight.device)
+            cos, sin = self._trunk.rotary_emb(weight[:1, None], position_ids=steps[None])
+            self._rotary = torch.stack((cos[0], sin[0]))[:, :, None]
+        return self._rotary[0][positions], self._rotary[1][positions]
+
+    @staticmethod
+    def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype != torch.float32:
+            # The fused kernel rounds low precision at another place than the learner's module does.
+            low: torch.Tensor = norm(hidden)
+            return low
+        return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+    def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
+        hidden = F.embedding(plan.input_ids, self._trunk.embed_tokens.weight)
+        cos, sin = self._rotation(plan.positions, plan.longest)
+        rotated_heads = self._heads + self._kv_heads
+        half = self._head_dim // 2
+        for i, layer in enumerate(self._layers):
+            qkv = F.linear(self._norm(layer.input_layernorm, hidden), *self._qkv[i]).view(
+                len(hidden), -1, self._head_dim
+            )
+            straight = qkv[:, :rotated_heads]
+            turned = torch.cat((-straight[..., half:], straight[..., :half]), dim=-1)
+            rotated = straight * cos + turned * sin
+            attention = layer.self_attn
+            attended = cache.attend(
+                i, rotated[:, : self._heads], rotated[:, self._heads :], qkv[:, rotated_heads:], attention.scaling, plan
+            )
+            if i == len(self._layers) - 1:
+                # Nothing reads the other tokens' hidden states after the last keys and values are written.
+                hidden, attended = hidden[: plan.num_logits], attended[: plan.num_logits]
+            hidden = hidden + attention.o_proj(attended)
+            gate, up = F.linear(self._norm(layer.post_attention_layernorm, hidden), *self._gate_up[i]).chunk(2, dim=-1)
+            hidden = hidden + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+        logits: torch.Tensor = self._model.lm_head(self._norm(self._trunk.norm, hidden))
+        return logits
+
+
+class AttentionInterfaceForward:
+    """Any decoder-only model that calls transformers' attention interface: the model's own code, our attention."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        name = type(model).__name__
+        if not model._supports_attention_backend:
+            raise ConfigError(
+                f"generator.engine=hf cannot run {name}: it does not use transformers' attention interface; "
+                "choose another model."
+            )
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _slots_attention)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
+        kept = {}
+        if self._keeps_logits:
+            kept["logits_to_keep"] = torch.arange(plan.num_logits, device=plan.input_ids.device)
+        output = self._model(
+            input_ids=plan.input_ids[None],
+            position_ids=plan.positions[None],
+            use_cache=False,
+            slots_cache=cache,
+            slots_plan=plan,
+            **kept,
+        )
+        logits: torch.Tensor = output.logits[0, : plan.num_logits]
+        return logits
+
+
+def _slots_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    slots_cache: KVCache | None = None,
+    slots_plan: ForwardPlan | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    if softcap is not None or s_aux is not None or position_bias is not None:
+        raise ConfigError(
+            f"generator.engine=hf cannot run {type(module).__name__}: its attention has a soft cap, sinks or a "
+            "position bias; choose another model."
+        )
+    if slots_cache is None or slots_plan is None:
+        raise ConfigError(
+            f"generator.engine=hf cannot run this model: {type(module).__name__} does not get the keyword arguments of "
+            "the forward call; choose another model."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended = slots_cache.attend(module.layer_idx, q, k, v, scale, slots_plan)
+    return attended.view(1, len(q), *q.shape[1:]), None

@@ -1,0 +1,272 @@
+"""The hf engine: continuous batching of a transformers model over a static KV cache with one row a slot."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from asyncrlhf.engines.base import CacheMode, StepOutput
+from asyncrlhf.engines.forward import build_forward
+from asyncrlhf.engines.kv_cache import KVCache
+from asyncrlhf.engines.planning import choose_prefills, plan_score, plan_step
+from asyncrlhf.engines.sampling import sample_tokens, uniforms
+from asyncrlhf.engines.slots import SlotTable
+from asyncrlhf.engines.weights import load_named_weights, named_weights
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+
+_SCORE_ELEMENTS = 2**26  # logits of one scoring pass
+
+
+class HFEngine:
+    """``Engine`` over a loaded decoder-only model; the engine owns the model from then on.
+
+    Each step is one forward pass: the last token of every active row, and beside it the prompts of the rows that were
+    refilled, packed without padding. Siblings share one prefill, also with a sibling that came earlier under the same
+    weights. A request's draws depend on its seed alone; a greedy request (``temperature=0``) reports log-probs at
+    temperature 1 without filters. Errors of the model's forward pass propagate.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, version: int = 0) -> None:
+        config: Any = model.config
+        embedding: Any = model.get_input_embeddings()
+        model.train(False)
+        self._model = model
+        self._device = model.device
+        self._forward = build_forward(model)
+        heads = config.num_attention_heads
+        self._cache = KVCache(
+            layers=config.num_hidden_layers,
+            slots=slots,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._context = _context_length(model)
+        self._vocabulary = int(embedding.num_embeddings)
+        self._table = SlotTable(slots)
+        self._queue: deque[GenerationRequest] = deque()
+        self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
+        self._failures: list[GenerationFailure] = []
+        self._holes: list[int] = []  # rows below the table's count that hold no request
+        self._row_prompt: list[bytes | None] = [None] * slots  # whose prompt's keys and values a row begins with
+        self._donors: dict[bytes, int] = {}  # prompt -> a row that holds its keys and values under these weights
+        self._version = version
+        self._paused = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def slots(self) -> int:
+        return self._table.slots
+
+    def in_flight(self) -> list[int]:
+        return list(self._order)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            if request.rollout_id in self._order:
+                raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
+            self._order[request.rollout_id] = None
+            problem = self._refusal(request)
+            if problem is None:
+                self._queue.append(request)
+            else:
+                self._failures.append(GenerationFailure(request.rollout_id, problem))
+
+    def _refusal(self, request: GenerationRequest) -> str | None:
+        prompt, wanted = request.prompt_ids, request.sampling.max_completion_length
+        if not len(prompt):
+            return "The prompt is empty; the model needs at least one token to go on from."
+        if len(prompt) + wanted > self._context:
+            return (
+                f"The prompt's {len(prompt)} tokens and max_completion_length={wanted} do not fit "
+                f"the model's context of {self._context} tokens."
+            )
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
+            return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
+        return None
+
+    @torch.inference_mode()
+    def step(self, now: float) -> StepOutput:
+        finished: list[Generation | GenerationFailure] = list(self._failures)
+        for failure in self._failures:
+            del self._order[failure.rollout_id]
+        self._failures.clear()
+        if self._paused:
+            return StepOutput(finished)
+        self._refill()
+        table = self._table
+        if not table.count:
+            return StepOutput(finished)
+        prefills = choose_prefills(table)
+        logits = self._forward(self._cache, plan_step(table, prefills, self._cache, self._device))
+        for _, sharers in prefills:
+            table.ready[sharers] = True
+            for row in sharers:
+                self._offer(row)
+        rows = np.flatnonzero(table.ready[: table.count])
+        generations = self._sample(logits, rows)
+        finished.extend(generations)
+        for generation in generations:
+            del self._order[generation.rollout_id]
+        return StepOutput(finished, tokens=len(rows))
+
+    def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Generation]:
+        table = self._table
+        if len(rows) < table.count:
+            logits = logits[torch.from_numpy(rows).to(self._device)]
+        uniform = uniforms(table.state[rows], table.length[rows] - table.prompt_length[rows])
+        tokens, logprobs = sample_tokens(logits, uniform, table.temperature[rows], table.top_p[rows], table.top_k[rows])
+        ended, stopped = table.append(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), self._version)
+        self._holes.extend(ended.tolist())
+        return [table.take(int(row), "stop" if stop else "length") for row, stop in zip(ended, stopped, strict=True)]
+
+    def _refill(self) -> None:
+        """Put waiting requests into free rows; close the holes that remain, so that the active rows come first."""
+        copies: list[tuple[int, int]] = []
+        self._holes.sort(reverse=True)
+        while self._queue and (self._holes or self._table.count < self.slots):
+            if self._holes:
+                row = self._holes.pop()
+            else:
+                row = self._table.count
+                self._table.count += 1
+            self._occupy(row, self._queue.popleft(), copies)
+        if copies:
+            source, target = zip(*copies, strict=True)
+            self._cache.copy_rows(source, target, max(int(self._table.prompt_length[row]) for row in target))
+        if self._holes:
+            self._close_holes()
+
+    def _occupy(self, row: int, request: GenerationRequest, copies: list[tuple[int, int]]) -> None:
+        prompt = request.prompt_ids
+        self._cache.reserve(len(prompt) + request.sampling.max_completion_length)
+        key = np.ascontiguousarray(prompt, np.int64).tobytes()
+        donor = self._donors.get(key)
+        if donor is not None and donor != row:
+            copies.append((donor, row))
+        if self._row_prompt[row] != key:
+            self._forget_prompt(row)
+        self._row_prompt[row] = key
+        self._table.occupy(row, request, ready=donor is not None)
+
+    def _offer(self, row: int) -> None:
+        """A freshly prefilled row can give its prompt to siblings that come later."""
+        key = self._row_prompt[row]
+        if key is not None:
+            self._donors[key] = row
+
+    def _forget_prompt(self, row: int) -> None:
+        key = self._row_prompt[row]
+        if key is not None and self._donors.get(key) == row:
+            del self._donors[key]
+        self._row_prompt[row] = None
+
+    def _close_holes(self) -> None:
+        table = self._table
+        survivors = table.count - len(self._holes)
+        targets = [row for row in self._holes if row < survivors]
+        holes = set(self._holes)
+        sources = [row for row in range(survivors, table.count) if row not in holes]
+        if sources:
+            self._cache.copy_rows(sources, targets, int(table.length[sources].max()))
+        for source, target in zip(sources, targets, strict=True):
+            self._forget_prompt(target)
+            key = self._row_prompt[source]
+            gives = key is not None and self._donors.get(key) == source
+            self._forget_prompt(source)
+            self._row_prompt[target] = key
+            if gives:
+                self._offer(target)
+            table.move(source, target)
+        table.count = survivors
+        self._holes.clear()
+
+    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
+        gone = set(known)
+        for rollout_id in known:
+            del self._order[rollout_id]
+        self._failures = [failure for failure in self._failures if failure.rollout_id not in gone]
+        self._queue = deque(request for request in self._queue if request.rollout_id not in gone)
+        for row in range(self._table.count):
+            request = self._table.requests[row]
+            if request is not None and request.rollout_id in gone:
+                self._table.requests[row] = None
+                self._holes.append(row)
+        return known
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
+        load_named_weights(self._model, weights)
+        self._version = version
+        self._donors.clear()
+        if cache == "recompute":
+            self._table.ready[: self._table.count] = False
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return named_weights(self._model)
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        results: dict[int, FloatArray] = {i: np.zeros(0, np.float32) for i in range(len(token_ids))}
+        for members in self._score_passes(token_ids):
+            texts = [np.asarray(token_ids[i], np.int64) for i in members]
+            plan = plan_score(texts, self._device)
+            logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
+            # Entry t speaks of token t + 1; what the last token of a text predicts is left out below.
+            chosen = logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
+            start = 0
+            for i, text in zip(members, texts, strict=True):
+                results[i] = chosen[start : start + len(text) - 1].copy()
+                start += len(text)
+        return [results[i] for i in range(len(token_ids))]
+
+    def _score_passes(self, token_ids: Sequence[np.ndarray]) -> Iterator[list[int]]:
+        budget = max(1, _SCORE_ELEMENTS // self._vocabulary)
+        members: list[int] = []
+        tokens = 0
+        for i in sorted(range(len(token_ids)), key=lambda i: len(token_ids[i])):
+            if len(token_ids[i]) < 2:
+                continue
+            if members and tokens + len(token_ids[i]) > budget:
+                yield members
+                members, tokens = [], 0
+            members.append(i)
+            tokens += len(token_ids[i])
+        if members:
+            yield members
+
+    def close(self) -> None:
+        """Forget every request and free the cache."""
+        self._queue.clear()
+        self._order.clear()
+        self._failures.clear()
+        self._table = SlotTable(self.slots)
+        self._holes.clear()
+        self._donors.clear()
+        self._cache.release()
+
+
+def _context_length(model: PreTrainedModel) -> int:
+    """Tokens one sequence may hold; a sliding window bounds it, since rows attend to all of their past."""
+    config: Any = model.config
+    context = int(config.max_position_embeddings)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or (kinds is not None and "sliding_attention" not in kinds):
+        return context
+    return min(context, int(window))

@@ -1,0 +1,104 @@
+"""Bookkeeping of the hf engine's slots: which request sits in which row, and its tokens, log-probs and versions."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrlhf.engines.sampling import seed_state
+from asyncrlhf.types import FinishReason, Generation, GenerationRequest, IntArray
+
+
+class SlotTable:
+    """Arrays over ``slots`` rows; the active rows are ``0 .. count - 1``. All on the host, vectorised over rows.
+
+    ``length`` counts the tokens a row holds, prompt included. A row is ``ready`` when the KV cache holds all of them
+    but the last, which the next decode iteration feeds.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.count = 0
+        self.requests: list[GenerationRequest | None] = [None] * slots
+        self.tokens = np.zeros((slots, 0), np.int64)
+        self.logprobs = np.zeros((slots, 0), np.float32)
+        self.versions = np.zeros((slots, 0), np.int64)
+        self.stops = np.zeros((slots, 0), np.int64)
+        self.length = np.zeros(slots, np.int64)
+        self.prompt_length = np.zeros(slots, np.int64)
+        self.limit = np.zeros(slots, np.int64)
+        self.ready = np.zeros(slots, np.bool_)
+        self.state = np.zeros(slots, np.uint64)
+        self.temperature = np.ones(slots, np.float64)
+        self.top_p = np.ones(slots, np.float64)
+        self.top_k = np.zeros(slots, np.int64)
+
+    def occupy(self, row: int, request: GenerationRequest, ready: bool) -> None:
+        prompt, sampling = request.prompt_ids, request.sampling
+        limit = len(prompt) + sampling.max_completion_length
+        self._widen(limit, len(sampling.stop_token_ids))
+        self.requests[row] = request
+        self.tokens[row, : len(prompt)] = prompt
+        self.stops[row] = -1
+        self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        self.length[row] = self.prompt_length[row] = len(prompt)
+        self.limit[row] = limit
+        self.ready[row] = ready
+        self.state[row] = seed_state(request.seed)
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+
+    def _widen(self, length: int, stops: int) -> None:
+        if length > self.tokens.shape[1]:
+            extra = ((0, 0), (0, length - self.tokens.shape[1]))
+            self.tokens = np.pad(self.tokens, extra)
+            self.logprobs = np.pad(self.logprobs, extra)
+            self.versions = np.pad(self.versions, extra)
+        if stops > self.stops.shape[1]:
+            self.stops = np.pad(self.stops, ((0, 0), (0, stops - self.stops.shape[1])), constant_values=-1)
+
+    def move(self, source: int, target: int) -> None:
+        for array in (
+            self.tokens,
+            self.logprobs,
+            self.versions,
+            self.stops,
+            self.length,
+            self.prompt_length,
+            self.limit,
+            self.ready,
+            self.state,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+        ):
+            array[target] = array[source]
+        self.requests[target], self.requests[source] = self.requests[source], None
+
+    def append(
+        self, rows: IntArray, tokens: IntArray, logprobs: NDArray[np.float32], version: int
+    ) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Give each of ``rows`` one sampled token; returns the rows that ended and whether a stop token ended them."""
+        place = self.length[rows]
+        self.tokens[rows, place] = tokens
+        self.logprobs[rows, place] = logprobs
+        self.versions[rows, place] = version
+        self.length[rows] = place + 1
+        stopped = (tokens[:, None] == self.stops[rows]).any(axis=1)
+        ended = np.flatnonzero(stopped | (place + 1 >= self.limit[rows]))
+        return rows[ended], stopped[ended]
+
+    def take(self, row: int, reason: FinishReason) -> Generation:
+        """Empty a finished row into its result."""
+        request = self.requests[row]
+        assert request is not None
+        self.requests[row] = None
+        part = slice(int(self.prompt_length[row]), int(self.length[row]))
+        return Generation(
+            rollout_id=request.rollout_id,
+            response_ids=self.tokens[row, part].copy(),
+            behavior_logprobs=self.logprobs[row, part].copy(),
+            policy_versions=self.versions[row, part].copy(),
+            finish_reason=reason,
+        )

@@ -1,0 +1,179 @@
+"""Attention over packed sequences: every op of the model runs on [1, T] without padding, only the inner product pads.
+
+The function is registered with transformers under ``IMPLEMENTATION``; a model switched to it by
+``use_packed_attention`` must be called with ``packed_layout=PackedLayout(...)`` and position ids that restart at every
+sequence. transformers builds no mask for names that it does not know, so causality and the borders between sequences
+come from the layout alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.types import IntArray
+
+IMPLEMENTATION = "asyncrlhf_packed"
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each of T packed tokens lies in a padded [N, longest] grid; siblings may share their prompt's tokens.
+
+    A shared prompt is packed once, with the first sequence that has it; its keys and values serve all of them, and
+    their gradients are added up. ``slots`` and ``tokens`` are None when grid and packing are the same.
+    """
+
+    count: int  # N
+    longest: int
+    position_ids: torch.Tensor  # [1, T]
+    slots: torch.Tensor | None = None  # [T] flat grid position of each packed token
+    tokens: torch.Tensor | None = None  # [N * longest] packed token of each grid position; padding repeats a row's last
+    copied_slots: torch.Tensor | None = None  # [C] grid positions of prompt tokens that lie with another sequence
+    copied_tokens: torch.Tensor | None = None  # [C] their packed tokens
+
+    @classmethod
+    def build(
+        cls, lengths: IntArray, prompts: IntArray, owners: IntArray, device: torch.device | str = "cpu"
+    ) -> PackedLayout:
+        """The layout of sequences of ``lengths`` [N] tokens, each at least 1.
+
+        The first ``prompts`` [N] tokens of sequence i are those of sequence ``owners[i]``, which may be i itself.
+        """
+        count, longest = len(lengths), int(lengths.max())
+        own = owners == np.arange(count)
+        elsewhere = np.where(own, 0, prompts)  # tokens of each sequence that are packed with another one
+        starts = np.cumsum(lengths - elsewhere) - (lengths - elsewhere)
+        columns = np.arange(longest)[None, :]
+        packed = (columns >= elsewhere[:, None]) & (columns < lengths[:, None])  # [N, longest]
+        positions = np.broadcast_to(columns, packed.shape)[packed]
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        if packed.all():
+            return cls(count, longest, tensor(positions[None]))
+        column = np.minimum(columns, lengths[:, None] - 1)
+        copied = column < elsewhere[:, None]
+        tokens = np.where(copied, starts[owners][:, None] + column, (starts - elsewhere)[:, None] + column).reshape(-1)
+        copies = np.flatnonzero(copied)
+        return cls(
+            count=count,
+            longest=longest,
+            position_ids=tensor(positions[None]),
+            slots=tensor(np.flatnonzero(packed)),
+            tokens=tensor(tokens),
+            copied_slots=tensor(copies) if len(copies) else None,
+            copied_tokens=tensor(tokens[copies]) if len(copies) else None,
+        )
+
+
+class _Pad(torch.autograd.Function):
+    """[T, ...] to [N * longest, ...]: a gather whose gradient is one too, as causal attention sends none to padding.
+
+    Autograd's own gradient of a gather is a scatter-add, several times slower on CPUs; only shared prompts need one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        copied_slots: torch.Tensor | None,
+        copied_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(slots, copied_slots, copied_tokens)
+        return packed.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        slots, copied_slots, copied_tokens = ctx.saved_tensors
+        packed = grads[0].index_select(0, slots)
+        if copied_slots is not None:
+            packed.index_add_(0, copied_tokens, grads[0].index_select(0, copied_slots))
+        return packed, None, None, None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """[N * longest, ...] to [T, ...]; the gradient of padding is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        ctx.rows = padded.shape[0]
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (slots,) = ctx.saved_tensors
+        padded = grads[0].new_zeros((ctx.rows, *grads[0].shape[1:]))
+        return padded.index_copy_(0, slots, grads[0]), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    packed_layout: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each packed sequence.
+
+    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv_heads, T, D]; returns ([1, T, heads, D], None). Dropout is
+    ignored: a policy gradient needs the log-probs of the policy that is published.
+    """
+    if packed_layout is None:
+        raise ValueError(f"a model with {IMPLEMENTATION} attention was called without packed_layout")
+    if softcap is not None or s_aux is not None:
+        raise ConfigError("model.path: attention with soft capping or attention sinks cannot be trained packed.")
+    layout = packed_layout
+    rows = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
+    if layout.slots is not None:
+        grid = (layout.tokens, layout.slots, layout.copied_slots, layout.copied_tokens)
+        rows = [_Pad.apply(x, *grid) for x in rows]
+    q, k, v = (x.view(layout.count, layout.longest, *x.shape[1:]).transpose(1, 2) for x in rows)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=_window_mask(layout.longest, sliding_window, q.device),
+        is_causal=sliding_window is None or sliding_window >= layout.longest,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    out = out.transpose(1, 2).reshape(layout.count * layout.longest, *out.shape[1::2])  # [N * longest, heads, D]
+    if layout.slots is not None:
+        out = _Unpad.apply(out, layout.slots)
+    return out[None], None
+
+
+def _window_mask(longest: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    if window is None or window >= longest:
+        return None
+    steps = torch.arange(longest, device=device)
+    distance = steps[:, None] - steps[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch ``model`` to packed attention in place; raises ConfigError when its family cannot."""
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"model.path: {type(model).__name__} cannot be trained packed; "
+            "allowed: decoder-only models that use transformers' attention interface (Llama, GPT-NeoX, Qwen, ...)."
+        )
+    model.set_attn_implementation(IMPLEMENTATION)

@@ -1,0 +1,41 @@
+"""Builds the learner backend that ``learner.backend`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from asyncrlhf.learner.base import LearnerBackend
+from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend
+
+BACKENDS: dict[str, Callable[..., LearnerBackend]] = {"torch": TorchBackend}
+
+
+def build_learner(
+    config: LearnerConfig,
+    algorithm: AlgorithmConfig,
+    load_model: Callable[[], PreTrainedModel],
+    *,
+    steps: int,
+    temperature: float = 1.0,
+    max_completion_length: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    device: str | torch.device = "cpu",
+) -> LearnerBackend:
+    """One learner rank. ``load_model`` is called once, and once more for the reference when the algorithm has a KL."""
+    return BACKENDS[config.backend](
+        load_model(),
+        config,
+        algorithm,
+        steps=steps,
+        reference=load_model() if algorithm.needs_reference else None,
+        temperature=temperature,
+        max_completion_length=max_completion_length,
+        rank=rank,
+        ranks=ranks,
+        device=device,
+    )

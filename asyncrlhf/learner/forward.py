@@ -1,0 +1,157 @@
+"""Packed forward passes: a batch as tensors, and the module that turns it into log-probs and entropies of responses."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from asyncrlhf.algorithms.logprobs import token_logprobs
+from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
+from asyncrlhf.types import IntArray
+
+# Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
+MAX_LOGITS = 2**27
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """What one forward pass needs. M is the number of predicted tokens.
+
+    The last token of a sequence predicts nothing, so it is left out. Equal prompts (those of a group) are computed
+    once: the log-probs and their gradients are the same, and a group of G saves G - 1 prompts. K tokens remain.
+    """
+
+    token_ids: torch.Tensor  # [1, K]
+    rows: torch.Tensor  # [M] the position whose hidden state predicts each target
+    targets: torch.Tensor  # [M]
+    layout: PackedLayout
+
+    @classmethod
+    def build(
+        cls, token_ids: IntArray, cu_seqlens: IntArray, predicted: np.ndarray, device: torch.device | str = "cpu"
+    ) -> PackedInputs:
+        """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True behind them."""
+        starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
+        prompts = lengths - np.add.reduceat(predicted.astype(np.int64), starts)
+        owners = _first_with_prompt(token_ids, starts, prompts)
+        shared = np.where(owners == np.arange(len(owners)), 0, prompts)  # prompt tokens that lie with the owner
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        place = np.arange(len(token_ids)) - starts[sequence]
+        kept = (place >= shared[sequence]) & (place < lengths[sequence] - 1)
+        packed = np.cumsum(kept) - 1  # [T] where each kept token went
+        targets = np.flatnonzero(predicted)
+        sources = targets - 1
+        first = place[targets] == prompts[sequence[targets]]
+        owner = owners[sequence[targets[first]]]
+        sources[first] = starts[owner] + prompts[owner] - 1
+        return cls(
+            token_ids=torch.from_numpy(token_ids[kept])[None].to(device),
+            rows=torch.from_numpy(packed[sources]).to(device),
+            targets=torch.from_numpy(token_ids[targets]).to(device),
+            layout=PackedLayout.build(lengths - 1, prompts, owners, device),
+        )
+
+    @classmethod
+    def dummy(cls, device: torch.device | str = "cpu") -> PackedInputs:
+        """One predicted token: a rank without data takes part in the gradient reduction with zero times its loss."""
+        return cls.build(np.zeros(2, np.int64), np.array([0, 2]), np.array([False, True]), device)
+
+
+class PackedPolicy(nn.Module):
+    """A causal language model that maps ``PackedInputs`` to (log-probs [M], entropies [M]).
+
+    Logits are divided by ``temperature``, as in sampling, so that policy and behavior log-probs speak of the same
+    distribution; top-k and top-p are not applied again. Dropout is switched off for the same reason.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
+        super().__init__()
+        use_packed_attention(model)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.model = model
+        # A function, not a submodule: the trunk's parameters must not be registered a second time.
+        self._hidden = torch.compile(self._trunk, dynamic=True) if compile else self._trunk
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._plain_head = self._head_is_plain()
+
+    def forward(self, inputs: PackedInputs, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._plain_head:
+            return token_logprobs(self._full_logits(inputs), inputs.targets, temperature=temperature)
+        hidden = self._hidden(inputs).index_select(0, inputs.rows)
+        head = self.model.get_output_embeddings()
+        if len(hidden) * head.weight.shape[0] <= MAX_LOGITS:
+            return token_logprobs(head(hidden), inputs.targets, temperature=temperature)
+        return self._chunked(hidden, inputs.targets, temperature)
+
+    def _chunked(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = self.model.get_output_embeddings()
+
+        def score(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return token_logprobs(head(rows), wanted, temperature=temperature)
+
+        size = max(1, MAX_LOGITS // head.weight.shape[0])
+        parts = [
+            checkpoint(score, rows, wanted, use_reentrant=False, preserve_rng_state=False)
+            for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _trunk(self, inputs: PackedInputs) -> torch.Tensor:
+        return packed_hidden(self.model.base_model, inputs)
+
+    def _full_logits(self, inputs: PackedInputs) -> torch.Tensor:
+        """[M, V] by the model's own forward, which may scale or cap its logits."""
+        arguments: dict[str, Any] = {"logits_to_keep": inputs.rows} if self._keeps_rows else {}
+        logits = self.model(
+            input_ids=inputs.token_ids,
+            position_ids=inputs.layout.position_ids,
+            packed_layout=inputs.layout,
+            use_cache=False,
+            **arguments,
+        ).logits[0]
+        return logits if self._keeps_rows else logits.index_select(0, inputs.rows)
+
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        """Whether the output layer alone gives the model's logits: asked of the model, whatever its family."""
+        head = self.model.get_output_embeddings()
+        if head is None:
+            return False
+        inputs = PackedInputs.build(
+            np.arange(4, dtype=np.int64), np.array([0, 4]), np.array([False, True, True, True]), head.weight.device
+        )
+        logits = head(packed_hidden(self.model.base_model, inputs).index_select(0, inputs.rows))
+        return torch.allclose(logits, self._full_logits(inputs), rtol=1e-3, atol=1e-4)
+
+
+def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:
+    """The last hidden states [K, hidden] of ``inputs``."""
+    output = backbone(
+        input_ids=inputs.token_ids,
+        position_ids=inputs.layout.position_ids,
+        packed_layout=inputs.layout,
+        use_cache=False,
+    )
+    return output.last_hidden_state[0]
+
+
+def _first_with_prompt(token_ids: IntArray, starts: IntArray, prompts: IntArray) -> IntArray:
+    """For each sequence, the first one with the same prompt: [N]."""
+    seen: dict[bytes, int] = {}
+    return np.array(
+        [
+            seen.setdefault(token_ids[start : start + length].tobytes(), index)
+            for index, (start, length) in enumerate(zip(starts, prompts, strict=True))
+        ]
+    )

@@ -1,0 +1,147 @@
+"""Draws the report's PNGs: every panel over learner steps, over wall-clock, and the reward alone for a README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from asyncrlhf.report.curves import (
+    COLORS,
+    Axis,
+    Curve,
+    Panel,
+    curve,
+    shown_panels,
+    staleness_bound,
+    time_scale,
+)
+from asyncrlhf.report.load import Group
+
+_DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (4, 2)), "dot": ":"}
+_COLUMNS = 3
+_DPI = 110
+
+
+def write_figures(groups: Sequence[Group], folder: Path) -> list[Path]:
+    """Write ``curves_steps.png``, ``curves_time.png`` and ``reward.png`` into ``folder``; returns what was written."""
+    panels = shown_panels(groups)
+    timed = any(run.column("wall_time") is not None for group in groups for run in group.runs)
+    axes: list[Axis] = ["step", "wall_time"] if timed else ["step"]
+    names = {"step": "curves_steps.png", "wall_time": "curves_time.png"}
+    written = [
+        _save(_grid(groups, [(panel, axis) for panel in panels], _COLUMNS), folder / names[axis]) for axis in axes
+    ]
+    main = [p for p in panels if p.title in ("Reward", "Held-out accuracy")]
+    if main:
+        cells = [(panel, axis) for panel in main for axis in axes]
+        written.append(_save(_grid(groups, cells, len(axes)), folder / "reward.png"))
+    return written
+
+
+def _grid(groups: Sequence[Group], cells: Sequence[tuple[Panel, Axis]], columns: int) -> Figure:
+    columns = min(columns, len(cells))
+    rows = -(-len(cells) // columns)
+    figure = Figure(
+        figsize=(4.7 * columns, 3.1 * rows + (0.5 if len(groups) > 1 else 0.0)),
+        dpi=_DPI,
+        layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09),
+    )
+    FigureCanvasAgg(figure)
+    for index, (panel, axis) in enumerate(cells, start=1):
+        _draw_panel(figure.add_subplot(rows, columns, index), groups, panel, axis)
+    if len(groups) > 1:
+        handles = [Line2D([], [], color=_color(i), linewidth=2.5) for i in range(len(groups))]
+        labels = [_group_label(group) for group in groups]
+        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(groups), 3), frameon=False, fontsize=10)
+    return figure
+
+
+def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel, axis: Axis) -> None:
+    scale, unit = time_scale([run for group in groups for run in group.runs]) if axis == "wall_time" else (1.0, "")
+    for group_index, group in enumerate(groups):
+        for series_index, series in enumerate(panel.series):
+            drawn = curve(group, series.metric, axis, scale, panel.sparse)
+            if drawn is not None:
+                color = _color(group_index if len(groups) > 1 else series_index)
+                _draw_curve(axes, drawn, color, _DASHES[series.dash], panel.sparse)
+    bound = staleness_bound(groups) if panel.bound else None
+    if bound is not None:
+        axes.axhline(bound, color="#888888", linewidth=1.2, linestyle=":")
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=20)
+    axes.set_xlabel("learner steps" if axis == "step" else f"wall-clock, {unit}", fontsize=9)
+    axes.set_ylabel(panel.unit, fontsize=9)
+    if panel.limits is not None:
+        axes.set_ylim(*panel.limits)
+    elif panel.unit.startswith("policy versions"):
+        axes.set_ylim(0, max(axes.get_ylim()[1], 1.0) * 1.02)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=axes.get_ylim()[1] >= 3))
+    if axis == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.tick_params(labelsize=8.5)
+    axes.grid(color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    _style_legend(axes, panel, len(groups), bound)
+
+
+def _draw_curve(axes: Axes, drawn: Curve, color: str, dash: Any, sparse: bool) -> None:
+    for x, y in drawn.faint:
+        axes.plot(
+            x,
+            y,
+            color=color,
+            linewidth=0.8,
+            alpha=0.3,
+            linestyle="-" if len(x) > 1 else "",
+            marker="" if len(x) > 1 else ".",
+        )
+    if drawn.low is not None and drawn.high is not None:
+        axes.fill_between(drawn.x, drawn.low, drawn.high, color=color, alpha=0.18, linewidth=0)
+    marker = "o" if sparse or len(drawn.x) == 1 else ""
+    axes.plot(drawn.x, drawn.y, color=color, linewidth=1.9, linestyle=dash, marker=marker, markersize=4)
+
+
+def _style_legend(axes: Axes, panel: Panel, groups: int, bound: float | None) -> None:
+    """Names of the panel's lines, between title and axes, where they can cover nothing."""
+    if len(panel.series) < 2:
+        return
+    handles = [
+        Line2D([], [], color="#555555" if groups > 1 else _color(i), linestyle=_DASHES[series.dash], linewidth=1.9)
+        for i, series in enumerate(panel.series)
+    ]
+    labels = [series.label for series in panel.series]
+    if bound is not None:
+        handles.append(Line2D([], [], color="#888888", linestyle=":", linewidth=1.2))
+        labels.append(f"bound ({bound:g})")
+    axes.legend(
+        handles,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.985),
+        ncols=len(labels),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=2.2,
+        columnspacing=1.2,
+    )
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _group_label(group: Group) -> str:
+    return group.label if len(group.runs) == 1 else f"{group.label} (mean of {len(group.runs)} runs)"
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path)
+    return path

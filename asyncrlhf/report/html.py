@@ -1,0 +1,165 @@
+"""Builds the report: one HTML page that opens from disk without a network, and the PNGs beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from asyncrlhf.report.curves import COLORS, Axis, Curve, Panel, curve, shown_panels, staleness_bound, time_scale
+from asyncrlhf.report.figures import write_figures
+from asyncrlhf.report.load import Group, Run, group_runs, load_runs
+from asyncrlhf.report.table import build_tables
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; color: #222; }
+body { margin: 2rem auto; max-width: 1400px; padding: 0 1.2rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .4rem; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
+.note { color: #666; margin: .2rem 0; } .runs span { display: inline-block; margin-right: 1.4rem; }
+.runs i { display: inline-block; width: 1.6em; height: .35em; margin-right: .45em; vertical-align: middle; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 1rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .8rem; border-bottom: 1px solid #e3e3e3; text-align: right; white-space: nowrap; }
+th { background: #f6f6f6; } th:first-child, td:first-child { text-align: left; }
+</style><script>{{ plotly | safe }}</script></head><body>
+<h1>{{ title }}</h1><p class="note">{{ note }}</p>
+<p class="runs">{% for color, label in legend %}
+<span><i style="background:{{ color }}"></i>{{ label }}</span>{% endfor %}</p>
+{% for heading, figures in sections %}<h2>{{ heading }}</h2>
+<div class="grid">{% for figure in figures %}<div>{{ figure | safe }}</div>{% endfor %}</div>
+{% endfor %}
+<h2>Summary</h2>
+{% for table in tables %}<h3>{{ table.title }}</h3><div class="scroll"><table>
+<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>{% endfor %}
+</body></html>
+"""
+
+
+def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
+    """Draw the curves of the runs and write ``index.html`` with PNGs beside it; returns the page's path.
+
+    ``out`` is the folder: by default ``RUN/report`` for one run and ``./report`` for several. Runs that differ only by
+    seed become one line with a band. Raises ConfigError for a folder that is no run.
+    """
+    runs = load_runs(run_dirs)
+    folder = Path(out) if out is not None else (runs[0].path / "report" if len(runs) == 1 else Path("report"))
+    groups = group_runs(runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_figures(groups, folder)
+    page = folder / "index.html"
+    temporary = page.with_suffix(".tmp")
+    temporary.write_text(render(runs, groups), encoding="utf-8")
+    os.replace(temporary, page)
+    return page
+
+
+def render(runs: Sequence[Run], groups: Sequence[Group]) -> str:
+    """The whole page as text, plotly.js included."""
+    panels = shown_panels(groups)
+    _, unit = time_scale(runs)
+    sections = [("Over learner steps", [_figure(groups, panel, "step") for panel in panels])]
+    if any(run.column("wall_time") is not None for run in runs):
+        sections.append((f"Over wall-clock ({unit})", [_figure(groups, panel, "wall_time") for panel in panels]))
+    legend = [] if len(groups) == 1 else [(_color(i), _described(group)) for i, group in enumerate(groups)]
+    title = f"Run {_described(groups[0])}" if len(groups) == 1 else f"{len(groups)} configurations compared"
+    return (
+        jinja2.Environment(autoescape=True)
+        .from_string(_PAGE)
+        .render(
+            title=title,
+            note=_note(runs, groups),
+            plotly=get_plotlyjs(),
+            legend=legend,
+            sections=sections,
+            tables=build_tables(runs, groups),
+        )
+    )
+
+
+def _figure(groups: Sequence[Group], panel: Panel, axis: Axis) -> str:
+    """One panel as an HTML fragment; runs are told apart by colour, the panel's own lines by their dashes."""
+    scale, unit = time_scale([run for group in groups for run in group.runs]) if axis == "wall_time" else (1.0, "")
+    figure = go.Figure()
+    for group_index, group in enumerate(groups):
+        for series_index, series in enumerate(panel.series):
+            drawn = curve(group, series.metric, axis, scale, panel.sparse)
+            if drawn is None:
+                continue
+            color = _color(group_index if len(groups) > 1 else series_index)
+            name = series.label if len(groups) == 1 else f"{group.label}: {series.label}"
+            _add_curve(figure, drawn, color, series.dash, name, panel.sparse)
+    if len(groups) > 1 and len(panel.series) > 1:
+        for series in panel.series:
+            line = {"color": "#555", "width": 2, "dash": series.dash}
+            figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=series.label, showlegend=True)
+    bound = staleness_bound(groups) if panel.bound else None
+    if bound is not None:
+        figure.add_hline(y=bound, line={"color": "#888", "width": 1.3, "dash": "dot"})
+        bound_line = {"color": "#888", "width": 1.3, "dash": "dot"}
+        figure.add_scatter(
+            x=[None], y=[None], mode="lines", line=bound_line, name=f"bound ({bound:g})", showlegend=True
+        )
+    for trace in figure.data:
+        if len(groups) == 1 and len(panel.series) > 1 and trace.name:
+            trace.showlegend = True
+    _lay_out(figure, panel, "learner steps" if axis == "step" else f"wall-clock, {unit}")
+    config = {"displaylogo": False, "responsive": True}
+    return figure.to_html(include_plotlyjs=False, full_html=False, config=config, default_height="320px")
+
+
+def _add_curve(figure: go.Figure, drawn: Curve, color: str, dash: str, name: str, sparse: bool) -> None:
+    for x, y in drawn.faint:
+        line = {"color": color, "width": 1}
+        figure.add_scatter(x=x, y=y, mode="lines", line=line, opacity=0.3, hoverinfo="skip", showlegend=False)
+    if drawn.low is not None and drawn.high is not None:
+        edge = {"x": drawn.x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+        figure.add_scatter(y=drawn.high, **edge)
+        red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+        figure.add_scatter(y=drawn.low, fill="tonexty", fillcolor=f"rgba({red},{green},{blue},0.18)", **edge)
+    mode = "lines+markers" if sparse or len(drawn.x) == 1 else "lines"
+    line = {"color": color, "width": 2.2, "dash": dash}
+    figure.add_scatter(x=drawn.x, y=drawn.y, mode=mode, line=line, name=name, showlegend=False)
+
+
+def _lay_out(figure: go.Figure, panel: Panel, x_title: str) -> None:
+    figure.update_layout(
+        title={"text": f"<b>{panel.title}</b>", "font": {"size": 15}, "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        margin={"l": 60, "r": 15, "t": 62, "b": 48},
+        legend={"orientation": "h", "x": 0, "y": 1.01, "xanchor": "left", "yanchor": "bottom", "font": {"size": 12}},
+        hovermode="x unified",
+        font={"size": 12},
+    )
+    figure.update_xaxes(title=x_title)
+    figure.update_yaxes(title=panel.unit, rangemode="tozero" if panel.unit.startswith("policy versions") else "normal")
+    if panel.limits is not None:
+        figure.update_yaxes(range=list(panel.limits))
+
+
+def _note(runs: Sequence[Run], groups: Sequence[Group]) -> str:
+    parts = [f"{len(runs)} run{'s' if len(runs) > 1 else ''}, drawn {datetime.now():%Y-%m-%d %H:%M}."]
+    parts.append("Lines of long runs are running means, with the raw values faint behind them.")
+    if any(len(group.runs) > 1 for group in groups):
+        parts.append("Runs that differ only by seed are one line, their mean, in a band of one standard deviation.")
+    return " ".join(parts)
+
+
+def _described(group: Group) -> str:
+    return group.label if len(group.runs) == 1 else f"{group.label} ({len(group.runs)} runs)"
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]

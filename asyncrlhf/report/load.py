@@ -1,0 +1,170 @@
+"""Reads run directories for the report: metrics as columns, config, summary, and which runs differ only by seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.orchestrator.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
+
+# What may differ between two runs of one configuration: where they lie and what they show.
+_NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as the report sees it. ``columns`` [S learner steps] hold NaN where a line has no value."""
+
+    path: Path
+    label: str
+    rows: list[dict[str, Any]]
+    columns: dict[str, np.ndarray]  # each [S]
+    config: dict[str, Any]  # flat: "async.max_staleness" -> 2
+    summary: dict[str, Any] | None  # None: the run is still going, or was killed
+
+    @property
+    def seed(self) -> int | None:
+        return self.config.get("seed")
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The settings that make two runs comparable: all but the seed and where the run lies."""
+        return {key: value for key, value in self.config.items() if key.split(".")[0] not in _NOT_CONFIGURATION}
+
+    def column(self, name: str) -> np.ndarray | None:
+        """The metric over the steps [S], or None when the run never logged it."""
+        values = self.columns.get(name)
+        return values if values is not None and np.isfinite(values).any() else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one configuration, in the order given."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+
+def load_run(path: Path) -> Run:
+    """Read one run directory; a run that is still going or was killed is fine. Raises ConfigError otherwise."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give the directory of a run, such as runs/arithmetic/<time>.")
+    metrics = path / METRICS_FILE
+    if not metrics.is_file():
+        raise ConfigError(f"{path} holds no {METRICS_FILE}, so it is not a run directory{_hint(path)}.")
+    rows = [row for row in read_metrics(metrics) if "step" in row]
+    if not rows:
+        raise ConfigError(f"{metrics} has no complete learner step yet; there is nothing to report.")
+    config = _read(path / CONFIG_FILE, yaml.safe_load, yaml.YAMLError) or {}
+    summary = _read(path / SUMMARY_FILE, json.loads, json.JSONDecodeError)
+    columns = _with_heldout_ends(_columns(rows), summary)
+    resolved = path.resolve()
+    return Run(path, f"{resolved.parent.name}/{resolved.name}", rows, columns, flatten(config), summary)
+
+
+def load_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read several; the same folder named twice is read once. Raises ConfigError when there is none."""
+    unique = list(dict.fromkeys(Path(path).resolve() for path in paths))
+    if not unique:
+        raise ConfigError("no run was named; give one or several run directories.")
+    shown = {Path(path).resolve(): Path(path) for path in paths}
+    return [load_run(shown[path]) for path in unique]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Runs whose configurations agree in everything but the seed, each group labelled by what sets it apart."""
+    buckets: dict[str, list[Run]] = {}
+    for run in runs:
+        # A run without a config cannot be shown to equal another one.
+        key = json.dumps(run.configuration, sort_keys=True) if run.configuration else str(run.path.resolve())
+        buckets.setdefault(key, []).append(run)
+    differing = config_differences([members[0] for members in buckets.values()])
+    labels = [_label(members, differing) for members in buckets.values()]
+    for index, label in enumerate(labels):
+        if labels.count(label) > 1:
+            labels[index] = f"{label} ({list(buckets.values())[index][0].label})"
+    return [Group(label, tuple(members)) for label, members in zip(labels, buckets.values(), strict=True)]
+
+
+def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Settings whose values differ between the runs: key to one value a run (None where a run lacks the key)."""
+    keys = sorted({key for run in runs for key in run.configuration})
+    table = {key: [run.configuration.get(key) for run in runs] for key in keys}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return flat
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value))
+    return {
+        key: np.array([float(row[key]) if _is_number(row.get(key)) else np.nan for row in rows], dtype=np.float64)
+        for key in keys
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _with_heldout_ends(columns: dict[str, np.ndarray], summary: dict[str, Any] | None) -> dict[str, np.ndarray]:
+    """Add the evaluation before the first step as a point at step 0, and the one at the end at the last step.
+
+    Both belong to no learner step's line, so that only the summary knows them.
+    """
+    ends = (summary or {}).get("heldout_accuracy") or {}
+    before, after = ends.get("before"), ends.get("after")
+    if before is None and after is None:
+        return columns
+    steps = len(columns["step"])
+    heldout = columns.get("heldout_accuracy", np.full(steps, np.nan)).copy()
+    if after is not None and np.isnan(heldout[-1]):
+        heldout[-1] = after
+    columns = {**columns, "heldout_accuracy": heldout}
+    if before is None or columns["step"][0] <= 0:
+        return columns
+    first = {"step": 0.0, "wall_time": 0.0, "heldout_accuracy": before}
+    return {key: np.concatenate([[first.get(key, np.nan)], values]) for key, values in columns.items()}
+
+
+def _label(members: Sequence[Run], differing: Mapping[str, Sequence[Any]]) -> str:
+    if not differing:
+        return members[0].label if len(members) == 1 else Path(members[0].label).parent.name
+    configuration = members[0].configuration
+    parts = [f"{key.removeprefix('async.')}={configuration.get(key)}" for key in differing]
+    return ", ".join(parts) if len(parts) <= 3 else members[0].label
+
+
+def _read(path: Path, parse: Any, errors: type[Exception]) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        value = parse(path.read_text(encoding="utf-8"))
+    except errors:
+        raise ConfigError(f"{path} cannot be parsed; was it edited by hand?") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a mapping; was it edited by hand?")
+    return value
+
+
+def _hint(path: Path) -> str:
+    inside = sorted(str(found.parent) for found in path.glob(f"*/{METRICS_FILE}"))
+    if not inside:
+        return ""
+    more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+    return f"; it contains some: {', '.join(inside[:3])}{more}"

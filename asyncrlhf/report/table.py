@@ -1,0 +1,145 @@
+"""The report's tables: one row a run, seeds put together, and the settings in which the runs differ."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table as RichTable
+
+from asyncrlhf.orchestrator.summary import duration, mean, reward_ends, time_weighted_mean, values
+from asyncrlhf.report.load import Group, Run, config_differences
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text, for HTML and for the terminal alike."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
+    """The tables that these runs call for, in the order to show them."""
+    tables = [_results(runs), _ledger(runs)]
+    if any(len(group.runs) > 1 for group in groups):
+        tables.insert(0, _seeds(groups))
+    differences = config_differences(runs)
+    if differences:
+        rows = [[key, *(MISSING if value is None else str(value) for value in row)] for key, row in differences.items()]
+        tables.append(Table("Settings that differ", ["setting", *(run.label for run in runs)], rows))
+    return tables
+
+
+def to_rich(table: Table) -> RichTable:
+    """The same table for a terminal."""
+    shown = RichTable(title=table.title, title_justify="left")
+    for index, name in enumerate(table.header):
+        shown.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown
+
+
+def _results(runs: Sequence[Run]) -> Table:
+    header = [
+        "run",
+        "seed",
+        "steps",
+        "reward, first",
+        "reward, last",
+        "held-out",
+        "wall time",
+        "samples/s",
+        "staleness mean",
+        "max",
+        "learner idle",
+        "generators idle",
+        "ended",
+    ]
+    return Table("Results", header, [_result_row(run) for run in runs])
+
+
+def _result_row(run: Run) -> list[str]:
+    reward = reward_ends(run.rows)
+    heldout = run.column("heldout_accuracy")
+    solved = [float(v) for v in heldout if v == v] if heldout is not None else []
+    wall = run.rows[-1].get("wall_time")
+    worst = max(values(run.rows, "staleness_max"), default=None)
+    return [
+        run.label,
+        MISSING if run.seed is None else str(run.seed),
+        f"{run.rows[-1]['step']:,}",
+        _number(reward["first"], "{:.3f}"),
+        _number(reward["last"], "{:.3f}"),
+        f"{solved[0]:.3f} → {solved[-1]:.3f}" if solved else MISSING,
+        MISSING if wall is None else duration(wall),
+        _number(time_weighted_mean(run.rows, "samples_per_second"), "{:,.1f}"),
+        _number(mean(values(run.rows, "staleness_mean")), "{:.2f}"),
+        _number(worst, "{:.0f}"),
+        _number(time_weighted_mean(run.rows, "learner_idle_fraction"), "{:.0%}"),
+        _number(time_weighted_mean(run.rows, "generator_idle_fraction"), "{:.0%}"),
+        run.summary.get("exit_reason", MISSING) if run.summary else "no summary (running or killed)",
+    ]
+
+
+def _ledger(runs: Sequence[Run]) -> Table:
+    header = ["run", "admitted", "trained", "dropped", "failed", "left", "adds up"]
+    rows = []
+    for run in runs:
+        ledger = (run.summary or {}).get("ledger")
+        if not ledger:
+            rows.append([run.label, *[MISSING] * 6])
+            continue
+        dropped, failed = _reasons(ledger["dropped"]), _reasons(ledger["failed"])
+        counts = [f"{ledger['admitted']:,}", f"{ledger['trained']:,}", dropped, failed, f"{ledger['left']:,}"]
+        rows.append([run.label, *counts, "yes" if ledger["adds_up"] else "NO"])
+    return Table("Rollouts: admitted = trained + dropped + failed + left", header, rows)
+
+
+def _seeds(groups: Sequence[Group]) -> Table:
+    header = ["configuration", "runs", "reward, last", "held-out, last", "wall time, s", "samples/s"]
+    picks: list[Callable[[Run], float | None]] = [
+        lambda run: reward_ends(run.rows)["last"],
+        _last_heldout,
+        lambda run: run.rows[-1].get("wall_time"),
+        lambda run: time_weighted_mean(run.rows, "samples_per_second"),
+    ]
+    formats = ["{:.3f}", "{:.3f}", "{:,.1f}", "{:,.1f}"]
+    rows = [
+        [
+            group.label,
+            str(len(group.runs)),
+            *(_spread([pick(r) for r in group.runs], f) for pick, f in zip(picks, formats, strict=True)),
+        ]
+        for group in groups
+    ]
+    return Table("Mean over seeds ± one standard deviation", header, rows)
+
+
+def _last_heldout(run: Run) -> float | None:
+    heldout = run.column("heldout_accuracy")
+    return None if heldout is None else float(heldout[heldout == heldout][-1])
+
+
+def _spread(found: Sequence[float | None], template: str) -> str:
+    known = [value for value in found if value is not None]
+    if not known:
+        return MISSING
+    middle = template.format(statistics.fmean(known))
+    return f"{middle} ± {template.format(statistics.stdev(known))}" if len(known) > 1 else middle
+
+
+def _reasons(counts: dict[str, Any]) -> str:
+    if not counts:
+        return "0"
+    return f"{sum(counts.values()):,} ({', '.join(f'{reason} {count:,}' for reason, count in counts.items())})"
+
+
+def _number(value: float | None, template: str) -> str:
+    return MISSING if value is None else template.format(value)

@@ -1,0 +1,151 @@
+"""The user's own prompts: JSONL or Parquet files, a folder of them, or a dataset of the `datasets` library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.data.sources import IndexedSource
+from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.tasks.answers import extract_answer, unwrap
+from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.types import Prompt
+
+SUFFIXES = (".jsonl", ".parquet")
+# Without a split of their own, at most one text in so many is held out.
+HELDOUT_SHARE = 10
+# (where the row stands, for messages; the row)
+Row = tuple[str, dict[str, Any]]
+
+
+class PromptsTask:
+    """Prompts from ``task.path``, with reference answers where the rows have ``task.answer_key``.
+
+    Held out are the rows of ``task.heldout_split``, or else up to a tenth of the texts, chosen by their hash: the same
+    ones for every seed and order of the rows. The rule scores 1 for the reference answer, as
+    :func:`~asyncrlhf.tasks.answers.extract_answer` finds it, and 0 for another; without answers there is no rule, and
+    the run needs ``reward.kind=python``.
+    """
+
+    name = "prompts"
+
+    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
+        self._encode = PromptEncoder(tokenizer, config)
+        rows = list(_read(config.path, config.split))
+        if not rows:
+            raise ConfigError(f"task.path={config.path} holds no prompts.")
+        prompts = [self._prompt(row) for row in rows]
+        if config.heldout_split:
+            if Path(config.path).expanduser().exists():
+                raise ConfigError(
+                    "task.heldout_split is for datasets by name; local files are split by the hash of the prompt."
+                )
+            heldout = [self._prompt(row) for row in _read(config.path, config.heldout_split)]
+            self._heldout = heldout[: config.heldout_size]
+        else:
+            self._heldout = _choose_heldout(prompts, config)
+        texts = {prompt.text for prompt in self._heldout}
+        self._train = [prompt for prompt in prompts if prompt.text not in texts]
+        if not self._train:
+            raise ConfigError(f"task.path={config.path} holds one prompt only; at least two different ones are needed.")
+
+    def train_source(self, seed: int) -> IndexedSource:
+        return IndexedSource(self._train.__getitem__, length=len(self._train), seed=seed)
+
+    def heldout(self) -> list[Prompt]:
+        return list(self._heldout)
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        if prompt.answer is None:
+            raise RewardError(
+                f"The prompt {prompt.prompt_id} has no {self._config.answer_key!r}, so nothing can be compared; "
+                "give answers, or a reward of your own by reward.kind=python."
+            )
+        return float(extract_answer(completion, prompt.answer) == unwrap(prompt.answer))
+
+    def _prompt(self, row: Row) -> Prompt:
+        where, fields = row
+        key, answer_key = self._config.prompt_key, self._config.answer_key
+        text = fields.get(key)
+        if not isinstance(text, str) or not text.strip():
+            problem = "has no key" if key not in fields else "has no text under the key"
+            raise ConfigError(
+                f"{where} {problem} {key!r} (task.prompt_key); its keys are: {', '.join(fields) or 'none'}."
+            )
+        answer = fields.get(answer_key)
+        metadata = {name: value for name, value in fields.items() if name not in (key, answer_key)}
+        return self._encode(where, text, None if answer is None else str(answer), metadata)
+
+
+def _choose_heldout(prompts: list[Prompt], config: TaskConfig) -> list[Prompt]:
+    by_text = {prompt.text: prompt for prompt in reversed(prompts)}
+    ranked = sorted(by_text, key=lambda text: hashlib.sha256(text.encode()).digest())
+    size = min(config.heldout_size, max(1, len(ranked) // HELDOUT_SHARE))
+    return [by_text[text] for text in ranked[:size]]
+
+
+def _read(path: str, split: str) -> Iterator[Row]:
+    local = Path(path).expanduser()
+    if local.is_dir():
+        files = sorted(file for file in local.iterdir() if file.suffix in SUFFIXES)
+        if not files:
+            raise ConfigError(f"The folder task.path={path} holds no {' or '.join(SUFFIXES)} file.")
+        for file in files:
+            yield from _read_file(file)
+    elif local.is_file():
+        yield from _read_file(local)
+    elif path.startswith((".", "/", "~")) or local.suffix in SUFFIXES:
+        raise ConfigError(f"task.path={path} does not exist.")
+    else:
+        yield from _read_dataset(path, split)
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    if file.suffix == ".jsonl":
+        yield from _read_jsonl(file)
+    elif file.suffix == ".parquet":
+        try:
+            rows = pq.read_table(file).to_pylist()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from error
+        for number, row in enumerate(rows, start=1):
+            yield f"{file.name} row {number}", row
+    else:
+        raise ConfigError(f"task.path={file} is neither {' nor '.join(SUFFIXES)}.")
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file.name} line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{where} is not valid JSON: {error.msg}.") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where} is not a JSON object.")
+            yield where, row
+
+
+def _read_dataset(name: str, split: str) -> Iterator[Row]:
+    # The library takes a second to import, and only this kind of path needs it.
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(f"task.path={name} is no local file, and no dataset that loads: {reason}.") from error
+    for number, row in enumerate(dataset, start=1):
+        yield f"{name}[{split}] row {number}", row

@@ -1,0 +1,97 @@
+"""The logprob audit: does an engine compute what the learner computes, and which tensor differs if not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.manifest import as_bytes
+from asyncrlhf.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """Learner against engine over the probe's tokens, in nats. ``mismatch_kl`` is the k3 estimate of
+    KL(engine || learner) (Schulman, "Approximating KL divergence"): mean of exp(d) - 1 - d, d = learner - engine.
+    """
+
+    mean_abs: float
+    max_abs: float
+    mismatch_kl: float
+    tokens: int
+
+
+def probe_tokens(vocab_size: int, length: int, seed: int) -> IntArray:
+    """The fixed probe text [length]: token ids drawn evenly from the vocabulary, the same for the same arguments."""
+    return np.random.default_rng(seed).integers(0, vocab_size, size=length, dtype=np.int64)
+
+
+def default_tolerance(dtype: str) -> float:
+    """The mean |difference| to accept in nats: float32 engines agree to rounding, half precision does not."""
+    return 1e-3 if dtype == "float32" else 0.1
+
+
+def compare(learner_logprobs: Sequence[FloatArray], engine_logprobs: Sequence[FloatArray]) -> AuditResult:
+    """Compare what both sides' ``score`` gave for the same texts. Raises WeightSyncError when the lengths differ."""
+    lengths = [len(text) for text in learner_logprobs], [len(text) for text in engine_logprobs]
+    if lengths[0] != lengths[1] or not sum(lengths[0]):
+        raise WeightSyncError(f"The audit compares nothing: learner scored {lengths[0]} tokens, engine {lengths[1]}.")
+    learner = np.concatenate(learner_logprobs).astype(np.float64)
+    difference = learner - np.concatenate(engine_logprobs).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # an engine that is far off gives inf, which no tolerance allows
+        k3 = np.expm1(difference) - difference
+    absolute = np.abs(difference)
+    return AuditResult(float(absolute.mean()), float(absolute.max()), float(k3.mean()), len(difference))
+
+
+def check(result: AuditResult, tolerance: float, receiver: str, version: int) -> None:
+    """Raise WeightSyncError with the figures when ``mean_abs`` is over ``tolerance``, or is not a number."""
+    if result.mean_abs <= tolerance:
+        return
+    raise WeightSyncError(
+        f"After loading version {version}, the log-probs of {receiver} differ from the learner's by "
+        f"{result.mean_abs:.3g} on average (largest {result.max_abs:.3g}, mismatch_kl {result.mismatch_kl:.3g}, "
+        f"{result.tokens} tokens); weights.audit_tolerance allows {tolerance:g}. Part of the weights did not arrive, "
+        f"or the engine computes something else."
+    )
+
+
+def tensor_digests(params: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """A checksum of each tensor's dtype, shape and bytes; equal in every process for equal tensors."""
+    digests = {}
+    for name, tensor in params.items():
+        digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
+        digest.update(as_bytes(tensor.detach().cpu()).data)
+        digests[name] = digest.hexdigest()
+    return digests
+
+
+def differing_tensors(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """The names, in ``expected``'s order, whose digests differ or that only one side has."""
+    names = list(dict.fromkeys([*expected, *found]))
+    return [name for name in names if expected.get(name) != found.get(name)]
+
+
+def first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    """One sentence that names the first tensor that differs and counts the rest; None when all bits are equal."""
+    differing = differing_tensors(tensor_digests(expected), tensor_digests(found))
+    if not differing:
+        return None
+    name = differing[0]
+    if name not in found:
+        problem = "is missing"
+    elif name not in expected:
+        problem = "is unknown"
+    elif (expected[name].shape, expected[name].dtype) != (found[name].shape, found[name].dtype):
+        problem = (
+            f"is {found[name].dtype}{list(found[name].shape)}, not {expected[name].dtype}{list(expected[name].shape)}"
+        )
+    else:
+        apart = (expected[name].detach().cpu().double() - found[name].detach().cpu().double()).abs().max()
+        problem = f"differs by up to {apart:.3g}"
+    return f"Tensor {name!r} {problem}; {len(differing)} of {len(set(expected) | set(found))} tensors differ."

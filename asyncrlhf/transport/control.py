@@ -1,0 +1,110 @@
+"""The control line between a sender and its receivers: one TCP connection each, a JSON object a line.
+
+It tells what a stream of weights cannot: who is there, who refused, and, by the end of a connection, who died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+GRACE_SECONDS = 0.5  # after a first loss: time for the others to report, so that all the lost are named at once
+
+Message = dict[str, Any]
+
+
+class LineClosedError(Exception):
+    """The other side's process ended, or it dropped the connection."""
+
+
+class Line:
+    """One end of a control line. ``local_host``: this side's own address as the other side reaches it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setblocking(True)
+        self._buffer = b""
+        self.local_host: str = connection.getsockname()[0]
+        self.remote_host: str = connection.getpeername()[0]
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Raises LineClosedError when nobody is there any more."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise LineClosedError from error
+
+    def poll(self, seconds: float) -> Message | None:
+        """The next message, or None when none came within ``seconds``. Raises LineClosedError at the end."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            try:
+                if not select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    return None
+                received = self._socket.recv(65536)
+            except (OSError, ValueError) as error:  # ValueError: closed by our own side meanwhile
+                raise LineClosedError from error
+            if not received:
+                raise LineClosedError
+            self._buffer += received
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        message: Message = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        """Shut down first: another thread's ``poll`` on this line ends at once, which a bare close would not do."""
+        with contextlib.suppress(OSError):  # the other side was quicker
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def own_host() -> str:
+    """This machine's address by its own name, or the loopback where the name has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port)
+
+
+def dial(endpoint: str, seconds: float) -> Line:
+    return Line(socket.create_connection(split_endpoint(endpoint), timeout=seconds))
+
+
+def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, str]:
+    """Wait until every line has brought a message with the key ``kind``; returns what went wrong, by name.
+
+    Empty when all is well. A first loss ends the waiting soon after; those who had nothing to say by then are innocent.
+    """
+    waiting = dict(lines)
+    lost: dict[str, str] = {}
+    deadline = time.monotonic() + seconds
+    while waiting and (remaining := deadline - time.monotonic()) > 0:
+        readable = select.select(list(waiting.values()), [], [], remaining)[0]
+        for name in [name for name, line in waiting.items() if line in readable]:
+            try:
+                message = waiting.pop(name).poll(1.0)
+            except LineClosedError:
+                lost[name] = "died or dropped the connection"
+                continue
+            if message is None or kind not in message:
+                reason = "nothing that makes sense" if message is None else message.get("error", message)
+                lost[name] = f"answered {reason!r}"
+        if lost:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if waiting and not lost:
+        lost = {name: f"gave no answer within {seconds:g} s" for name in waiting}
+    return lost

@@ -1,0 +1,83 @@
+"""Settings and fixtures that every test shares: no network, one thread, one small Ray for the session."""
+
+from __future__ import annotations
+
+import os
+
+# Before any library reads them: tests never reach a network, and two threads a process would fight over two cores.
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }
+)
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+OBJECT_STORE_BYTES = 256 * 2**20
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path() -> Path:
+    """Folder of the packaged tiny checkpoint: a Llama with a character tokenizer, loaded by ``from_pretrained``."""
+    import asyncrlhf
+
+    path = Path(asyncrlhf.__file__).parent / "assets" / "tiny-arithmetic"
+    if not (path / "config.json").is_file():
+        pytest.fail(f"the packaged checkpoint is missing: {path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def ray_local() -> Iterator[Any]:
+    """The ``ray`` module, started once: 4 logical CPUs, a small object store, a temporary folder of its own."""
+    import ray
+
+    # Ray puts Unix sockets below this folder, and their paths may have 107 characters: pytest's own are too long.
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(folder),
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    processes = psutil.Process().children(recursive=True)
+    try:
+        yield ray
+    finally:
+        processes += psutil.Process().children(recursive=True)
+        ray.shutdown()
+        end_leftovers(processes, str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_leftovers(processes: list[psutil.Process], marker: str) -> None:
+    """End those of ``processes`` that outlived Ray's shutdown and belong to the Ray whose folder is ``marker``."""
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    for process in alive:
+        try:
+            command = " ".join(process.cmdline())
+            if marker in command or command.startswith("ray::"):
+                process.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,250 @@
+"""The contract that every generation engine keeps; engines of one kind are checked further in tests/unit/engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrlhf.engines.base import Engine
+from asyncrlhf.engines.config import FakeConfig
+from asyncrlhf.engines.fake import FakeEngine
+from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
+
+VOCABULARY = 24
+EOS = 1
+MakeEngine = Callable[[int], Engine]
+
+
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(params=["fake", "hf"])
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    def make(slots: int) -> Engine:
+        if request.param == "fake":
+            config = FakeConfig(latency_median=1.0, latency_sigma=0.7, length_mean=6.0)
+            return FakeEngine(config, slots=slots, vocab_size=VOCABULARY)
+        return HFEngine(tiny_model(), slots=slots)
+
+    return make
+
+
+def make_requests(count: int, *, first: int = 0, longest: int = 10, stops: tuple[int, ...] = (EOS,)) -> list:
+    rng = np.random.default_rng(first)
+    sampling = SamplingParams(max_completion_length=longest, stop_token_ids=stops)
+    return [
+        GenerationRequest(
+            rollout_id=i,
+            group_id=i // 4,
+            prompt_ids=np.random.default_rng(i // 4).integers(2, VOCABULARY, 1 + (i // 4) % 7),
+            seed=int(rng.integers(2**62)),
+            sampling=sampling,
+        )
+        for i in range(first, first + count)
+    ]
+
+
+class Clock:
+    """Steps an engine the way a runtime does: on to ``wake_at`` when it is given, else by a tenth of a second."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.now = engine, 0.0
+
+    def step(self, small: bool = False) -> list[Generation | GenerationFailure]:
+        output = self.engine.step(self.now)
+        self.now = self.now + 0.1 if small or output.wake_at is None else output.wake_at
+        return output.finished
+
+    def drain(self, limit: int = 2000) -> dict[int, Generation]:
+        done: dict[int, Generation] = {}
+        for _ in range(limit):
+            for result in self.step():
+                assert isinstance(result, Generation), result
+                assert result.rollout_id not in done
+                done[result.rollout_id] = result
+            if not self.engine.in_flight():
+                return done
+        raise AssertionError(f"not finished after {limit} steps: {self.engine.in_flight()}")
+
+
+def check_result(result: Generation, longest: int, version: int) -> None:
+    length = len(result.response_ids)
+    assert 1 <= length <= longest
+    assert len(result.behavior_logprobs) == len(result.policy_versions) == length
+    assert result.response_ids.dtype == np.int64 and result.behavior_logprobs.dtype == np.float32
+    assert result.response_ids.min() >= 0 and result.response_ids.max() < VOCABULARY
+    assert np.isfinite(result.behavior_logprobs).all() and (result.behavior_logprobs <= 0).all()
+    assert (result.policy_versions == version).all()
+    assert EOS not in result.response_ids[:-1]
+    assert (result.response_ids[-1] == EOS) == (result.finish_reason == "stop")
+    assert result.finish_reason == "stop" or length == longest
+
+
+def test_every_request_comes_back_once_though_slots_are_few(make_engine: MakeEngine) -> None:
+    engine = make_engine(3)
+    engine.submit(make_requests(17))
+    assert engine.in_flight() == list(range(17))
+    done = Clock(engine).drain()
+    assert sorted(done) == list(range(17))
+    for result in done.values():
+        check_result(result, longest=10, version=0)
+    assert engine.in_flight() == []
+    assert engine.step(1e6).finished == []
+
+
+def test_requests_may_arrive_while_others_run(make_engine: MakeEngine) -> None:
+    engine = make_engine(4)
+    clock = Clock(engine)
+    engine.submit(make_requests(3))
+    finished = [result.rollout_id for result in clock.step(small=True)]
+    engine.submit(make_requests(9, first=3))
+    finished += list(clock.drain())
+    assert sorted(finished) == list(range(12))
+
+
+def test_sampled_tokens_are_counted(make_engine: MakeEngine) -> None:
+    engine = make_engine(4)
+    engine.submit(make_requests(10))
+    tokens = length = 0
+    now = 0.0
+    while engine.in_flight():
+        output = engine.step(now)
+        tokens += output.tokens
+        length += sum(len(result.response_ids) for result in output.finished)
+        now = output.wake_at or now + 0.1
+    assert tokens == length
+
+
+def test_a_rollout_id_may_not_be_submitted_twice(make_engine: MakeEngine) -> None:
+    engine = make_engine(2)
+    engine.submit(make_requests(1))
+    with pytest.raises(ValueError, match="rollout 0"):
+        engine.submit(make_requests(1))
+
+
+def test_cancel_forgets_running_and_waiting_requests(make_engine: MakeEngine) -> None:
+    engine = make_engine(2)
+    clock = Clock(engine)
+    requests = make_requests(8)
+    engine.submit(requests)
+    finished = {result.rollout_id for result in clock.step(small=True)}
+    running, waiting = engine.in_flight()[0], engine.in_flight()[-1]
+    assert engine.cancel([running, waiting, 99, running]) == [running, waiting]
+    assert running not in engine.in_flight() and waiting not in engine.in_flight()
+    finished |= set(clock.drain())
+    assert finished == set(range(8)) - {running, waiting}
+    engine.submit([requests[running]])
+    assert set(clock.drain()) == {running}
+
+
+def test_cancelling_others_leaves_a_result_as_it_was(make_engine: MakeEngine) -> None:
+    requests = make_requests(6, longest=16, stops=())
+    whole = make_engine(6)
+    whole.submit(requests)
+    expected = Clock(whole).drain()
+    engine = make_engine(6)
+    clock = Clock(engine)
+    engine.submit(requests)
+    early = {result.rollout_id: result for result in clock.step(small=True)}
+    engine.cancel([0, 2, 3])
+    for rollout_id, result in {**early, **clock.drain()}.items():
+        np.testing.assert_array_equal(result.response_ids, expected[rollout_id].response_ids)
+        np.testing.assert_allclose(result.behavior_logprobs, expected[rollout_id].behavior_logprobs, atol=1e-5)
+
+
+def test_a_paused_engine_samples_nothing_and_then_goes_on(make_engine: MakeEngine) -> None:
+    requests = make_requests(4, stops=())
+    engine = make_engine(4)
+    clock = Clock(engine)
+    engine.submit(requests)
+    done = {result.rollout_id: result for result in clock.step(small=True)}
+    engine.pause()
+    in_flight = engine.in_flight()
+    for _ in range(5):
+        output = engine.step(clock.now)
+        assert output.finished == [] and output.tokens == 0
+        clock.now += 50.0
+    assert engine.in_flight() == in_flight
+    engine.resume()
+    assert engine.step(clock.now).finished == []  # the pause brought no one nearer to the end
+    done |= clock.drain()
+    unpaused = make_engine(4)
+    unpaused.submit(requests)
+    for rollout_id, result in Clock(unpaused).drain().items():
+        np.testing.assert_array_equal(result.response_ids, done[rollout_id].response_ids)
+
+
+@pytest.mark.parametrize("cache", ["keep", "recompute"])
+def test_tags_change_exactly_at_the_load(make_engine: MakeEngine, cache: str) -> None:
+    engine = make_engine(4)
+    clock = Clock(engine)
+    engine.submit(make_requests(4, longest=12, stops=()))
+    made_before = sum(engine.step(clock.now + i * 0.1).tokens for i in range(3))
+    clock.now += 0.2
+    engine.load_weights(7, engine.parameters(), cache)
+    assert engine.version == 7
+    done = clock.drain()
+    versions = [result.policy_versions for result in done.values()]
+    assert sum(int((tags == 0).sum()) for tags in versions) == made_before
+    for tags in versions:
+        assert set(tags.tolist()) <= {0, 7} and (np.diff(tags) >= 0).all()
+    assert any(set(tags.tolist()) == {0, 7} for tags in versions)
+
+
+def test_a_result_does_not_depend_on_its_company(make_engine: MakeEngine) -> None:
+    requests = make_requests(24, longest=14)
+    company = make_engine(5)
+    company.submit(requests)
+    together = Clock(company).drain()
+    alone = make_engine(1)
+    for request in requests[::3]:
+        alone.submit([request])
+        result = Clock(alone).drain()[request.rollout_id]
+        other = together[request.rollout_id]
+        np.testing.assert_array_equal(result.response_ids, other.response_ids)
+        np.testing.assert_allclose(result.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+        assert result.finish_reason == other.finish_reason
+
+
+def test_seeds_decide_the_draws(make_engine: MakeEngine) -> None:
+    request = make_requests(1, longest=16, stops=())[0]
+
+    def respond(seed: int) -> list[int]:
+        engine = make_engine(1)
+        engine.submit([GenerationRequest(0, 0, request.prompt_ids, seed, request.sampling)])
+        return Clock(engine).drain()[0].response_ids.tolist()
+
+    assert respond(5) == respond(5)
+    assert len({tuple(respond(seed)) for seed in range(8)}) == 8
+
+
+def test_score_gives_one_logprob_less_than_tokens(make_engine: MakeEngine) -> None:
+    texts: Sequence[np.ndarray] = [np.arange(2, 9), np.array([3]), np.arange(4, 6), np.zeros(0, np.int64)]
+    scores = make_engine(2).score(texts)
+    assert [len(score) for score in scores] == [6, 0, 1, 0]
+    assert all(score.dtype == np.float32 for score in scores)
+
+
+def test_close_forgets_everything(make_engine: MakeEngine) -> None:
+    engine = make_engine(2)
+    engine.submit(make_requests(5))
+    engine.step(0.0)
+    engine.close()
+    assert engine.in_flight() == []

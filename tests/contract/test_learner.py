@@ -1,0 +1,129 @@
+"""What every learner backend promises, whatever trains its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrlhf.data.packing import select
+from asyncrlhf.errors import CheckpointError
+from asyncrlhf.learner.base import LearnerBackend
+from asyncrlhf.learner.build import BACKENDS, build_learner
+from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from tests.unit.learner.worlds import VOCABULARY, llama, random_batch
+
+Make = Callable[..., LearnerBackend]
+
+ALGORITHMS = {
+    "decoupled_grpo": AlgorithmConfig(),
+    "ppo with KL": AlgorithmConfig(advantage="gae", kl="reward", beta=0.1, num_iterations=2, minibatches=2),
+}
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def make(request: pytest.FixtureRequest) -> Make:
+    def build(algorithm: AlgorithmConfig | None = None, **learner: object) -> LearnerBackend:
+        config = LearnerConfig(backend=request.param, **({"learning_rate": 1e-2, "token_budget": 40} | learner))
+        return build_learner(config, algorithm or AlgorithmConfig(), llama, steps=20)
+
+    return build
+
+
+def snapshot(learner: LearnerBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.parameters().items()}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_step_raises_the_version_by_one_and_moves_the_weights(make: Make, name: str) -> None:
+    learner = make(ALGORITHMS[name])
+    before = snapshot(learner)
+    assert learner.policy_version == 0
+    result = learner.train_step(random_batch())
+    assert learner.policy_version == 1 and not result.skipped and result.seconds > 0
+    assert any(not torch.equal(before[name], tensor) for name, tensor in learner.parameters().items())
+
+
+def test_metrics_are_finite_floats_under_the_names_of_the_run_directory(make: Make) -> None:
+    metrics = make().train_step(random_batch()).metrics
+    wanted = {"loss", "grad_norm", "learning_rate", "entropy", "clip_fraction", "behavior_kl", "ess_fraction"}
+    wanted |= {"ess_fraction_seq", "reward_mean", "reward_std", "advantage_std", "truncated_fraction"}
+    wanted |= {"masked_token_fraction", "response_length_mean", "zero_spread_groups", "tokens", "sequences"}
+    assert wanted <= metrics.keys()
+    assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
+    batch = random_batch()
+    assert metrics["tokens"] == batch.num_tokens and metrics["sequences"] == batch.num_sequences
+    assert metrics["reward_mean"] == pytest.approx(float(batch.rewards.mean()), rel=1e-5)
+    assert metrics["truncated_fraction"] == pytest.approx(float(batch.truncated.mean()))
+    masked = 1 - batch.loss_mask.sum() / batch.response_mask.sum()
+    assert metrics["masked_token_fraction"] == pytest.approx(float(masked), abs=1e-6)
+
+
+def test_parameters_are_the_models_own_tied_ones_once(make: Make) -> None:
+    names = {name for name, _ in llama().named_parameters()}
+    assert set(make().parameters()) == names and "lm_head.weight" not in names
+
+
+def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
+    texts = [np.array([1, 2, 3, 4]), np.array([5, 6]), np.array([7])]
+    model = llama()
+    for text, found in zip(texts, make().score(texts), strict=True):
+        with torch.no_grad():
+            logprobs = model(input_ids=torch.from_numpy(text)[None]).logits[0].log_softmax(-1)
+        expected = logprobs[np.arange(len(text) - 1), text[1:]]
+        assert found.dtype == np.float32 and found == pytest.approx(expected.numpy(), abs=2e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_resume_goes_on_bit_for_bit(make: Make, tmp_path: Path, name: str) -> None:
+    options = {"lr_schedule": "cosine", "warmup_steps": 2}
+    learner = make(ALGORITHMS[name], **options)
+    batches = [random_batch(seed=seed) for seed in range(5)]
+    for batch in batches[:3]:
+        learner.train_step(batch)
+    learner.save(tmp_path)
+    straight = [learner.train_step(batch).metrics for batch in batches[3:]]
+    resumed = make(ALGORITHMS[name], **options)
+    resumed.train_step(batches[0])
+    resumed.load(tmp_path)
+    assert resumed.policy_version == 3
+    assert [resumed.train_step(batch).metrics for batch in batches[3:]] == straight
+    expected = learner.parameters()
+    assert all(torch.equal(expected[key], tensor) for key, tensor in resumed.parameters().items())
+
+
+def test_the_saved_model_is_a_transformers_checkpoint(make: Make, tmp_path: Path) -> None:
+    learner = make()
+    learner.train_step(random_batch())
+    learner.save(tmp_path)
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in learner.parameters().items())
+    assert list((tmp_path / "model").glob("*.safetensors"))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is missing"):
+        make().load(tmp_path)
+    make().save(tmp_path)
+    with pytest.raises(CheckpointError, match="critic"):
+        make(ALGORITHMS["ppo with KL"]).load(tmp_path)
+
+
+def test_prompts_and_masked_tokens_have_no_say(make: Make) -> None:
+    """What the generator reports of a token outside the loss mask changes nothing, not even when it is not finite."""
+    batch, other = random_batch(), random_batch()
+    other.behavior_logprobs[~other.loss_mask] = np.nan
+    one, two = make(), make()
+    assert one.train_step(batch).metrics == two.train_step(other).metrics
+    expected = one.parameters()
+    assert all(torch.equal(expected[key], tensor) for key, tensor in two.parameters().items())
+
+
+def test_one_sequence_longer_than_the_token_budget_trains(make: Make) -> None:
+    batch = select(random_batch(), [0, 1, 2])
+    result = make(token_budget=1).train_step(batch)
+    assert not result.skipped and result.metrics["sequences"] == 3.0 and batch.token_ids.max() < VOCABULARY

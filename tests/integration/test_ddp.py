@@ -1,0 +1,110 @@
+"""Two gloo ranks against one: the same gradients, weights and metrics, whatever share each rank has."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrlhf.data.packing import select, shard
+from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.distributed import init_process_group
+from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.types import TrainBatch
+from tests.unit.learner.worlds import llama, random_batch
+
+TIME_LIMIT = 60.0
+ALGORITHMS = {
+    "decoupled_grpo": AlgorithmConfig(num_iterations=2),
+    "ppo": AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1, entropy_coef=0.01),
+    "rloo": AlgorithmConfig(advantage="loo", aggregate="seq_sum", kl="reward", beta=0.1),
+}
+# A small budget gives the ranks different numbers of microbatches.
+LEARNER = LearnerConfig(learning_rate=1e-2, token_budget=15)
+
+
+def batches() -> list[TrainBatch]:
+    """Balanced groups; one group, so that a rank has none; groups of uneven lengths; nothing but flat groups."""
+    uneven = random_batch(5, 3, seed=3)
+    return [random_batch(4, 3), random_batch(1, 4, seed=1), select(uneven, range(9)), random_batch(3, 2, flat_groups=3)]
+
+
+def train(name: str, rank: int = 0, ranks: int = 1, folder: Path | None = None) -> dict[str, Any]:
+    algorithm = ALGORITHMS[name]
+    reference = llama(seed=4) if algorithm.needs_reference else None
+    trained = TorchBackend(llama(), LEARNER, algorithm, steps=10, reference=reference, rank=rank, ranks=ranks)
+    metrics = [trained.train_step(shard(batch, rank, ranks)).metrics for batch in batches()]
+    weights = {key: tensor.numpy().copy() for key, tensor in trained.parameters().items()}
+    broken = random_batch(4, 3)
+    broken.rewards[:] = np.where(broken.group_ids == shard(broken, 0, 2).group_ids[0], broken.rewards, np.nan)
+    skipped = trained.train_step(shard(broken, rank, ranks)).skipped
+    kept = all(np.array_equal(weights[key], tensor.numpy()) for key, tensor in trained.parameters().items())
+    if folder is not None:
+        trained.save(folder)
+        trained.train_step(shard(batches()[0], rank, ranks))
+        trained.load(folder)
+    return {"metrics": metrics, "weights": weights, "skipped": skipped and kept, "version": trained.policy_version}
+
+
+def one_rank(pipe: Connection, rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    init_process_group(rank, 2, f"127.0.0.1:{port}", timeout_seconds=TIME_LIMIT)
+    pipe.send({name: train(name, rank, 2, folder / name) for name in ALGORITHMS})
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found, for every algorithm."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    folder = tmp_path_factory.mktemp("ddp")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=one_rank, args=(send, rank, port, folder), daemon=True)
+        for rank, (_, send) in enumerate(pipes)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _, send in pipes:
+            send.close()  # so that a rank that dies ends the wait for it
+        found = []
+        for receive, _ in pipes:
+            assert receive.poll(TIME_LIMIT), "a rank did not answer in time"
+            found.append(receive.recv())
+        return found
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_ranks_equal_one(two_ranks: list[dict[str, Any]], name: str) -> None:
+    alone = train(name)
+    for rank in two_ranks:
+        for found, expected in zip(rank[name]["metrics"], alone["metrics"], strict=True):
+            assert found == pytest.approx(expected, rel=2e-3, abs=2e-4)
+        for key, expected in alone["weights"].items():
+            assert np.abs(rank[name]["weights"][key] - expected).max() < 2e-4, key
+    first, second = (rank[name]["weights"] for rank in two_ranks)
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_all_ranks_skip_when_one_finds_a_broken_gradient(two_ranks: list[dict[str, Any]], name: str) -> None:
+    assert [rank[name]["skipped"] for rank in two_ranks] == [True, True]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_all_ranks_resume_at_the_saved_version(two_ranks: list[dict[str, Any]], name: str) -> None:
+    assert [rank[name]["version"] for rank in two_ranks] == [5, 5]

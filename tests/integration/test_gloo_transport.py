@@ -1,0 +1,217 @@
+"""The collective transport between processes over gloo: deaths and hangs are named in time, survivors go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrlhf.transport.audit import tensor_digests
+from asyncrlhf.transport.base import LostReceiversError
+from asyncrlhf.transport.collective import CollectiveSender
+from asyncrlhf.transport.manifest import build_manifest
+from tests.integration.transport_process import serve
+
+LONG = 60.0  # the transport's time-out where a death must be noticed without it
+SOON = 15.0  # generous for a busy machine, far below LONG
+
+
+def model(version: int) -> dict[str, torch.Tensor]:
+    """8 MB in 8 buckets: enough that no socket buffer swallows the whole of it."""
+    return {f"layer{i}": torch.full((512, 512), float(version * 10 + i)) for i in range(8)}
+
+
+class Cluster:
+    """A sender here and receivers in processes; ``timeout_seconds`` is the transport's."""
+
+    def __init__(self, names: list[str], timeout_seconds: float) -> None:
+        self.sender = CollectiveSender(build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds)
+        self.endpoint = self.sender.listen()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.integration.transport_process"])  # imports torch once, not in each
+        self.pipes, self.processes = {}, {}
+        for name in names:
+            self.pipes[name], theirs = context.Pipe()
+            self.processes[name] = context.Process(target=serve, args=(theirs, timeout_seconds), daemon=True)
+            self.processes[name].start()
+            theirs.close()
+        for name in names:
+            self.answer(name)
+
+    def order(self, name: str, order: str, arguments: Any) -> None:
+        self.pipes[name].send((order, arguments))
+
+    def answer(self, name: str) -> tuple[Any, float]:
+        assert self.pipes[name].poll(LONG), f"{name} does not answer"
+        answer: tuple[Any, float] = self.pipes[name].recv()
+        return answer
+
+    def connect(self, names: list[str], epoch: int) -> None:
+        for rank, name in enumerate(names, start=1):
+            self.order(name, "connect", (self.endpoint, rank, len(names) + 1, epoch, name))
+        self.sender.connect(self.endpoint, names, epoch)
+        assert [self.answer(name)[0] for name in names] == [None] * len(names)
+
+    def start(self, version: int, names: list[str]) -> Any:
+        self.sender.snapshot(version, model(version))
+        ticket = self.sender.ticket()
+        for name in names:
+            self.order(name, "receive", ticket)
+        return ticket
+
+    def close(self) -> None:
+        self.sender.close()
+        for name, process in self.processes.items():
+            self.pipes[name].close()
+            if process.pid is not None and process.is_alive():
+                process.kill()
+            process.join(timeout=10)
+
+
+@pytest.fixture
+def make_cluster() -> Iterator[Any]:
+    made: list[Cluster] = []
+
+    def make(names: list[str], timeout_seconds: float = LONG) -> Cluster:
+        made.append(Cluster(names, timeout_seconds))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+def check_delivery(cluster: Cluster, version: int, names: list[str]) -> None:
+    cluster.sender.transfer(cluster.start(version, names))
+    expected = tensor_digests(model(version))
+    assert [cluster.answer(name)[0] for name in names] == [expected] * len(names)
+
+
+def test_a_death_between_transfers_is_named_and_the_survivor_goes_on(make_cluster: Any) -> None:
+    cluster = make_cluster(["g0", "g1"])
+    cluster.connect(["g0", "g1"], 0)
+    check_delivery(cluster, 1, ["g0", "g1"])
+    cluster.processes["g1"].kill()
+    cluster.processes["g1"].join()
+    ticket = cluster.start(2, ["g0"])
+    started = time.monotonic()
+    with pytest.raises(LostReceiversError, match=r"Version 2 .*g1 died") as caught:
+        cluster.sender.transfer(ticket)
+    assert time.monotonic() - started < SOON
+    assert list(caught.value.receivers) == ["g1"]
+    sentence, seconds = cluster.answer("g0")
+    assert "Version 2 was lost" in sentence
+    assert seconds < SOON
+    cluster.connect(["g0"], 1)
+    check_delivery(cluster, 2, ["g0"])
+
+
+def test_a_death_in_the_middle_of_the_weights_is_named_and_the_survivors_go_on(make_cluster: Any) -> None:
+    # Three receivers: gloo relays along a tree, so that one receiver's death starves another.
+    names = ["g0", "g1", "g2"]
+    cluster = make_cluster(names)
+    cluster.connect(names, 0)
+    cluster.order("g0", "fail", "die")
+    cluster.answer("g0")
+    ticket = cluster.start(1, names)
+    started = time.monotonic()
+    with pytest.raises(LostReceiversError) as caught:
+        cluster.sender.transfer(ticket)
+    assert time.monotonic() - started < SOON
+    assert "died" in caught.value.receivers["g0"]
+    for name in ("g1", "g2"):
+        answer, seconds = cluster.answer(name)
+        assert seconds < SOON
+        assert isinstance(answer, str) or answer == tensor_digests(model(1))  # whole or refused, never half
+    cluster.connect(["g1", "g2"], 1)
+    check_delivery(cluster, 1, ["g1", "g2"])
+
+
+def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any) -> None:
+    cluster = make_cluster(["g0", "g1"], timeout_seconds=2.0)
+    cluster.connect(["g0", "g1"], 0)
+    cluster.order("g1", "fail", "stop")
+    cluster.answer("g1")
+    ticket = cluster.start(1, ["g0", "g1"])
+    with pytest.raises(LostReceiversError, match="g1 gave no answer within 2 s"):
+        cluster.sender.transfer(ticket)
+    cluster.answer("g0")
+    os.kill(cluster.processes["g1"].pid, signal.SIGKILL)
+    cluster.connect(["g0"], 1)
+    check_delivery(cluster, 1, ["g0"])
+
+
+def test_receivers_that_never_come_are_named(make_cluster: Any) -> None:
+    cluster = make_cluster(["g0", "g1"], timeout_seconds=2.0)
+    cluster.connect(["g0", "g1"], 0)
+    ticket = cluster.start(1, ["g0"])
+    with pytest.raises(LostReceiversError, match="g1 gave no answer") as caught:
+        cluster.sender.transfer(ticket)
+    assert list(caught.value.receivers) == ["g1"]
+    cluster.answer("g0")
+    cluster.order("g0", "connect", (cluster.endpoint, 1, 3, 1, "g0"))
+    with pytest.raises(LostReceiversError, match="epoch 1 could not form: g1 did not join within 2 s"):
+        cluster.sender.connect(cluster.endpoint, ["g0", "g1"], 1)
+    assert "could not join the weight group of epoch 1" in cluster.answer("g0")[0]
+
+
+def test_the_learner_runs_while_a_transfer_waits(make_cluster: Any) -> None:
+    """The transfer below can only end when this thread goes on: a held GIL would be a deadlock."""
+    cluster = make_cluster(["g0"])
+    cluster.connect(["g0"], 0)
+    cluster.sender.snapshot(1, model(1))
+    ticket = cluster.sender.ticket()
+    with ThreadPoolExecutor(2) as pool:
+        transfer = pool.submit(cluster.sender.transfer, ticket)
+        second = pool.submit(cluster.sender.snapshot, 2, model(2))
+        torch.randn(64, 64) @ torch.randn(64, 64)
+        assert not transfer.done()
+        assert not second.done()
+        cluster.order("g0", "receive", ticket)
+        transfer.result(timeout=LONG)
+        second.result(timeout=LONG)
+    assert cluster.answer("g0")[0] == tensor_digests(model(1))  # the snapshot that came meanwhile waited
+
+
+def test_close_ends_a_transfer_that_waits(make_cluster: Any) -> None:
+    cluster = make_cluster(["g0"])
+    cluster.connect(["g0"], 0)
+    cluster.sender.snapshot(1, model(1))
+    ticket = cluster.sender.ticket()
+    failed = threading.Event()
+
+    def send() -> None:
+        with pytest.raises(LostReceiversError):
+            cluster.sender.transfer(ticket)
+        failed.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    cluster.sender.close()
+    assert failed.wait(SOON)
+    thread.join()
+
+
+def test_the_default_process_group_is_left_alone(make_cluster: Any, tmp_path: Path) -> None:
+    cluster = make_cluster(["g0"])
+    cluster.connect(["g0"], 0)
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        check_delivery(cluster, 1, ["g0"])
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 1
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""Runs whole training runs in this process for tests: real loops, virtual clock, records read back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from asyncrlhf.cli.compose import load_config
+from asyncrlhf.orchestrator import run as run_module
+from asyncrlhf.orchestrator.local_runtime import LocalRuntime
+from asyncrlhf.orchestrator.meters import TIMING_KEYS
+from asyncrlhf.orchestrator.records import read_metrics
+
+QUIET = ("logging.wandb=disabled", "logging.progress=none", "task.heldout_size=8")
+FAKE = (
+    "generator.engine=fake",
+    "learner.learning_rate=1e-4",
+    "num_generations=4",
+    "batch_size=16",
+    "generator.slots=16",
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run left behind."""
+
+    folder: Path
+    summary: dict[str, Any]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def untimed_metrics(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if k not in TIMING_KEYS} for row in self.metrics]
+
+    @property
+    def rollouts(self) -> pd.DataFrame:
+        return pd.read_parquet(self.folder / "rollouts")
+
+    @property
+    def trained(self) -> pd.DataFrame:
+        rows = self.rollouts
+        return rows[rows.state == "trained"].sort_values("rollout_id").reset_index(drop=True)
+
+    def weights_digest(self) -> str:
+        newest = sorted(self.folder.glob("checkpoints/step-*/learner/model/model.safetensors"))[-1]
+        return hashlib.sha256(newest.read_bytes()).hexdigest()
+
+    def assert_ledger_whole(self) -> None:
+        """The totals add up, and the records hold each ended rollout exactly once."""
+        ledger = self.summary["ledger"]
+        assert ledger["adds_up"], ledger
+        rows = self.rollouts
+        assert rows.rollout_id.is_unique
+        ended = ledger["trained"] + sum(ledger["dropped"].values()) + sum(ledger["failed"].values())
+        assert len(rows) == ended
+        assert (rows.state == "trained").sum() == ledger["trained"]
+        if ledger["left"] == 0:
+            assert sorted(rows.rollout_id) == list(range(ledger["admitted"]))
+
+
+def run(folder: Path, *overrides: str) -> Finished:
+    """One run of the local runtime (unless overridden), with nothing on the screen."""
+    config = load_config([f"run_dir={folder}", "runtime=local", *QUIET, *overrides])
+    return Finished(folder, run_module.train(config))
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, action: Callable[[LocalRuntime], None]) -> list[LocalRuntime]:
+    """Call ``action`` with the runtime as soon as its parts stand; it sets its own timers on the virtual clock."""
+    seen: list[LocalRuntime] = []
+    original = LocalRuntime.start
+
+    async def start(self: LocalRuntime) -> None:
+        await original(self)
+        seen.append(self)
+        action(self)
+
+    monkeypatch.setattr(LocalRuntime, "start", start)
+    return seen

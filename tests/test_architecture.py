@@ -1,0 +1,292 @@
+"""The rules of the house as tests: layers, docstrings, lengths, broad excepts, light imports, known keys in conf/."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "asyncrlhf"
+CONF = ROOT / "conf"
+
+# A module or folder of the package, and the layer it stands on; imports point to the same layer or a lower one.
+LAYERS = {
+    "types": 0, "errors": 0, "validation": 0,
+    "algorithms": 1,
+    "data": 2, "rewards": 2, "tasks": 2,
+    "engines": 3, "learner": 3,
+    "transport": 4,
+    "buffer": 5,
+    "actors": 6,
+    "orchestrator": 7,
+    "cli": 8, "report": 8, "bench": 8, "__main__": 8, "__init__": 0,
+}  # fmt: skip
+PLANNER = "planner"  # beside the layers: imports `types` only
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+HEAVY = ("ray", "vllm", "deepspeed", "wandb")
+NOT_IN_ALGORITHMS = ("ray", "hydra", "omegaconf", "os", "io", "pathlib", "json", "pickle", "subprocess", "socket")
+
+# File -> (how many broad excepts, why there). A broad except is right only where one rollout, thread or process ends;
+# one that ends in a bare `raise` hides nothing and needs no entry.
+BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
+    "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
+    "asyncrlhf/orchestrator/wandb_sink.py": (1, "W&B is another process; a run does not end for it"),
+    "asyncrlhf/rewards/functions.py": (1, "importing runs the user's own code; it becomes a ConfigError"),
+    "asyncrlhf/rewards/scorer.py": (1, "a user's reward function may raise anything; it fails one rollout"),
+}
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def name_of(path: Path) -> str:
+    """`asyncrlhf/buffer/ledger.py` is `asyncrlhf.buffer.ledger`; a package's `__init__` is the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+def part_of(module: str) -> str:
+    """The folder or top-level module of the package that `asyncrlhf.a.b` belongs to: `a`."""
+    pieces = module.split(".")
+    return pieces[1] if len(pieces) > 1 else "__init__"
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import, those inside functions and TYPE_CHECKING blocks too."""
+    package = [*path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(modules()[path]):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "asyncrlhf":
+                yield from ((node.lineno, f"asyncrlhf.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, module
+
+
+def own_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Imports of parts of this package; names that `asyncrlhf/__init__.py` itself defines are no parts."""
+    for line, module in imports_of(path):
+        if module.split(".")[0] == "asyncrlhf" and (part_of(module) in LAYERS or part_of(module) == PLANNER):
+            yield line, module
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def complain(problems: list[str]) -> None:
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_every_part_has_a_layer() -> None:
+    unknown = {part_of(name_of(path)) for path in modules()} - set(LAYERS) - {PLANNER}
+    assert not unknown, f"give these a layer in LAYERS: {sorted(unknown)}"
+
+
+def test_imports_point_downward() -> None:
+    problems = []
+    for path in modules():
+        part = part_of(name_of(path))
+        if part == PLANNER:
+            continue
+        for line, module in own_imports(path):
+            other = part_of(module)
+            if other == PLANNER and LAYERS[part] < 8:
+                problems.append(f"{where(path, line)}: {part} imports the planner; only layer 8 may.")
+            elif other != PLANNER and LAYERS[other] > LAYERS[part]:
+                problems.append(
+                    f"{where(path, line)}: layer {LAYERS[part]} ({part}) imports layer {LAYERS[other]} ({module})."
+                )
+    complain(problems)
+
+
+def test_folders_of_one_layer_do_not_import_each_other_in_a_circle() -> None:
+    edges: dict[str, set[str]] = {}
+    for path in modules():
+        part = part_of(name_of(path))
+        edges.setdefault(part, set()).update(part_of(module) for _, module in own_imports(path))
+    done: set[str] = set()
+
+    def visit(part: str, trail: tuple[str, ...]) -> None:
+        assert part not in trail, f"import circle: {' -> '.join([*trail[trail.index(part) :], part])}"
+        if part in done:
+            return
+        for other in sorted(edges.get(part, set()) - {part}):
+            visit(other, (*trail, part))
+        done.add(part)
+
+    for part in sorted(edges):
+        visit(part, ())
+
+
+def test_engines_and_learner_do_not_know_each_other() -> None:
+    complain(
+        [
+            f"{where(path, line)}: imports {module}."
+            for path in modules()
+            for line, module in own_imports(path)
+            if {part_of(name_of(path)), part_of(module)} == {"engines", "learner"}
+        ]
+    )
+
+
+def test_planner_imports_types_only() -> None:
+    complain(
+        [
+            f"{where(path, line)}: the planner imports {module}."
+            for path in modules()
+            if part_of(name_of(path)) == PLANNER
+            for line, module in own_imports(path)
+            if part_of(module) not in ("types", PLANNER)
+        ]
+    )
+
+
+def test_algorithms_are_pure() -> None:
+    problems = []
+    for path, tree in modules().items():
+        if part_of(name_of(path)) != "algorithms":
+            continue
+        for line, module in imports_of(path):
+            if module.split(".")[0] in NOT_IN_ALGORITHMS or module.split(".")[-1] == "config":
+                problems.append(f"{where(path, line)}: algorithms/ takes tensors and floats; it imports {module}.")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("open", "print"):
+                problems.append(f"{where(path, node.lineno)}: algorithms/ does no I/O; it calls {node.func.id}.")
+    complain(problems)
+
+
+def test_every_module_says_its_job_in_its_first_line() -> None:
+    problems = []
+    for path, tree in modules().items():
+        docstring = ast.get_docstring(tree)
+        if not docstring or len(docstring.splitlines()[0]) < 10:
+            problems.append(f"{path.relative_to(ROOT)}: opens without a docstring.")
+    complain(problems)
+
+
+def test_files_and_functions_are_short() -> None:
+    problems = []
+    for path, tree in modules().items():
+        lines = len(path.read_text().splitlines())
+        if lines > MAX_FILE_LINES:
+            problems.append(f"{path.relative_to(ROOT)}: {lines} lines; at most {MAX_FILE_LINES}.")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    problems.append(
+                        f"{where(path, node.lineno)}: {node.name} has {length} lines; at most {MAX_FUNCTION_LINES}."
+                    )
+    complain(problems)
+
+
+def broad_excepts(tree: ast.Module) -> Iterator[int]:
+    """Lines of the handlers that catch everything and do not raise it again."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            last = node.body[-1]
+            if isinstance(last, ast.Raise) and last.exc is None:
+                continue
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(c is None or (isinstance(c, ast.Name) and c.id in ("Exception", "BaseException")) for c in caught):
+                yield node.lineno
+
+
+def test_broad_excepts_stand_only_at_boundaries() -> None:
+    problems = []
+    found = {str(path.relative_to(ROOT)): list(broad_excepts(tree)) for path, tree in modules().items()}
+    for file, lines in found.items():
+        allowed, _ = BROAD_EXCEPTS.get(file, (0, ""))
+        if len(lines) > allowed:
+            problems.append(f"{file}: `except Exception` on lines {lines}; {allowed} allowed (see BROAD_EXCEPTS).")
+    for file, (allowed, reason) in BROAD_EXCEPTS.items():
+        if len(found.get(file, [])) < allowed:
+            problems.append(f"BROAD_EXCEPTS allows {allowed} in {file}, which has fewer: lower it ({reason})")
+    complain(problems)
+
+
+IMPORT_ALL = """
+import importlib, json, sys
+names, heavy = json.loads(sys.argv[1])
+loaded = {}
+for name in names:
+    before = {h for h in heavy if h in sys.modules}
+    importlib.import_module(name)
+    new = [h for h in heavy if h in sys.modules and h not in before]
+    if new:
+        loaded[name] = new
+print(json.dumps(loaded))
+"""
+
+
+def test_layers_0_to_5_import_without_the_heavy_packages() -> None:
+    """In a process of its own: a learner or an engine can be used and tested without Ray, and starts quickly."""
+    names = [name_of(p) for p in modules() if LAYERS.get(part_of(name_of(p)), 9) <= 5 and p != PACKAGE / "__init__.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, json.dumps([names, HEAVY])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+def unknown_keys(data: Any, schema: type, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of ``data`` that the dataclass ``schema`` (nested) does not have."""
+    hints = get_type_hints(schema)
+    known = {"async" if f.name == "async_" else f.name: hints[f.name] for f in fields(schema)}
+    for key, value in (data or {}).items():
+        if key not in known:
+            yield f"{prefix}{key}"
+        elif is_dataclass(known[key]) and isinstance(value, dict):
+            yield from unknown_keys(value, known[key], f"{prefix}{key}.")
+
+
+def config_files() -> list[Path]:
+    return [p for p in sorted(CONF.rglob("*.yaml")) if p.relative_to(CONF).parts[0] != "hydra"]
+
+
+@pytest.mark.parametrize("path", config_files(), ids=lambda p: str(p.relative_to(CONF)))
+def test_yaml_holds_only_known_keys(path: Path) -> None:
+    from asyncrlhf.orchestrator.config import RunConfig
+
+    text = path.read_text()
+    data = {k: v for k, v in (yaml.safe_load(text) or {}).items() if k not in ("defaults", "hydra")}
+    group = path.relative_to(CONF).parts[0]
+    if "@package _global_" not in text and path.parent != CONF:
+        data = {group: data}
+    assert list(unknown_keys(data, RunConfig)) == []
+    assert len(text.splitlines()) <= 60, "a file in conf/ holds what differs from the typed defaults, so it is short"
+
+
+def test_the_checker_itself_sees_what_it_should() -> None:
+    """The rules above are worth something only if a breach is found."""
+    tree = ast.parse("try:\n    pass\nexcept (ValueError, Exception):\n    pass\n")
+    assert list(broad_excepts(tree)) == [3]
+    assert list(broad_excepts(ast.parse("try:\n    pass\nexcept BaseException:\n    raise\n"))) == []
+
+    from asyncrlhf.orchestrator.config import RunConfig
+
+    bad = {"learner": {"learning_rat": 1.0, "ranks": 1}, "async": {"mode": "sync", "eta": 1}, "sed": 0}
+    assert list(unknown_keys(bad, RunConfig)) == ["learner.learning_rat", "async.eta", "sed"]

@@ -1,0 +1,58 @@
+"""The documentation is plain Markdown: every link leads somewhere, every named file and setting exists."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md")]]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+# A setting as users write it: one of the groups, a dot, a key; `=value` may follow.
+SETTING = re.compile(r"^([a-z_]+(?:\.[a-z_]+)+)(?:=\S*)?$")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    heads = re.findall(r"^#+ +(.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def settings(schema: type, prefix: str = "") -> set[str]:
+    hints = get_type_hints(schema)
+    found = set()
+    for field in fields(schema):
+        name = prefix + ("async" if field.name == "async_" else field.name)
+        found.add(name)
+        if is_dataclass(hints[field.name]):
+            found |= settings(hints[field.name], f"{name}.")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_settings_named_in_the_text_exist(page: Path) -> None:
+    from asyncrlhf.orchestrator.config import RunConfig
+
+    known = settings(RunConfig)
+    groups = {name for name in known if any(other.startswith(f"{name}.") for other in known)}
+    named = {m.group(1) for code in CODE.findall(FENCE.sub("", page.read_text())) if (m := SETTING.match(code))}
+    assert sorted(n for n in named if n.split(".")[0] in groups and n not in known) == []

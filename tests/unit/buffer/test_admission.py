@@ -1,0 +1,141 @@
+"""Gates: how much may start, for which step, and which settings are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrlhf.buffer.admission import LagGate, StalenessGate, resolve_capacity, validate_flow
+from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.errors import ConfigError, StaleBatchError
+
+
+@pytest.mark.parametrize("eta", range(4))
+def test_staleness_gate_admits_up_to_the_formula(eta: int) -> None:
+    gate = StalenessGate(12, eta, num_generations=4)
+    for version in range(5):
+        while gate.room(version):
+            gate.admit(version)
+        assert gate.state_dict()["places"] * 4 == (version + eta + 1) * 12
+        with pytest.raises(StaleBatchError, match=f"max_staleness={eta}"):
+            gate.admit(version)
+
+
+def test_oldest_first_consumption_meets_the_bound_exactly() -> None:
+    """With every place used, a group admitted at h is consumed at h + eta at the latest, and some are."""
+    gate, eta, born = StalenessGate(3, 2), 2, []
+    worst = 0
+    for version in range(10):
+        while gate.room(version):
+            gate.admit(version)
+            born.append(version)
+        worst = max([worst, *(version - born[version * 3 + i] for i in range(3))])
+    assert worst == eta
+
+
+def test_an_old_replica_gets_less_room() -> None:
+    gate = StalenessGate(4, 1, num_generations=2)
+    assert [gate.room(v) for v in (0, 1, 2)] == [8, 12, 16]
+
+
+def test_lost_groups_free_their_places_and_reuse_takes_several() -> None:
+    gate = StalenessGate(4, 2, max_reuse=3)
+    assert gate.room(0) == 4
+    for _ in range(4):
+        gate.admit(0)
+    assert gate.room(0) == 0
+    gate.release(2)
+    assert gate.room(0) == 0  # one place short of a group's three uses
+    gate.release(1)
+    assert gate.room(0) == 1
+    gate.release()
+    assert gate.room(0) == 2
+
+
+def test_lag_gate_schedules_each_step_for_its_version() -> None:
+    gate = LagGate(6, 2, num_generations=3)
+    made: list[tuple[int, int]] = []
+    for version in range(6):
+        while gate.room(version):
+            step = gate.admit(version)
+            made.append((step, version))
+        assert gate.complete(version)
+    assert made == [(t, max(0, t - 2)) for t in range(8) for _ in range(2)]
+    assert [gate.step_of(i) for i in range(5)] == [0, 0, 1, 1, 2]
+
+
+def test_lag_gate_refuses_a_late_version_and_keeps_failed_places() -> None:
+    gate = LagGate(2, 1)
+    gate.admit(0)
+    gate.release()
+    assert gate.room(0) == 3
+    with pytest.raises(
+        StaleBatchError, match="step 0 was admitted on a replica at version 1; a lag of 1 asks for version 0"
+    ):
+        gate.admit(1)
+
+
+def test_a_resumed_lag_gate_makes_unfinished_steps_with_the_checkpoint() -> None:
+    gate = LagGate(1, 2)
+    for version in (0, 1):
+        while gate.room(version):
+            gate.admit(version)
+    other = LagGate(1, 2)
+    other.load_state_dict(gate.state_dict(), version=3)
+    assert [other.admit(3) for _ in range(2)] == [4, 5]
+    assert other.admit(4) == 6
+    with pytest.raises(StaleBatchError):
+        other.admit(6)
+
+
+def test_known_steps_end_admission() -> None:
+    for gate in (StalenessGate(4, 3, steps=2), LagGate(4, 3, steps=2)):
+        assert gate.room(0) == gate.room(50) == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "buffer", "publish_every", "sentence"),
+    [
+        (AsyncConfig(max_staleness=1), BufferConfig(), 3, "weights.publish_every=3 with async.max_staleness=1"),
+        (AsyncConfig(max_staleness=1), BufferConfig(max_reuse=3), 1, "buffer.max_reuse=3 with"),
+        (AsyncConfig(max_staleness=2), BufferConfig(max_reuse=2), 3, "buffer.max_reuse=2 with"),
+        (AsyncConfig(), BufferConfig(capacity=7), 1, "buffer.capacity=7 cannot hold one batch"),
+        (AsyncConfig(mode="sync"), BufferConfig(), 2, "breaks the exact schedule of async.mode=sync; allowed: 1"),
+        (AsyncConfig(mode="one_step"), BufferConfig(max_reuse=2), 1, "buffer.max_reuse=2 breaks the exact schedule"),
+        (
+            AsyncConfig(mode="one_step"),
+            BufferConfig(sampling="lifo"),
+            1,
+            "has nothing to choose in async.mode=one_step",
+        ),
+        (AsyncConfig(mode="fixed_lag", lag=4), BufferConfig(capacity=39), 1, "allowed: 0 .automatic. or >= 40"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    config: AsyncConfig, buffer: BufferConfig, publish_every: int, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        validate_flow(config, buffer, batch_size=8, num_generations=4, publish_every=publish_every)
+
+
+def test_batches_hold_whole_groups() -> None:
+    with pytest.raises(ConfigError, match="batch_size=10 is no multiple of num_generations=4"):
+        validate_flow(AsyncConfig(), BufferConfig(), batch_size=10, num_generations=4, publish_every=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "buffer"),
+    [
+        (AsyncConfig(max_staleness=1), BufferConfig(max_reuse=2)),
+        (AsyncConfig(max_staleness=3), BufferConfig(max_reuse=2, sampling="priority", capacity=8)),
+        (AsyncConfig(mode="fixed_lag", lag=4), BufferConfig(capacity=40)),
+        (AsyncConfig(mode="sync", max_staleness=7), BufferConfig(capacity=8)),
+    ],
+)
+def test_the_edge_of_what_is_allowed(config: AsyncConfig, buffer: BufferConfig) -> None:
+    validate_flow(config, buffer, batch_size=8, num_generations=4, publish_every=1)
+
+
+def test_automatic_capacity() -> None:
+    assert resolve_capacity(BufferConfig(), AsyncConfig(max_staleness=3), 8) == 64
+    assert resolve_capacity(BufferConfig(), AsyncConfig(mode="sync", max_staleness=3), 8) == 16
+    assert resolve_capacity(BufferConfig(capacity=20), AsyncConfig(), 8) == 20

@@ -1,0 +1,350 @@
+"""A small controller for tests: drives gate, buffer and ledger, and keeps its own books to compare with."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncrlhf.buffer.admission import LagGate, StalenessGate, validate_flow
+from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.ledger import Ledger
+from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo, ScoredRollout
+
+
+def make_rollout(
+    rollout_id: int, group_id: int, low: int = 0, high: int | None = None, reward: float = 0.0, finished_at: int = 0
+) -> ScoredRollout:
+    info = RolloutInfo(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        generator_id="g0",
+        prompt_length=3,
+        response_length=5,
+        min_version=low,
+        max_version=low if high is None else high,
+        finish_reason="stop",
+        generated_at=1.5,
+        payload=Payload(ref=f"payload-{rollout_id}", index=rollout_id),
+    )
+    return ScoredRollout(info, reward, 0.5, 2.5, finished_at, {"rule": reward})
+
+
+def make_group(
+    group_id: int, low: int = 0, high: int | None = None, rewards: tuple[float, ...] = (0.0, 1.0)
+) -> RolloutGroup:
+    first = group_id * len(rewards)
+    return RolloutGroup(group_id, tuple(make_rollout(first + i, group_id, low, high, r) for i, r in enumerate(rewards)))
+
+
+def make_prompt(number: int) -> Prompt:
+    return Prompt(f"p{number}", f"{number}+1=", np.arange(number % 4 + 1), str(number + 1), {"number": number})
+
+
+@dataclass(frozen=True)
+class Setting:
+    mode: str = "async"
+    eta: int = 2
+    over_stale: str = "drop"
+    sampling: str = "fifo"
+    priority: str = "reward_spread"
+    max_reuse: int = 1
+    publish_every: int = 1
+    groups: int = 2  # a step
+    siblings: int = 2
+    capacity: int = 0
+    filter_zero_spread: bool = False
+    steps: int | None = None
+    replicas: int = 2
+
+    @property
+    def batch_size(self) -> int:
+        return self.groups * self.siblings
+
+    def async_config(self) -> AsyncConfig:
+        return AsyncConfig(mode=self.mode, max_staleness=self.eta, lag=self.eta, over_stale=self.over_stale)
+
+    def buffer_config(self) -> BufferConfig:
+        return BufferConfig(self.capacity, self.sampling, self.max_reuse, self.priority, self.filter_zero_spread)
+
+
+@dataclass
+class OpenGroup:
+    """A group that is not finished. ``began`` holds the version at which each sibling began, by id."""
+
+    floor: int  # the version of the replica for which the gate admitted it
+    step: int | None
+    waiting: set[int]
+    began: dict[int, int] = field(default_factory=dict)
+    running: dict[int, int] = field(default_factory=dict)  # id -> replica
+    scored: list[ScoredRollout] = field(default_factory=list)
+
+    def oldest(self) -> int:
+        ages = [*self.began.values(), *([self.floor] if self.waiting else [])]
+        return min(ages)
+
+
+class World:
+    def __init__(self, setting: Setting, *, validate: bool = True) -> None:
+        self.setting = setting
+        if validate:
+            validate_flow(
+                setting.async_config(),
+                setting.buffer_config(),
+                batch_size=setting.batch_size,
+                num_generations=setting.siblings,
+                publish_every=setting.publish_every,
+            )
+        self.version = self.published = 0
+        self.replicas = [0] * setting.replicas
+        self.open: dict[int, OpenGroup] = {}
+        self.buffered: dict[int, RolloutGroup] = {}  # our own copy of what the buffer must hold
+        self.uses: Counter[int] = Counter()
+        self.ends: Counter[str] = Counter()
+        self.next_group = 0
+        self.resumed = 0
+        self.trained_batches: list[list[int]] = []
+        self.new_parts()
+
+    @property
+    def scheduled(self) -> bool:
+        return self.setting.mode != "async"
+
+    @property
+    def bound(self) -> int:
+        return self.setting.async_config().bound
+
+    @property
+    def done(self) -> bool:
+        return self.setting.steps is not None and self.version >= self.setting.steps
+
+    def new_parts(self) -> None:
+        s = self.setting
+        shape: dict[str, Any] = {"num_generations": s.siblings, "steps": s.steps}
+        self.gate: LagGate | StalenessGate = (
+            LagGate(s.batch_size, self.bound, **shape)
+            if self.scheduled
+            else StalenessGate(s.batch_size, s.eta, max_reuse=s.max_reuse, **shape)
+        )
+        self.buffer = ReplayBuffer(
+            s.buffer_config(), s.async_config(), batch_size=s.batch_size, num_generations=s.siblings, seed=7
+        )
+        self.ledger = Ledger()
+
+    # --- generation
+
+    def can_admit(self, replica: int) -> bool:
+        return self.gate.room(self.replicas[replica]) > 0 and self.buffer.free >= self.setting.siblings
+
+    def admit(self, replica: int) -> bool:
+        if not self.can_admit(replica):
+            return False
+        group_id, self.next_group = self.next_group, self.next_group + 1
+        step = self.gate.admit(self.replicas[replica])
+        self.buffer.reserve(self.setting.siblings)
+        ids = range(self.ledger.next_id, self.ledger.next_id + self.setting.siblings)
+        for i in ids:
+            self.ledger.admit(i, group_id, make_prompt(group_id), now=float(i))
+        self.open[group_id] = OpenGroup(self.replicas[replica], step, set(ids))
+        return True
+
+    def waiting(self) -> list[tuple[int, int]]:
+        return [(g, i) for g, group in self.open.items() for i in sorted(group.waiting)]
+
+    def running(self) -> list[tuple[int, int]]:
+        return [(g, i) for g, group in self.open.items() for i in sorted(group.running)]
+
+    def start(self, group_id: int, rollout_id: int, replica: int) -> bool:
+        """Only on a replica at least as new as the one that the gate was asked about."""
+        group = self.open[group_id]
+        if self.replicas[replica] < group.floor:
+            return False
+        group.waiting.remove(rollout_id)
+        group.began[rollout_id] = self.replicas[replica]
+        group.running[rollout_id] = replica
+        self.ledger.start(rollout_id, f"g{replica}", self.replicas[replica])
+        return True
+
+    def finish(self, group_id: int, rollout_id: int, reward: float) -> None:
+        group = self.open[group_id]
+        replica = group.running.pop(rollout_id)
+        self.ledger.finish_generation(rollout_id)
+        low, high = group.began[rollout_id], self.replicas[replica]
+        group.scored.append(make_rollout(rollout_id, group_id, low, high, reward, self.version))
+        self.close_if_complete(group_id)
+
+    def fail(self, group_id: int, rollout_id: int) -> None:
+        group = self.open[group_id]
+        group.waiting.discard(rollout_id)
+        group.running.pop(rollout_id, None)
+        group.began.pop(rollout_id, None)
+        self.ledger.fail(rollout_id, "the test says so")
+        self.ends["failed"] += 1
+        self.buffer.release(1)
+        self.close_if_complete(group_id)
+
+    def close_if_complete(self, group_id: int) -> None:
+        group = self.open[group_id]
+        if group.waiting or group.running:
+            return
+        del self.open[group_id]
+        if not group.scored:
+            self.gate.release()
+            if group.step is not None:
+                self.buffer.close_group(group_id, group.step)
+            return
+        whole = RolloutGroup(group_id, tuple(group.scored))
+        refused = self.buffer.add(whole, group.step)
+        for r in whole.rollouts:
+            if refused:
+                self.ledger.drop(r.info.rollout_id, refused)
+            else:
+                self.ledger.buffer(r.info.rollout_id)
+        if refused:
+            self.ends["dropped"] += len(whole)
+            self.gate.release()
+        else:
+            self.buffered[group_id] = whole
+
+    def kill(self, replica: int) -> None:
+        """The replica dies; what it sampled is issued again, and its successor holds the newest weights."""
+        for group_id, rollout_id in self.running():
+            group = self.open[group_id]
+            if group.running[rollout_id] == replica:
+                del group.running[rollout_id], group.began[rollout_id]
+                group.waiting.add(rollout_id)
+                self.ledger.requeue(rollout_id)
+        if not self.scheduled:
+            self.replicas[replica] = self.published
+
+    def load(self, replica: int) -> None:
+        if not self.scheduled:
+            self.replicas[replica] = self.published
+            return
+        while self.replicas[0] < self.published and not self.open and self.gate.complete(self.replicas[0]):
+            self.replicas = [version + 1 for version in self.replicas]
+
+    # --- training
+
+    def learn(self) -> bool:
+        for gone in self.buffer.evict(self.version):
+            self.check_eviction(gone.group)
+            used = self.uses[gone.group.group_id]
+            assert gone.uses_left == self.setting.max_reuse - used > 0
+            self.gate.release(gone.uses_left)
+            del self.buffered[gone.group.group_id]
+            for r in gone.group.rollouts:
+                self.ledger.drop(r.info.rollout_id, gone.reason)
+                self.ends["trained" if used else "dropped"] += 1
+        taken = self.buffer.take(self.version, [group.oldest() for group in self.open.values()])
+        if taken is None:
+            return False
+        self.buffer.check_batch(self.version, taken)
+        ids = [t.group.group_id for t in taken]
+        assert ids == sorted(set(ids))
+        if not self.scheduled:
+            assert len(taken) == self.setting.groups
+        for t in taken:
+            assert t.group == self.buffered[t.group.group_id]
+            self.check_taken(t)
+            self.uses[t.group.group_id] += 1
+            assert self.uses[t.group.group_id] + t.uses_left == self.setting.max_reuse
+            for r in t.group.rollouts:
+                self.ledger.train(r.info.rollout_id, self.version, last_use=t.uses_left == 0)
+            if t.uses_left == 0:
+                del self.buffered[t.group.group_id]
+                self.ends["trained"] += len(t.group)
+        self.trained_batches.append(ids)
+        self.version += 1
+        if self.version % self.setting.publish_every == 0:
+            self.published = self.version
+        return True
+
+    def check_eviction(self, group: RolloutGroup) -> None:
+        limit = self.version - self.bound
+        policy = self.setting.over_stale
+        assert not self.scheduled and policy != "downweight"
+        assert any(r.info.min_version < limit for r in group.rollouts)
+        if policy == "mask":
+            assert all(r.info.max_version < limit for r in group.rollouts)
+        if policy == "wait":
+            assert self.uses[group.group_id] > 0, "over_stale=wait dropped a group that was never trained"
+
+    def check_taken(self, taken: Any) -> None:
+        limit = self.version - self.bound
+        assert 0 < taken.weight <= 1
+        if self.scheduled:
+            for r in taken.group.rollouts:
+                exact = max(0, limit)
+                assert exact <= r.info.min_version <= r.info.max_version <= max(exact, self.resumed)
+            return
+        age = max(r.staleness(self.version) for r in taken.group.rollouts)
+        if self.setting.over_stale == "mask":
+            assert taken.masked_before_version == max(0, limit)
+            assert any(r.info.max_version >= limit for r in taken.group.rollouts)
+        elif self.setting.over_stale == "downweight":
+            assert taken.weight <= min(1.0, (self.bound + 1) / (age + 1))
+        else:
+            assert age <= self.bound
+
+    # --- books
+
+    def audit(self) -> None:
+        self.ledger.check()
+        counts = self.ledger.counts()
+        in_flight = sum(len(g.waiting) + len(g.running) + len(g.scored) for g in self.open.values())
+        held = sum(len(group) for group in self.buffered.values())
+        assert counts["admitted_total"] == self.next_group * self.setting.siblings
+        assert counts["admitted"] == len(self.waiting())
+        assert counts["generating"] == len(self.running())
+        assert counts["admitted"] + counts["generating"] + counts["scoring"] == in_flight
+        assert counts["buffered"] == held
+        assert {k: counts[k] for k in ("trained", "dropped", "failed")} == {
+            k: self.ends[k] for k in ("trained", "dropped", "failed")
+        }
+        assert (self.buffer.held, self.buffer.reserved) == (held, in_flight)
+        assert held + in_flight + self.buffer.free == self.buffer.capacity
+        assert self.buffer.free >= 0
+        assert all(count <= self.setting.max_reuse for count in self.uses.values())
+
+    def checkpoint(self) -> None:
+        """Write and read everything; what was in flight is issued again, as after a crash."""
+        saved = json.loads(
+            json.dumps([self.gate.state_dict(), self.buffer.state_dict(), self.ledger.state_dict()], allow_nan=False)
+        )
+        payloads = {r.info.rollout_id: r.info.payload for g in self.buffered.values() for r in g.rollouts}
+        self.new_parts()
+        self.gate.load_state_dict(saved[0], self.version)
+        self.buffer.load_state_dict(saved[1], payloads, self.version)
+        self.ledger.load_state_dict(saved[2])
+        self.resumed = self.published = self.version
+        self.replicas = [self.version] * self.setting.replicas
+        for group in self.open.values():
+            again = [*group.running, *(r.info.rollout_id for r in group.scored)]
+            for rollout_id in again:
+                self.ledger.requeue(rollout_id)
+            group.waiting.update(again)
+            group.running, group.began, group.scored = {}, {}, []
+
+    def settle(self) -> None:
+        """Everything in flight finishes, replicas load what was published, and admission takes what it may."""
+        for replica in range(self.setting.replicas):
+            self.load(replica)
+            while self.admit(replica):
+                pass
+        for group_id, rollout_id in self.waiting():
+            assert any(self.start(group_id, rollout_id, r) for r in range(self.setting.replicas))
+        for group_id, rollout_id in self.running():
+            self.finish(group_id, rollout_id, float(rollout_id % 2))
+
+    def step(self, attempts: int = 6) -> bool:
+        """One learner step from any state; False is a deadlock."""
+        for _ in range(attempts):
+            if self.learn():
+                return True
+            self.settle()
+        return False

@@ -1,0 +1,141 @@
+"""The backend's own duties: schedules, the guard against broken gradients, the critic, and learning at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrlhf.data.packing import pack
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.optim import schedule_factor
+from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.types import Prompt, Rollout, TrainSample
+from tests.unit.learner.worlds import VOCABULARY, backend, llama, random_batch
+
+
+def weights(trained: TorchBackend) -> dict[str, torch.Tensor]:
+    return {name: parameter.clone() for name, parameter in trained.parameters().items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0.25]),
+        (
+            "cosine",
+            [1 / 3, 2 / 3, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, (1 - math.sqrt(0.5)) / 2],
+        ),
+    ],
+)
+def test_learning_rate_schedule(schedule: str, factors: list[float]) -> None:
+    config = LearnerConfig(lr_schedule=schedule, warmup_steps=2)
+    assert [schedule_factor(config, step, 6) for step in range(7)] == pytest.approx(factors)
+
+
+def test_learning_rate_of_the_step_is_used_and_reported() -> None:
+    config = LearnerConfig(learning_rate=1e-2, lr_schedule="linear")
+    trained = backend(learner=config, steps=2)
+    assert trained.train_step(random_batch()).metrics["learning_rate"] == pytest.approx(1e-2)
+    assert trained.train_step(random_batch()).metrics["learning_rate"] == pytest.approx(5e-3)
+
+
+def test_gradient_clipping_bounds_what_the_optimizer_sees() -> None:
+    trained = backend(learner=LearnerConfig(learning_rate=0.0, max_grad_norm=1e-3))
+    assert trained.train_step(random_batch()).metrics["grad_norm"] > 1e-2
+    norm = torch.stack([p.grad.square().sum() for p in trained.model.parameters()]).sum().sqrt()
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_then_fails_the_run() -> None:
+    trained = backend(learner=LearnerConfig(learning_rate=1e-2, max_skipped_steps=2))
+    trained.train_step(random_batch())
+    before, broken = weights(trained), random_batch()
+    broken = dataclasses.replace(broken, weights=np.full_like(broken.weights, np.inf))
+    result = trained.train_step(broken)
+    assert result.skipped and result.metrics["skipped_updates"] == 1 and trained.policy_version == 2
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.parameters().items())
+    assert not trained.train_step(random_batch()).skipped
+    trained.train_step(broken)
+    with pytest.raises(AsyncRLHFError, match="not finite in 2 learner steps in a row"):
+        trained.train_step(broken)
+
+
+def test_a_kl_without_a_reference_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a reference model"):
+        backend(AlgorithmConfig(kl="loss", beta=0.1))
+
+
+def test_master_weights_are_float32_and_autocast_comes_close() -> None:
+    half = llama().to(torch.bfloat16)
+    trained = backend(model=half)
+    assert {p.dtype for p in trained.parameters().values()} == {torch.float32}
+    batch = random_batch()
+    exact = backend().train_step(batch).metrics
+    for precision in ("bfloat16", "float16"):
+        config = LearnerConfig(learning_rate=0.0, max_grad_norm=0.0, mixed_precision=precision)
+        mixed = backend(learner=config).train_step(batch)
+        assert not mixed.skipped
+        assert mixed.metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
+        assert mixed.metrics["entropy"] == pytest.approx(exact["entropy"], rel=0.02)
+
+
+def test_gradient_checkpointing_changes_memory_only() -> None:
+    batch = random_batch()
+    config = LearnerConfig(learning_rate=0.0, max_grad_norm=0.0, gradient_checkpointing=True)
+    plain, saved = backend().train_step(batch), backend(learner=config).train_step(batch)
+    assert saved.metrics == pytest.approx(plain.metrics, rel=1e-5, abs=1e-6)
+
+
+def bandit(trained: TorchBackend, seed: int, size: int = 32) -> tuple[list[TrainSample], float]:
+    """One-token responses sampled from the policy itself; the reward is 1 for the tokens below 4."""
+    draws = np.random.default_rng(seed)
+    prompt = np.array([VOCABULARY - 1, 5])
+    logits = np.array([trained.score([np.append(prompt, token)])[0][-1] for token in range(VOCABULARY)])
+    chances = np.exp(logits.astype(np.float64))
+    chances /= chances.sum()
+    made = []
+    for index in range(size):
+        token = int(draws.choice(VOCABULARY, p=chances))
+        rollout = Rollout(
+            rollout_id=index,
+            group_id=index // 8,
+            prompt=Prompt("p", "", prompt),
+            response_ids=np.array([token]),
+            behavior_logprobs=logits[token : token + 1].astype(np.float32),
+            policy_versions=np.array([trained.policy_version]),
+            finish_reason="length",
+            response_text="",
+            generator_id="g",
+        )
+        made.append(TrainSample(rollout, float(token < 4)))
+    return made, float(chances[:4].sum())
+
+
+def test_a_bandit_is_learned_on_policy() -> None:
+    trained = backend(learner=LearnerConfig(learning_rate=1e-2))
+    first = bandit(trained, 0)[1]
+    for step in range(25):
+        samples, chance = bandit(trained, step)
+        metrics = trained.train_step(pack(samples)).metrics
+        assert metrics["ess_fraction"] == pytest.approx(1.0, abs=1e-4)
+        assert metrics["behavior_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert first < 0.6 and chance > 0.9
+
+
+def test_the_critic_learns_to_predict_the_reward() -> None:
+    algorithm = AlgorithmConfig(advantage="gae", value_clip=10.0)
+    trained = backend(algorithm, LearnerConfig(learning_rate=0.0, critic_learning_rate=1e-2))
+    policy, batch = weights(trained), random_batch(6, 3)
+    batch = dataclasses.replace(batch, rewards=(batch.group_ids % 2).astype(np.float32))
+    first = trained.train_step(batch).metrics
+    for _ in range(40):
+        last = trained.train_step(batch).metrics
+    assert first["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert last["explained_variance"] > 0.7 and last["value_loss"] < first["value_loss"] / 3
+    assert all(torch.equal(policy[name], tensor) for name, tensor in trained.parameters().items())

@@ -1,0 +1,228 @@
+"""The report: what it draws agrees with an independent computation, and every kind of run directory is met."""
+
+from __future__ import annotations
+
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from rich.console import Console
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.report.curves import curve, running_mean, shown_panels, smoothing_window, staleness_bound, time_scale
+from asyncrlhf.report.html import build_report, render
+from asyncrlhf.report.load import config_differences, group_runs, load_run, load_runs
+from asyncrlhf.report.table import build_tables, to_rich
+
+LEDGER = {"admitted": 40, "trained": 36, "uses": 36, "dropped": {"stale": 3}, "failed": {}, "left": 1, "adds_up": True}
+
+
+def make_run(
+    folder: Path, *, seed: int = 0, eta: int = 2, steps: int = 12, summary: bool = True, **config: Any
+) -> Path:
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(100 * eta + seed)
+    times = np.cumsum(rng.uniform(0.5, 1.5, steps))
+    lines = [
+        {
+            "step": s + 1,
+            "wall_time": times[s],
+            "reward_mean": rng.uniform(),
+            "staleness_mean": rng.uniform(0, eta),
+            "staleness_max": eta,
+            "learner_idle_fraction": 0.25,
+            "ess_fraction": None if s == 0 else 0.9,
+            "heldout_accuracy": 0.5 if s % 5 == 4 else None,
+            "samples_per_second": 10.0,
+        }
+        for s in range(steps)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"seed": seed, "run_dir": str(folder), "async": {"max_staleness": eta}, **config}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    if summary:
+        content = {
+            "exit_reason": "done",
+            "heldout_accuracy": {"before": 0.25, "after": 0.75},
+            "staleness": {"bound": eta},
+            "ledger": LEDGER,
+        }
+        (folder / "summary.json").write_text(json.dumps(content))
+    return folder
+
+
+class Outside(HTMLParser):
+    """Collects everything in a page that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tables = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tables += tag == "table"
+        self.found += [value or "" for key, value in attrs if key in ("src", "href") and tag != "a"]
+
+
+def test_seeds_become_their_mean_and_one_standard_deviation(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"s{seed}", seed=seed, steps=12 - seed) for seed in range(3)]
+    [group] = group_runs(load_runs(paths))
+    drawn = curve(group, "reward_mean", "step")
+    frames = pd.concat(pd.read_json(p / "metrics.jsonl", lines=True) for p in paths)
+    expected = frames.groupby("step")["reward_mean"].agg(["mean", "std", "count"])
+    expected = expected[expected["count"] == 3]  # the steps that every seed reached
+    assert drawn is not None and drawn.low is not None and drawn.high is not None
+    np.testing.assert_array_equal(drawn.x, expected.index)
+    np.testing.assert_allclose(drawn.y, expected["mean"])
+    np.testing.assert_allclose(drawn.high - drawn.y, expected["std"])
+    np.testing.assert_allclose(drawn.y - drawn.low, expected["std"])
+
+
+def test_over_wall_clock_seeds_are_compared_at_equal_times(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(2)]
+    [group] = group_runs(load_runs(paths))
+    drawn = curve(group, "reward_mean", "wall_time", scale=60.0)
+    frames = [pd.read_json(p / "metrics.jsonl", lines=True) for p in paths]
+    assert drawn is not None
+    assert 60 * drawn.x[0] == pytest.approx(max(f["wall_time"].iloc[0] for f in frames))
+    assert 60 * drawn.x[-1] == pytest.approx(min(f["wall_time"].iloc[-1] for f in frames))
+    for i in (0, 77, len(drawn.x) - 1):
+        at = 60 * drawn.x[i]
+        values = [_between(f["wall_time"].to_numpy(), f["reward_mean"].to_numpy(), at) for f in frames]
+        assert drawn.y[i] == pytest.approx(np.mean(values))
+
+
+def _between(times: np.ndarray, values: np.ndarray, at: float) -> float:
+    right = min(max(int(np.searchsorted(times, at)), 1), len(times) - 1)
+    left = right - 1
+    share = (at - times[left]) / (times[right] - times[left])
+    return float(values[left] * (1 - share) + values[right] * share)
+
+
+def test_running_mean_against_a_loop() -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    slow = [values[max(0, i - 2) : i + 3].mean() for i in range(50)]
+    np.testing.assert_allclose(running_mean(values, 5), slow)
+    np.testing.assert_array_equal(running_mean(values, 1), values)
+    assert smoothing_window(39) == 1 and smoothing_window(300) % 2 == 1
+
+
+def test_the_evaluations_before_and_after_are_points_of_the_curve(tmp_path: Path) -> None:
+    [group] = group_runs([load_run(make_run(tmp_path / "run", steps=12))])
+    drawn = curve(group, "heldout_accuracy", "step", sparse=True)
+    assert drawn is not None
+    assert list(zip(drawn.x, drawn.y, strict=True)) == [(0, 0.25), (5, 0.5), (10, 0.5), (12, 0.75)]
+    reward = curve(group, "reward_mean", "step")
+    assert reward is not None and reward.x[0] == 1 and len(reward.x) == 12
+
+
+def test_groups_differ_by_what_their_label_says(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"e{eta}s{seed}", seed=seed, eta=eta) for eta in (1, 4) for seed in (0, 1)]
+    paths.append(make_run(tmp_path / "other", seed=5, eta=4, steps=3, learner={"learning_rate": 1e-4}))
+    groups = group_runs(load_runs([*paths, paths[0]]))
+    assert [len(group.runs) for group in groups] == [2, 2, 1]
+    assert "max_staleness=1" in groups[0].label and "learning_rate=0.0001" in groups[2].label
+    assert len({group.label for group in groups}) == 3
+    differing = config_differences(load_runs(paths))
+    assert differing["async.max_staleness"] == [1, 1, 4, 4, 4]
+    assert set(differing) == {"async.max_staleness", "learner.learning_rate"}
+    assert staleness_bound(groups[1:]) == 4 and staleness_bound(groups) is None
+
+
+def test_one_run_lands_in_its_own_folder_and_opens_without_a_network(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "one")
+    page = build_report([run])
+    assert page == run / "report" / "index.html"
+    assert {p.name for p in page.parent.iterdir()} == {
+        "index.html",
+        "curves_steps.png",
+        "curves_time.png",
+        "reward.png",
+    }
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in page.parent.glob("*.png"))
+    text = page.read_text()
+    outside = Outside()
+    outside.feed(text)
+    assert outside.found == [] and "@import" not in text.split("</style>")[0]
+    assert outside.tables == 2  # results and ledger; one run differs from nobody
+    assert "Plotly.newPlot" in text and "36" in text and "3 (stale 3)" in text
+
+
+def test_several_runs_make_one_page_with_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [make_run(tmp_path / f"e{eta}s{seed}", seed=seed, eta=eta) for eta in (1, 4) for seed in (0, 1)]
+    page = build_report(paths)
+    assert page == Path("report/index.html") and page.exists()
+    runs = load_runs(paths)
+    tables = {table.title.split(":")[0]: table for table in build_tables(runs, group_runs(runs))}
+    assert set(tables) == {
+        "Mean over seeds ± one standard deviation",
+        "Results",
+        "Rollouts",
+        "Settings that differ",
+    }
+    rewards = [np.mean([run.rows[-1]["reward_mean"]]) for run in runs[:2]]  # a tenth of 12 steps is one
+    expected = f"{np.mean(rewards):.3f} ± {np.std(rewards, ddof=1):.3f}"
+    assert tables["Mean over seeds ± one standard deviation"].rows[0][2] == expected
+    assert tables["Settings that differ"].rows == [["async.max_staleness", "1", "1", "4", "4"]]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(to_rich(tables["Results"]))
+    assert "e1s0" in console.export_text()
+
+
+def test_interrupted_runs_and_single_lines_work(tmp_path: Path) -> None:
+    killed = make_run(tmp_path / "killed", summary=False, steps=7)
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "rew')
+    short = make_run(tmp_path / "short", summary=False, steps=1, eta=3)
+    bare = make_run(tmp_path / "bare", summary=False, steps=2)
+    (bare / "config.yaml").unlink()
+    page = build_report([killed, short, bare], tmp_path / "out")
+    text = page.read_text()
+    assert "no summary (running or killed)" in text
+    assert build_report([short]).exists()
+    rows = load_run(killed).rows
+    assert rows[-1]["step"] == 7
+
+
+def test_text_from_a_config_cannot_break_the_page(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    paths = [make_run(tmp_path / "a", task={"path": bad}), make_run(tmp_path / "b", task={"path": "plain"})]
+    runs = load_runs(paths)
+    assert bad not in render(runs, group_runs(runs))
+
+
+def test_wrong_folders_are_one_sentence(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "one")
+    (tmp_path / "empty").mkdir()
+    unstarted = tmp_path / "unstarted"
+    unstarted.mkdir()
+    (unstarted / "metrics.jsonl").write_text("")
+    broken = make_run(tmp_path / "broken")
+    (broken / "summary.json").write_text("{")
+    for path, words in [
+        (tmp_path / "nowhere", "is not a folder"),
+        (tmp_path / "empty", "is not a run directory"),
+        (tmp_path / "runs", "it contains some: .*one"),
+        (unstarted, "no complete learner step"),
+        (broken, "cannot be parsed"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            build_report([path])
+    with pytest.raises(ConfigError, match="no run"):
+        build_report([])
+
+
+def test_only_panels_with_data_are_drawn_and_time_has_a_fitting_unit(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path / "run"))
+    titles = [panel.title for panel in shown_panels(group_runs([run]))]
+    assert "Reward" in titles and "Entropy" not in titles and "Where staleness arises" not in titles
+    assert time_scale([run]) == (1.0, "seconds")
+    run.columns["wall_time"][-1] = 4000.0
+    assert time_scale([run]) == (60.0, "minutes")

@@ -1,0 +1,104 @@
+"""The audit: figures against closed forms, verdicts with names and figures, and the tensor that differs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.audit import (
+    AuditResult,
+    check,
+    compare,
+    default_tolerance,
+    differing_tensors,
+    first_difference,
+    probe_tokens,
+    tensor_digests,
+)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def test_figures_match_the_definitions() -> None:
+    learner = [floats(-1.0, -2.0), floats(-0.5)]
+    engine = [floats(-1.5, -2.0), floats(-0.25)]
+    result = compare(learner, engine)
+    k3 = [math.exp(d) - 1 - d for d in (0.5, 0.0, -0.25)]
+    assert result.mean_abs == pytest.approx(0.25)
+    assert result.max_abs == pytest.approx(0.5)
+    assert result.mismatch_kl == pytest.approx(sum(k3) / 3)
+    assert result.tokens == 3
+
+
+def test_k3_estimates_the_kl_of_the_engine_from_its_own_samples() -> None:
+    generator = np.random.default_rng(0)
+    engine, learner = generator.dirichlet(np.ones(6)), generator.dirichlet(np.ones(6))
+    drawn = generator.choice(6, size=200_000, p=engine)
+    exact = float(np.sum(engine * np.log(engine / learner)))
+    result = compare([np.log(learner)[drawn].astype(np.float32)], [np.log(engine)[drawn].astype(np.float32)])
+    assert result.mismatch_kl == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize("engine", [[floats(-1.0)], [floats(-1.0, -1.0), floats()], []])
+def test_texts_of_other_lengths_are_refused(engine: list[np.ndarray]) -> None:
+    with pytest.raises(WeightSyncError, match="compares nothing"):
+        compare([floats(-1.0), floats(-1.0)], engine)
+
+
+def test_verdict_names_receiver_version_and_figures() -> None:
+    check(AuditResult(0.001, 0.9, 0.1, 10), 0.001, "generator-0", 3)
+    with pytest.raises(WeightSyncError, match=r"version 7.*generator-1.*0\.25.*0\.5.*allows 0\.001"):
+        check(AuditResult(0.25, 0.5, 0.04, 3), 0.001, "generator-1", 7)
+
+
+@pytest.mark.parametrize("broken", [-np.inf, np.nan, -1e5])
+def test_broken_engine_never_passes(broken: float) -> None:
+    with pytest.raises(WeightSyncError):
+        check(compare([floats(-1.0, -1.0)], [floats(-1.0, broken)]), 0.1, "generator-0", 1)
+
+
+def test_probe_is_fixed_and_inside_the_vocabulary() -> None:
+    probe = probe_tokens(13, 500, seed=1)
+    assert np.array_equal(probe, probe_tokens(13, 500, seed=1))
+    assert not np.array_equal(probe, probe_tokens(13, 500, seed=2))
+    assert set(probe.tolist()) == set(range(13))
+
+
+def test_tolerance_by_dtype() -> None:
+    assert default_tolerance("float32") == 1e-3
+    assert default_tolerance("bfloat16") == 0.1
+
+
+def test_half_updated_model_is_named() -> None:
+    learner = {f"layer{i}": torch.full((4, 4), float(i)) for i in range(4)}
+    engine = {name: tensor.clone() for name, tensor in learner.items()}
+    assert first_difference(learner, engine) is None
+    engine["layer2"][0, 0] += 0.5
+    engine["layer3"] += 1
+    assert first_difference(learner, engine) == "Tensor 'layer2' differs by up to 0.5; 2 of 4 tensors differ."
+    assert differing_tensors(tensor_digests(learner), tensor_digests(engine)) == ["layer2", "layer3"]
+
+
+def test_missing_unknown_and_reshaped_tensors_are_named() -> None:
+    one = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    assert "'b' is missing" in str(first_difference(one, {"a": torch.zeros(2)}))
+    assert "'b' is unknown" in str(first_difference({"a": torch.zeros(2)}, one))
+    assert "'b' is torch.float32[2, 1]" in str(first_difference(one, {"a": torch.zeros(2), "b": torch.zeros(2, 1)}))
+    # The bytes are equal here: the digest knows dtype and shape too.
+    assert "'b' is torch.int32[2]" in str(
+        first_difference(one, {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int32)})
+    )
+
+
+def test_digest_reads_values_not_memory_layout() -> None:
+    tensor = torch.randn(3, 5)
+    parameter = torch.nn.Parameter(tensor.clone())
+    assert tensor_digests({"a": tensor.t()}) == tensor_digests({"a": tensor.t().contiguous()})
+    assert tensor_digests({"a": parameter}) == tensor_digests({"a": tensor})
+    assert tensor_digests({"a": torch.tensor(1.5, dtype=torch.bfloat16)})
