@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.bench.workload import exact_match, load_tokenizer, prompt_rows
+from asyncrlhf.bench.workload import exact_match, load_tokenizer, prefix_match, prompt_rows
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def build_trainer(settings: Settings, model: Any, folder: str, rewards: list[flo
             ends.append(time.perf_counter())
 
     def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-        scores = exact_match(completions, answer)
+        rule = prefix_match(completions, completions, answer) if settings.fixed_length else None
+        scores = exact_match(completions, answer) if rule is None else rule
         rewards.append(sum(scores) / len(scores))
         return scores
 

@@ -47,7 +47,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests. A request that can never fit (prompt over the context) comes back as a failure."""
+        """Queue requests. A request that can never fit (prompt over the context) comes back as a failure; an id that is
+        in flight already raises ValueError."""
         ...
 
     def step(self, now: float) -> StepOutput:
@@ -67,7 +68,8 @@ class Engine(Protocol):
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Load every parameter by its name in ``model.named_parameters()``; raises WeightSyncError naming what is
         missing, unknown or of another shape. In-flight sequences go on from the tokens they have: with ``cache="keep"``
-        on the old KV cache, with ``"recompute"`` after a new prefill under the new weights.
+        on the old KV cache, with ``"recompute"`` after a new prefill under the new weights. An engine that makes tokens
+        by the clock (``wake_at`` given) is stepped once more before, so that what was made by now keeps its version.
         """
         ...
 

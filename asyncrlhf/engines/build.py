@@ -9,7 +9,6 @@ from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.engines.base import Engine
 from asyncrlhf.engines.config import GeneratorConfig
 from asyncrlhf.engines.fake import AnswerIds, FakeEngine
-from asyncrlhf.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,13 +23,7 @@ def build_engine(
     version: int = 0,
     answer_ids: AnswerIds | None = None,
 ) -> Engine:
-    """``load_model`` is called for engines that have a model; ``vocab_size`` and ``answer_ids`` serve the fake one.
-
-    Raises ConfigError for ``generator.compile``: on the packaged models compiled kernels were no faster than eager
-    ones, which wait for matrix products and the cache's memory, and they cost 20 seconds at every start.
-    """
-    if config.compile:
-        raise ConfigError("generator.compile=true is not offered by these engines; allowed: false.")
+    """``load_model`` is called for engines that have a model; ``vocab_size`` and ``answer_ids`` serve the fake one."""
     if config.engine == "fake":
         return FakeEngine(
             config.fake, slots=config.slots, vocab_size=vocab_size, version=version, answer_ids=answer_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check_choice, check_range
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class GeneratorConfig:
     top_k: int = 0
     threads: int = 1
     gpus: float = 0.0  # GPUs of one replica; 0 runs it on the CPU
-    decode_chunk: int = 1  # decode iterations between two looks at the inbox
-    compile: bool = False
+    ignore_eos: bool = False  # every response has max_completion_length tokens: for measurements
     max_restarts: int = 3  # a replica that dies is started again this often
     virtual_step_seconds: float = 0.01  # runtime=local: what one decode iteration costs on the virtual clock
     fake: FakeConfig = field(default_factory=FakeConfig)
@@ -62,7 +61,5 @@ class GeneratorConfig:
         check_range("generator.top_k", self.top_k, low=0)
         check_range("generator.threads", self.threads, low=0)
         check_range("generator.gpus", self.gpus, low=0)
-        check_range("generator.decode_chunk", self.decode_chunk, low=1)
         check_range("generator.max_restarts", self.max_restarts, low=0)
         check_range("generator.virtual_step_seconds", self.virtual_step_seconds, low=0)
-        check(isinstance(self.compile, bool), "generator.compile must be true or false.")

@@ -24,7 +24,7 @@ class StepResult:
 
 
 class LearnerBackend(Protocol):
-    """One rank of the learner group. Every method but ``score`` and ``state`` is called on all ranks together."""
+    """One rank of the learner group. Every method but ``score`` is called on all ranks together."""
 
     @property
     def policy_version(self) -> int:

@@ -32,7 +32,7 @@ class AlgorithmConfig:
     epsilon_high: float = 0.2
     dual_clip: float = 0.0  # 0 is off
     cap_low: float = 0.0
-    cap_high: float = 5.0
+    cap_high: float = 5.0  # cap_low and cap_high bound the ratio itself, under coef=cap and coef=band
     correction: str = "mask"
     correction_level: str = "token"
     correction_low: float = 0.0
@@ -72,6 +72,10 @@ class AlgorithmConfig:
             "value_coef",
         ):
             check_range(f"algorithm.{key}", getattr(self, key), low=0)
+        check(
+            self.dual_clip == 0 or self.dual_clip > 1,
+            f"algorithm.dual_clip={self.dual_clip} is out of range; allowed: 0 (off) or > 1.",
+        )
         for key in ("advantage_eps", "cap_high", "correction_high", "value_clip"):
             check_range(f"algorithm.{key}", getattr(self, key), low=0, exclusive_low=True)
         for key in ("gamma", "lam"):
@@ -109,7 +113,7 @@ class LearnerConfig:
     ranks: int = 1
     threads: int = 1
     gpus: float = 0.0  # GPUs of one rank; 0 runs it on the CPU
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-5
     critic_learning_rate: float = 0.0  # 0: the policy's
     weight_decay: float = 0.0
     adam_beta1: float = 0.9

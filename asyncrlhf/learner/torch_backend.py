@@ -102,7 +102,10 @@ class TorchBackend:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def before_update(self, callback: Callable[[], object]) -> None:
-        self.optimizer.register_step_pre_hook(lambda *_: callback())
+        def hook(*_: object) -> None:
+            callback()
+
+        self.optimizer.register_step_pre_hook(hook)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One learner step on this rank's whole groups (``data.packing.shard``); an empty share is fine.

@@ -56,7 +56,7 @@ class RunConfig:
     name: str = "arithmetic"
     run_dir: str = ""  # empty: runs/<name>/<time>
     seed: int = 0
-    steps: int = 100
+    steps: int = 500
     batch_size: int = 128  # rollouts a learner step consumes
     num_generations: int = 8  # rollouts a prompt
     runtime: str = "ray"

@@ -135,6 +135,7 @@ class Controller:
         await self._evaluate()
         state.progressed()
         learn = LearnLoop(state, self._runtime, self._assembly, self._publisher, self._log, self._after_step)
+        self._view.begin()
         reason = await self._run_loops(learn)
         after = self._accuracy[-1] if reason == "done" and self._accuracy else None
         return Outcome(reason, state.ledger.counts(), self._accuracy[0] if self._accuracy else None, after)

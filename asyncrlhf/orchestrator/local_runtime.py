@@ -119,7 +119,7 @@ class LocalGenerator:
 
     async def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
         self._check()
-        self._worker.load(version, cache)
+        self._worker.load(version, cache, asyncio.get_running_loop().time())
         self._changed.notify()
         return 0.0
 

@@ -49,6 +49,10 @@ class Progress:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
 
+    def begin(self) -> None:
+        """Set-up is over: from here on time counts for the ETA."""
+        self._start_time = self._clock()
+
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show one learner step's metrics. A value that is missing now (held-out accuracy) keeps its last one."""
         self._latest.update({key: value for key, value in metrics.items() if value is not None})

@@ -72,7 +72,7 @@ def prepare(config: RunConfig) -> Prepared:
         temperature=config.generator.temperature,
         top_p=config.generator.top_p,
         top_k=config.generator.top_k,
-        stop_token_ids=(tokenizer.eos_token_id,),
+        stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
     return Prepared(config, run_dir, tokenizer, task, sampling, read_checkpoint(found) if found is not None else None)
 

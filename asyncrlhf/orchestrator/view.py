@@ -16,6 +16,10 @@ class RunView:
         if wandb.note:
             progress.message(wandb.note)
 
+    def begin(self) -> None:
+        """The parts stand, the first step is near."""
+        self._progress.begin()
+
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._progress.update(metrics)
         self._wandb.log(metrics)

@@ -10,7 +10,6 @@ from asyncrlhf.engines.build import build_engine
 from asyncrlhf.engines.config import GeneratorConfig
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.errors import ConfigError
 
 
 def load_tiny(config: ModelConfig) -> PreTrainedModel:
@@ -33,7 +32,3 @@ def test_hf() -> None:
     engine = build_engine(config, ModelConfig(), load_model=load_tiny, vocab_size=8, version=3)
     assert isinstance(engine, HFEngine) and engine.slots == 5 and engine.version == 3
 
-
-def test_compile_is_refused_rather_than_ignored() -> None:
-    with pytest.raises(ConfigError, match=r"generator\.compile"):
-        build_engine(GeneratorConfig(compile=True), ModelConfig(), load_model=load_nothing, vocab_size=8)

@@ -1,0 +1,42 @@
+"""What every benchmark needs: medians with their spread, and where the figures are written."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, smallest, largest and number of repeats."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "repeats": len(values),
+        "values": list(values),
+    }
+
+
+def show(title: str, rows: dict[str, dict[str, Any]], unit: str) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("what")
+    for column in ("median", "smallest", "largest"):
+        table.add_column(f"{column} {unit}".strip(), justify="right")
+    table.add_column("repeats", justify="right")
+    for name, row in rows.items():
+        table.add_row(name, f"{row['median']:.3g}", f"{row['min']:.3g}", f"{row['max']:.3g}", str(row["repeats"]))
+    Console(width=110).print(table)
+
+
+def write(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"Figures: {out}")
+    return result

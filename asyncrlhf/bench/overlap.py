@@ -1,0 +1,144 @@
+"""Does asynchrony overlap? Asynchronous steps/s against each side running alone, with the synchronous loop beside it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.actors.messages import TrainItem, WorkItem
+from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.cli.compose import load_config
+from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.orchestrator.dispatch import request_seed
+from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
+from asyncrlhf.orchestrator.records import read_metrics
+from asyncrlhf.orchestrator.run import Prepared, build_runtime, prepare, train
+from asyncrlhf.types import GenerationRequest, Payload
+
+QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]
+WARM_UP = 5  # steps left out at the head of every measurement
+
+
+def run(arguments: Sequence[str]) -> dict[str, Any]:
+    """``--repeats`` rounds of: generator alone, learner alone, async, sync, in turn. Other arguments are overrides."""
+    parser = argparse.ArgumentParser(prog="asyncrlhf bench overlap", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=None)
+    options, overrides = parser.parse_known_args(list(arguments))
+    rates: dict[str, list[float]] = {"generator alone": [], "learner alone": [], "async": [], "sync": []}
+    for _ in range(options.repeats):
+        config = load_config([*QUIET, f"steps={options.steps}", *overrides])
+        generator, learner = asyncio.run(alone(config))
+        rates["generator alone"].append(generator)
+        rates["learner alone"].append(learner)
+        for mode in ("async", "sync"):
+            rates[mode].append(loop_rate([*QUIET, f"steps={options.steps}", *overrides, f"async.mode={mode}"]))
+    rows = {name: spread(values) for name, values in rates.items()}
+    show("Learner steps a second, each side on its own thread", rows, "steps/s")
+    slower = [min(g, t) for g, t in zip(rates["generator alone"], rates["learner alone"], strict=True)]
+    ratios = {
+        "async / slower side alone": spread([a / s for a, s in zip(rates["async"], slower, strict=True)]),
+        "sync / slower side alone": spread([a / s for a, s in zip(rates["sync"], slower, strict=True)]),
+        "async / sync": spread([a / s for a, s in zip(rates["async"], rates["sync"], strict=True)]),
+    }
+    show("Ratios, each of one round", ratios, "")
+    return write({"steps_per_second": rows, "ratios": ratios, "overrides": overrides}, options.out)
+
+
+def loop_rate(overrides: Sequence[str]) -> float:
+    """Learner steps a second of a whole run after its warm-up, by the run's own clock."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config([f"run_dir={folder}/run", *overrides])
+        train(config)
+        rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    first, last = rows[WARM_UP - 1], rows[-1]
+    # The last steps of a run find their batches ready, for nothing is generated after them: they are left out.
+    tail = config.async_.bound + 1
+    if config.async_.mode == "async" and len(rows) > WARM_UP + 2 * tail:
+        last = rows[-1 - tail]
+    return float((last["step"] - first["step"]) / (last["wall_time"] - first["wall_time"]))
+
+
+async def alone(config: RunConfig) -> tuple[float, float]:
+    """Steps' worth of rollouts a second from the generators with no learner, and steps a second of the learner with
+    its batches lying ready. The same actors as in a run, one side at a time."""
+    prepared = prepare(config)
+    runtime = build_runtime(config)
+    try:
+        await runtime.start()
+        await runtime.learner.snapshot(None)
+        await runtime.connect(runtime.generators)
+        ticket = await runtime.learner.ticket()
+        await asyncio.gather(runtime.learner.transfer(ticket), *(g.receive(ticket) for g in runtime.generators))
+        for generator in runtime.generators:
+            await generator.load(ticket.version, "keep")
+        rate, payloads = await _generate(config, prepared, runtime)
+        return rate, await _train(config, runtime, payloads)
+    finally:
+        await runtime.close()
+
+
+async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> tuple[float, list[Payload]]:
+    """Keep every slot busy until ``steps`` batches are there."""
+    source = prepared.task.train_source(config.seed)
+    wanted = config.steps * config.batch_size
+    payloads: list[Payload] = []
+    marks: list[float] = []
+    issued = 0
+
+    def group() -> list[WorkItem]:
+        nonlocal issued
+        prompt, size = source.next(), config.num_generations
+        ids = range(issued, issued + size)
+        issued += size
+        return [
+            WorkItem(
+                GenerationRequest(
+                    i, i // size, prompt.token_ids, request_seed(config.seed, i), prepared.sampling
+                ),
+                prompt,
+            )
+            for i in ids
+        ]
+
+    async def keep_busy(generator: GeneratorHandle) -> None:
+        in_flight = 0
+        while len(payloads) < wanted:
+            fresh: list[WorkItem] = []
+            while in_flight + len(fresh) < generator.slots:
+                fresh.extend(group())
+            if fresh:
+                await generator.submit(fresh)
+                in_flight += len(fresh)
+            finished = (await generator.collect()).finished
+            in_flight -= len(finished)
+            payloads.extend(info.payload for info in finished)
+            marks.extend([time.monotonic()] * len(finished))
+
+    await asyncio.gather(*(keep_busy(g) for g in runtime.generators))
+    head = WARM_UP * config.batch_size
+    seconds = marks[-1] - marks[head]
+    for generator in runtime.generators:
+        await generator.cancel(range(issued))
+    return (len(marks) - 1 - head) / config.batch_size / seconds, payloads[: 4 * config.batch_size]
+
+
+async def _train(config: RunConfig, runtime: Runtime, payloads: list[Payload]) -> float:
+    """Train on the same few batches again and again, with rewards that have spread."""
+    size = config.batch_size
+    batches = [
+        [TrainItem(p, float(i % 2)) for i, p in enumerate(payloads[start : start + size])]
+        for start in range(0, len(payloads) - size + 1, size)
+    ]
+    started = 0.0
+    for step in range(config.steps):
+        if step == WARM_UP:
+            started = time.monotonic()
+        await runtime.learner.train(batches[step % len(batches)])
+    return (config.steps - WARM_UP) / (time.monotonic() - started)

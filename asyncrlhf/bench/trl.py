@@ -1,0 +1,102 @@
+"""Our loop against TRL's ``GRPOTrainer``: the same model, prompts, group size, lengths, optimizer and cores, in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.bench.overlap import QUIET, WARM_UP
+from asyncrlhf.cli.compose import load_config
+from asyncrlhf.data.pretrained import resolve
+from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.orchestrator.records import read_metrics
+from asyncrlhf.orchestrator.run import train
+
+TIMEOUT_SECONDS = 900.0
+PREFIX_REWARD = ["reward.kind=python", "reward.target=asyncrlhf.bench.workload:prefix_match"]
+
+
+def run(arguments: Sequence[str]) -> dict[str, Any]:
+    """Rounds of TRL, then ours, each with a seed of its own. Rates leave out set-up and warm-up on both sides, and on
+    ours the last steps too, whose batches lie ready. Rewards compare the last quarter of the steps, at equal samples."""
+    parser = argparse.ArgumentParser(prog="asyncrlhf bench trl", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--fixed-length", action="store_true", help="every response has max_completion_length tokens")
+    parser.add_argument("--threads", type=int, default=2, help="threads of TRL; ours has one a side")
+    parser.add_argument("--out", type=Path, default=None)
+    options, overrides = parser.parse_known_args(list(arguments))
+    rounds: list[dict[str, Any]] = []
+    for seed in range(options.repeats):
+        settings = [*QUIET, f"steps={options.steps}", f"seed={seed}", *overrides]
+        if options.fixed_length:
+            settings += ["generator.ignore_eos=true", *PREFIX_REWARD]
+        theirs = trl_round(load_config(settings), options.threads, options.fixed_length)
+        ours = our_round(settings)
+        rounds.append({"seed": seed, "trl": theirs, "asyncrlhf": ours})
+        print(
+            f"seed {seed}: TRL {theirs['samples_per_second']:.0f} samples/s, reward {theirs['reward']:.3f}; "
+            f"asyncrlhf {ours['samples_per_second']:.0f} samples/s, reward {ours['reward']:.3f}"
+        )
+    rows = {side: spread([r[side]["samples_per_second"] for r in rounds]) for side in ("trl", "asyncrlhf")}
+    show("Trained samples a second", rows, "samples/s")
+    ratios = {
+        "asyncrlhf / TRL": spread(
+            [r["asyncrlhf"]["samples_per_second"] / r["trl"]["samples_per_second"] for r in rounds]
+        )
+    }
+    show("Ratio, each of one round", ratios, "")
+    rewards = {side: spread([r[side]["reward"] for r in rounds]) for side in ("trl", "asyncrlhf")}
+    show("Mean reward of the last quarter of the steps", rewards, "")
+    result = {"rounds": rounds, "ratios": ratios, "rewards": rewards, "overrides": overrides}
+    return write({**result, "fixed_length": options.fixed_length}, options.out)
+
+
+def last_quarter(rewards: Sequence[float]) -> float:
+    return fmean(rewards[-max(1, len(rewards) // 4) :])
+
+
+def our_round(settings: Sequence[str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config([f"run_dir={folder}/run", *settings])
+        train(config)
+        rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    first, last = rows[WARM_UP - 1], rows[-2 - config.async_.bound]
+    seconds = last["wall_time"] - first["wall_time"]
+    return {
+        "samples_per_second": (last["step"] - first["step"]) * config.batch_size / seconds,
+        "reward": last_quarter([row["reward_mean"] for row in rows]),
+    }
+
+
+def trl_round(config: RunConfig, threads: int, fixed_length: bool) -> dict[str, float]:
+    command = [
+        *(sys.executable, "-m", "asyncrlhf.bench.trl_baseline"),
+        *("--model", resolve(config.model.path), "--steps", str(config.steps), "--warmup-steps", str(WARM_UP)),
+        *("--batch-size", str(config.batch_size), "--num-generations", str(config.num_generations)),
+        *("--max-completion-length", str(config.generator.max_completion_length)),
+        *("--learning-rate", str(config.learner.learning_rate)),
+        *("--adam-beta1", str(config.learner.adam_beta1), "--adam-beta2", str(config.learner.adam_beta2)),
+        *("--max-grad-norm", str(config.learner.max_grad_norm), "--epsilon", str(config.algorithm.epsilon)),
+        *("--epsilon-high", str(config.algorithm.epsilon_high), "--seed", str(config.seed)),
+        *("--threads", str(threads), "--digits", str(config.task.digits)),
+        *(["--fixed-length"] if fixed_length else []),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=environment, check=False
+    )
+    if done.returncode:
+        raise AsyncRLHFError(f"TRL's side failed: {done.stderr.strip().splitlines()[-1]}")
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"samples_per_second": result["samples_per_second"], "reward": last_quarter(result["rewards"])}
