@@ -134,7 +134,7 @@ class Controller:
         await self._publisher.idle()
         await self._evaluate()
         state.progressed()
-        learn = LearnLoop(state, self._runtime, self._assembly, self._publisher, self._log, self._after_step)
+        learn = LearnLoop(state, self._runtime, self._assembly, self._publisher, self._log, self)
         self._view.begin()
         reason = await self._run_loops(learn)
         after = self._accuracy[-1] if reason == "done" and self._accuracy else None
@@ -182,15 +182,24 @@ class Controller:
     def _spawn(self, loop: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.add(asyncio.create_task(loop, name=name))
 
-    async def _after_step(self, metrics: dict[str, Any]) -> None:
-        step = self.state.version
-        if self.config.eval_every and step % self.config.eval_every == 0 and step < self.config.steps:
+    def is_boundary(self, step: int) -> bool:
+        """An evaluation or a checkpoint speaks of the weights between two steps."""
+        return self._evaluates(step) or self._saves(step) or step == self.config.steps
+
+    def _evaluates(self, step: int) -> bool:
+        return self.config.eval_every > 0 and step % self.config.eval_every == 0 and step < self.config.steps
+
+    def _saves(self, step: int) -> bool:
+        return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0 and step < self.config.steps
+
+    async def after_step(self, metrics: dict[str, Any]) -> None:
+        step = int(metrics["step"])
+        if self._evaluates(step):
             metrics["heldout_accuracy"] = await self._evaluate()
         self._recorder.log_step(metrics)
         self._view.step(metrics)
         self.state.ledger.check()
-        every = self.config.checkpoint.every
-        if every and step % every == 0 and step < self.config.steps:
+        if self._saves(step):
             await self._save()
 
     async def _evaluate(self) -> float | None:

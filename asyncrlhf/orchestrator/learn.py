@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.buffer.replay import Taken
@@ -16,7 +15,16 @@ from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
-AfterStep = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Bookkeeping(Protocol):
+    """What follows a step: its records at leisure, and at some steps an evaluation or a checkpoint at once."""
+
+    def is_boundary(self, step: int) -> bool:
+        """Whether the next step may not begin before this one's bookkeeping is done."""
+        ...
+
+    async def after_step(self, metrics: dict[str, Any]) -> None: ...
 
 
 class LearnLoop:
@@ -29,14 +37,15 @@ class LearnLoop:
         assembly: Assembly,
         publisher: WeightPublisher,
         log: RolloutLog,
-        after_step: AfterStep,
+        bookkeeping: Bookkeeping,
     ) -> None:
         self._state = state
         self._runtime = runtime
         self._assembly = assembly
         self._publisher = publisher
         self._log = log
-        self._after_step = after_step
+        self._bookkeeping = bookkeeping
+        self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(state)
         self._publish_due = False
         self.training = False
@@ -46,8 +55,9 @@ class LearnLoop:
             started = self._state.now()
             taken = await self._next_batch()
             if taken is None:
-                return
+                break
             await self._step(taken, self._state.now() - started)
+        await self._catch_up()
 
     async def settle(self) -> None:
         """After the last step: wait until the generators hold the final weights."""
@@ -87,7 +97,9 @@ class LearnLoop:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
         started = state.now()
         self.training = True
-        result = await self._runtime.learner.train(items)
+        training = asyncio.ensure_future(self._runtime.learner.train(items))
+        await self._catch_up()
+        result = await training
         self.training = False
         trained = state.now() - started
         self._file(taken, version)
@@ -103,9 +115,17 @@ class LearnLoop:
             self._publisher.last_seconds,
             self._publisher.mismatch_kl,
         )
-        await self._log.hand_over()
         state.progressed()
-        await self._after_step(metrics)
+        self._unlogged = metrics
+        if self._bookkeeping.is_boundary(state.version):
+            await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        """Record the step before: the learner is at its next one meanwhile, wherever nothing forbids it."""
+        metrics, self._unlogged = self._unlogged, None
+        if metrics is not None:
+            await self._log.hand_over()
+            await self._bookkeeping.after_step(metrics)
 
     async def _publish_if_due(self) -> float:
         """Each version must go out in the scheduled modes; a free run that finds the last publish still under way puts

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError, StallError
+from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.local_runtime import LocalGenerator, LocalRuntime
 from tests.loop import FAKE, Finished, meddle, run
 
@@ -139,17 +140,15 @@ def test_resume_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def interrupt_after(folder: Path, step: int, *options: str) -> Finished:
     """A run stopped as Ctrl-C stops it, in the midst of its work."""
-    from asyncrlhf.orchestrator.controller import Controller
+    original = LearnLoop._retire
 
-    original = Controller._after_step
-
-    async def after(self: Controller, metrics: dict[str, float]) -> None:
-        await original(self, metrics)
-        if self.state.version == step:
-            self.stop()
+    def retire(self: LearnLoop) -> None:
+        original(self)
+        if self._state.version == step:
+            self._state.stopping = True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Controller, "_after_step", after)
+        patch.setattr(LearnLoop, "_retire", retire)
         stopped = run(folder, *options)
     assert stopped.summary["exit_reason"] == "interrupted"
     assert stopped.summary["ledger"]["adds_up"]
