@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from asyncrlhf.errors import ConfigError
 def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         close = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(f"{key}={value} is not known{hint}; allowed: {', '.join(allowed)}.")
 
 
@@ -23,17 +24,20 @@ def check_range(
     low: float | None = None,
     high: float | None = None,
     exclusive_low: bool = False,
+    exclusive_high: bool = False,
 ) -> None:
-    """Raise unless ``low <= value <= high`` (``low < value`` with ``exclusive_low``); NaN is never in range."""
+    """Raise unless ``low <= value <= high``, ``exclusive_*`` without the bound itself; NaN and infinity never pass."""
     above = low is None or (value > low if exclusive_low else value >= low)
-    below = high is None or value <= high
-    if above and below and value == value:
+    below = high is None or (value < high if exclusive_high else value <= high)
+    if above and below and math.isfinite(value):
         return
     bounds = []
     if low is not None:
-        bounds.append(f"{'>' if exclusive_low else '>='} {low:g}")
+        bounds.append(f"{'>' if exclusive_low else '>='} {low}")
     if high is not None:
-        bounds.append(f"<= {high:g}")
+        bounds.append(f"{'<' if exclusive_high else '<='} {high}")
+    if (above and below) or not bounds:
+        bounds.append("finite")
     raise ConfigError(f"{key}={value} is out of range; allowed: {' and '.join(bounds)}.")
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from asyncrlhf.cli.compose import load_config
 from asyncrlhf.orchestrator import run as run_module
+from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.local_runtime import LocalRuntime
 from asyncrlhf.orchestrator.meters import TIMING_KEYS
 from asyncrlhf.orchestrator.records import read_metrics
 
-QUIET = ("logging.wandb=disabled", "logging.progress=none", "task.heldout_size=8")
+QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
 FAKE = (
     "generator.engine=fake",
     "learner.learning_rate=1e-4",

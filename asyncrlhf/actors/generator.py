@@ -74,6 +74,7 @@ class GeneratorWorker:
         self._failed: list[GenerationFailure] = []
         self._private: dict[int, Rollout | GenerationFailure] = {}
         self._staged: tuple[int, Any] | None = None
+        self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
 
     def has_work(self) -> bool:
         return bool(self._prompts)
@@ -99,6 +100,7 @@ class GeneratorWorker:
 
     def step(self, now: float) -> StepOutput:
         output = self.engine.step(now)
+        self._timed = output.wake_at is not None
         self.tokens += output.tokens
         for result in output.finished:
             group_id, prompt = self._prompts.pop(result.rollout_id)
@@ -145,7 +147,9 @@ class GeneratorWorker:
     def receive(self, ticket: Ticket) -> None:
         self._staged = (ticket.version, self.receiver.receive(ticket))
 
-    def load(self, version: int, cache: Literal["keep", "recompute"]) -> None:
+    def load(self, version: int, cache: Literal["keep", "recompute"], now: float) -> None:
+        if self._timed and self.has_work():
+            self.step(now)  # what was made by now was made by the old version
         if self._staged is None or self._staged[0] != version:
             held = None if self._staged is None else self._staged[0]
             raise WeightSyncError(f"{self.name} was asked to load version {version} but received {held}.")
@@ -319,7 +323,7 @@ class GeneratorActor:
     def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
         def timed() -> float:
             started = time.monotonic()
-            self._worker.load(version, cache)
+            self._worker.load(version, cache, started)
             return time.monotonic() - started
 
         return self._call(timed)

@@ -15,7 +15,7 @@ import torch
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.packing import pack, shard
-from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.learner.build import build_learner
 from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
@@ -48,6 +48,7 @@ class LearnerWorker:
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         self.rank = rank
         self._ranks = ranks
+        self._model = spec.model
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
             init_process_group(rank, ranks, address)
@@ -96,7 +97,10 @@ class LearnerWorker:
         return self.backend.score(texts)
 
     def save(self, folder: Path) -> None:
+        """With the tokenizer, so that ``folder/model`` is a checkpoint that any ``from_pretrained`` reads."""
         self.backend.save(folder)
+        if self.rank == 0:
+            load_tokenizer(self._model).save_pretrained(folder / "model")
 
     def load(self, folder: Path) -> None:
         if self.sender is not None:

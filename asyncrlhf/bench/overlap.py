@@ -1,4 +1,4 @@
-"""Does asynchrony overlap? Asynchronous steps/s against each side running alone, with the synchronous loop beside it."""
+"""Does it overlap? Asynchronous steps/s against each side running alone, with the synchronous loop beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrlhf.actors.messages import TrainItem, WorkItem
 from asyncrlhf.bench.measure import show, spread, write
-from asyncrlhf.cli.compose import load_config
+from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
@@ -99,9 +99,7 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
         issued += size
         return [
             WorkItem(
-                GenerationRequest(
-                    i, i // size, prompt.token_ids, request_seed(config.seed, i), prepared.sampling
-                ),
+                GenerationRequest(i, i // size, prompt.token_ids, request_seed(config.seed, i), prepared.sampling),
                 prompt,
             )
             for i in ids

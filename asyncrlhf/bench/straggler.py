@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.cli.compose import load_config
+from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.records import read_metrics
 from asyncrlhf.orchestrator.run import train
 

@@ -1,4 +1,4 @@
-"""Our loop against TRL's ``GRPOTrainer``: the same model, prompts, group size, lengths, optimizer and cores, in turn."""
+"""Our loop against TRL's ``GRPOTrainer``: the same model, prompts, group size, lengths, optimizer and cores."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET, WARM_UP
-from asyncrlhf.cli.compose import load_config
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.records import read_metrics
 from asyncrlhf.orchestrator.run import train
@@ -28,7 +28,8 @@ PREFIX_REWARD = ["reward.kind=python", "reward.target=asyncrlhf.bench.workload:p
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
     """Rounds of TRL, then ours, each with a seed of its own. Rates leave out set-up and warm-up on both sides, and on
-    ours the last steps too, whose batches lie ready. Rewards compare the last quarter of the steps, at equal samples."""
+    ours the last steps too, whose batches lie ready. Rewards compare the last quarter of the steps, at equal samples.
+    """
     parser = argparse.ArgumentParser(prog="asyncrlhf bench trl", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)

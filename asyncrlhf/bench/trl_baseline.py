@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.bench.workload import exact_match, load_tokenizer, prefix_match, prompt_rows
+from asyncrlhf.bench.workload import begins_right, exact_match, load_tokenizer, prompt_rows
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ def build_trainer(settings: Settings, model: Any, folder: str, rewards: list[flo
             ends.append(time.perf_counter())
 
     def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-        rule = prefix_match(completions, completions, answer) if settings.fixed_length else None
-        scores = exact_match(completions, answer) if rule is None else rule
+        scores = (begins_right if settings.fixed_length else exact_match)(completions, answer)
         rewards.append(sum(scores) / len(scores))
         return scores
 

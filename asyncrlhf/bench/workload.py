@@ -30,7 +30,11 @@ def exact_match(completions: Sequence[str], answers: Sequence[str]) -> list[floa
     return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
 
 
+def begins_right(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """1 where the completion begins with the answer: for responses of a fixed length, which cannot end there."""
+    return [float(text.strip().startswith(answer)) for text, answer in zip(completions, answers, strict=True)]
+
+
 def prefix_match(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the completion begins with the answer: for responses of a fixed length, which cannot end where the answer
-    does. The signature is TRL's, so that both sides call this very function."""
-    return [float(text.strip().startswith(right)) for text, right in zip(completions, answer, strict=True)]
+    """``begins_right`` with the signature of a reward function."""
+    return begins_right(completions, answer)

@@ -14,7 +14,8 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf train [overrides]      one run, such as: asyncrlhf train steps=50 async.max_staleness=4
                                    with -m a sweep:  asyncrlhf train -m seed=0,1,2 async.mode=sync,async
                                    --cfg job shows the config, --help all its keys
-  asyncrlhf evaluate [overrides]   held-out accuracy of a checkpoint: asyncrlhf evaluate model.path=FOLDER
+  asyncrlhf evaluate [overrides]   held-out accuracy of a model: asyncrlhf evaluate model.path=FOLDER
+                                   of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf bench NAME             overlap, trl, weights, straggler: ratios measured side by side
   asyncrlhf doctor                 what this machine offers, and what would fail
@@ -79,8 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments[1:])
     except AsyncRLHFError as error:
-        print(f"asyncrlhf: {error}", file=sys.stderr)
+        # Messages of other libraries, quoted in ours, may have several lines.
+        print(f"asyncrlhf: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except SystemExit as end:  # argparse and Hydra answer --help so
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         print("asyncrlhf: interrupted.", file=sys.stderr)
         return 130

@@ -5,19 +5,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from asyncrlhf.errors import ConfigError
 
 
-def main(arguments: Sequence[str]) -> int:
-    from asyncrlhf.report.html import build_report
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence instead of a usage text."""
 
-    parser = argparse.ArgumentParser(prog="asyncrlhf report", exit_on_error=False)
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"report: {message}; write asyncrlhf report RUN [RUN ...] [--out FOLDER].")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = _Parser(prog="asyncrlhf report")
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument("--out", type=Path, default=None, help="folder of the report (several runs: ./report)")
-    try:
-        options = parser.parse_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"report: {error}.") from None
+    options = parser.parse_args(list(arguments))
+
+    from asyncrlhf.report.html import build_report  # plotly and matplotlib: a second that a wrong word need not cost
+
     print(f"Report: {build_report(options.runs, options.out)}")
     return 0

@@ -3,44 +3,105 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
-from asyncrlhf.cli.compose import CONFIG_NAME, checked, load_config, search_path_override, split_config_dir
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.config import RunConfig, conf_folder, register_schema
+from asyncrlhf.orchestrator.compose import (
+    CONFIG_NAME,
+    check_words,
+    compose_config,
+    load_config,
+    search_path_override,
+    split_config_dir,
+    sweep_jobs,
+)
+from asyncrlhf.orchestrator.config import RunConfig, conf_folder, from_hydra, register_schema
 
-# What only Hydra's own command line answers.
-HYDRA_FLAGS = {"-m", "--multirun", "--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version"}
+# What only Hydra's own command line answers; SHOW_FLAGS take a word behind them.
+SWEEP_FLAGS = {"-m", "--multirun"}
+SHOW_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}
+CFG_WORDS = ("job", "hydra", "all")
+OTHER_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--resolve"}
+# What drawing meets in figures or on disks that nobody expected; the run itself is done and safe by then.
+REPORT_TROUBLE = (AsyncRLHFError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def main(arguments: Sequence[str]) -> int:
     rest, folder = split_config_dir(arguments)
-    if any(argument.split("=")[0] in HYDRA_FLAGS for argument in rest):
-        return _with_hydra(rest, folder)
-    return run(load_config(arguments))
+    flags, overrides = split_flags(rest)
+    if not flags:
+        return run(load_config(arguments))
+    check_words(overrides)
+    if SWEEP_FLAGS & set(flags):
+        _check_jobs(overrides, folder)
+    else:
+        compose_config(overrides, folder)
+    return _with_hydra(flags, overrides, folder)
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their words, and the overrides."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    waiting = ""
+    for argument in arguments:
+        name = argument.split("=")[0]
+        if name in SWEEP_FLAGS | SHOW_FLAGS | OTHER_FLAGS:
+            flags.append(argument)
+            waiting = argument if argument in SHOW_FLAGS else ""
+        elif waiting and not argument.startswith("-") and "=" not in argument:
+            flags.append(argument)
+            waiting = ""
+        else:
+            overrides.append(argument)
+    for flag, word in pairwise([*flags, ""]):
+        if flag in ("--cfg", "-c") and word not in CFG_WORDS:
+            raise ConfigError(f"{flag} {word} shows nothing; allowed: {', '.join(CFG_WORDS)}.")
+    return flags, overrides
 
 
 def run(config: RunConfig) -> int:
     from asyncrlhf.orchestrator.run import train
     from asyncrlhf.orchestrator.summary import plain_words
 
-    try:
-        summary = train(config)
-    except AsyncRLHFError:
-        raise
-    except KeyboardInterrupt:
-        return 130
+    summary = train(config)
     print(plain_words(summary))
+    if config.logging.report and summary["exit_reason"] == "done":
+        print(_report(summary))
     return 130 if summary["exit_reason"] == "interrupted" else 0
 
 
-def _with_hydra(arguments: Sequence[str], folder: Path | None) -> int:
-    """Hydra composes, launches and names the jobs' folders; a job that fails gives the sweep its exit code."""
+def _report(summary: Mapping[str, Any]) -> str:
+    from asyncrlhf.report.html import build_report
+
+    folder = Path(summary["run_dir"])
+    try:
+        return f"Report: {build_report([folder])}"
+    except REPORT_TROUBLE as error:
+        return f"The report could not be drawn ({type(error).__name__}: {error}); try: asyncrlhf report {folder}"
+
+
+def _check_jobs(overrides: Sequence[str], folder: Path | None) -> None:
+    """Every job's config is checked before the first one starts, unless a sweeper other than Hydra's makes them."""
+    if any(override.lstrip("+").startswith("hydra/sweeper") for override in overrides):
+        return
+    for job in sweep_jobs(overrides):
+        from_hydra(compose_config(job, folder))
+
+
+def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | None) -> int:
+    """Hydra composes, launches and names the jobs' folders; the worst job gives the sweep its exit code.
+
+    A job that fails leaves the others alone; an interruption ends them all.
+    """
     register_schema()
     codes: list[int] = []
 
@@ -50,14 +111,22 @@ def _with_hydra(arguments: Sequence[str], folder: Path | None) -> int:
         with open_dict(config):
             config.run_dir = config.run_dir or str(output)
         try:
-            codes.append(run(checked(config)))
+            codes.append(run(from_hydra(config)))
         except AsyncRLHFError as error:
-            print(f"asyncrlhf: {HydraConfig.get().job.override_dirname}: {error}", file=sys.stderr)
+            print(
+                f"asyncrlhf: {HydraConfig.get().job.override_dirname}: {' '.join(str(error).split())}", file=sys.stderr
+            )
             codes.append(error.exit_code)
-            if isinstance(error, ConfigError):
-                raise SystemExit(error.exit_code) from None
+            with suppress(OSError):
+                output.rmdir()  # Hydra's folder, empty where nothing was started
+        if codes[-1] == 130:
+            raise KeyboardInterrupt
         return codes[-1]
 
-    sys.argv = ["asyncrlhf train", *search_path_override(folder), *arguments]
-    job()
+    before = sys.argv
+    sys.argv = ["asyncrlhf train", *flags, *search_path_override(folder), *overrides]
+    try:
+        job()
+    finally:
+        sys.argv = before
     return max(codes, default=0)

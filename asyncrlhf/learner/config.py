@@ -145,4 +145,4 @@ class LearnerConfig:
         ):
             check_range(f"learner.{key}", getattr(self, key), low=0)
         for key in ("adam_beta1", "adam_beta2"):
-            check_range(f"learner.{key}", getattr(self, key), low=0, high=1)
+            check_range(f"learner.{key}", getattr(self, key), low=0, high=1, exclusive_high=True)

@@ -96,7 +96,9 @@ def find_checkpoint(resume: str, run_dir: Path | None, runs: Path) -> Path | Non
         newest = list_checkpoints(folder)
         if newest:
             return newest[-1]
-        raise ConfigError(f"checkpoint.resume={resume} holds no checkpoint; allowed: no, auto, or a checkpoint's folder.")
+        raise ConfigError(
+            f"checkpoint.resume={resume} holds no checkpoint; allowed: no, auto, or a checkpoint's folder."
+        )
     candidates = [run_dir] if run_dir is not None else sorted(runs.glob("*"), reverse=True)
     for candidate in candidates:
         found = list_checkpoints(candidate)

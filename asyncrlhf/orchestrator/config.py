@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from asyncrlhf.buffer.admission import validate_flow
 from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
@@ -173,16 +178,13 @@ def _yaml_name(name: str) -> str:
 
 def from_hydra(config: DictConfig) -> RunConfig:
     """Turn Hydra's config into the frozen dataclasses; raises ConfigError with one sentence."""
-    raw: dict[str, Any] = {}
-    for key in config:
-        raw[_RENAMED.get(str(key), str(key))] = config[key]
-    known = {f.name for f in fields(RunConfig)}
-    unknown = [key for key in raw if key not in known]
+    known = {_yaml_name(f.name) for f in fields(RunConfig)}
+    unknown = [str(key) for key in config if str(key) not in known]
     if unknown:
-        raise ConfigError(unknown_key(unknown[0], [_yaml_name(k) for k in known]))
+        raise ConfigError(unknown_key(unknown[0]))
     try:
-        merged = OmegaConf.merge(_schema(), raw)
-        built = OmegaConf.to_object(merged)
+        raw = {_RENAMED.get(str(key), str(key)): config[key] for key in config}
+        built = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     except OmegaConfBaseException as error:
         raise ConfigError(omegaconf_sentence(error)) from error
     assert isinstance(built, RunConfig)
@@ -196,17 +198,63 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
     return {_yaml_name(str(key)): value for key, value in plain.items()}
 
 
-def unknown_key(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"{key} is not a setting{hint}; allowed here: {', '.join(sorted(known))}."
+def unknown_key(key: str) -> str:
+    """The sentence for a setting that does not exist: what is near it, and what its group holds."""
+    tree: Any = to_plain(RunConfig())
+    node, parts = tree, key.split(".")
+    for depth, part in enumerate(parts):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+            continue
+        parent, wrong = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
+        if not isinstance(node, dict):
+            return f"{key} is not a setting; {parent} holds a single value."
+        if not node:
+            return f"{key} is a new entry of {parent}; write it with two plus signs in front: ++{key}=VALUE."
+        prefix = f"{parent}." if parent else ""
+        close = [f"{prefix}{name}" for name in difflib.get_close_matches(part, node, n=1)]
+        close = [name for name in _leaves(tree) if f".{name}".endswith(f".{parts[-1]}")] or close
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        where = f"in {parent}" if parent else "here"
+        return f"{wrong} is not a setting{hint}; allowed {where}: {', '.join(sorted(map(str, node)))}."
+    return f"{key} cannot be set in this way."
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in tree.items():
+        found += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [f"{prefix}{name}"]
+    return found
+
+
+# What a setting takes, by the type of its default.
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "one text",
+    list: "a list such as [a,b]",
+    dict: "settings of its own, such as KEY.NAME=VALUE",
+}
 
 
 def omegaconf_sentence(error: OmegaConfBaseException) -> str:
-    """OmegaConf's several lines as one sentence that names the key."""
+    """OmegaConf's several lines as one sentence that names the key, the value and what is allowed."""
     first = str(error).strip().splitlines()[0].rstrip(".")
-    key = (getattr(error, "full_key", None) or "the configuration").replace("async_", "async")
-    return f"{key}: {first}."
+    key = str(getattr(error, "full_key", None) or "the configuration").replace("async_", "async")
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(key)
+    if isinstance(error, InterpolationResolutionError):
+        return f"{key} refers to something that cannot be found: {first}."
+    default: Any = to_plain(RunConfig())
+    for part in key.split("."):
+        default = default.get(part) if isinstance(default, dict) else None
+    if default is None:
+        return f"{key}: {first}."
+    match = re.search(r"[Vv]alue '(.*)' (?:of type|is not)|value: (.*)$", first)
+    given = "null" if re.search("not Optional|'None'", first) else (match.group(1) or match.group(2)) if match else None
+    shown = f"{key}={given}" if given is not None else f"The value of {key}"
+    return f"{shown} is of the wrong kind; allowed: {_KINDS[type(default)].replace('KEY', key)}."
 
 
 def conf_folder() -> Path:

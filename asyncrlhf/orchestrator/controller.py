@@ -190,7 +190,9 @@ class Controller:
         return self.config.eval_every > 0 and step % self.config.eval_every == 0 and step < self.config.steps
 
     def _saves(self, step: int) -> bool:
-        return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0 and step < self.config.steps
+        return (
+            self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0 and step < self.config.steps
+        )
 
     async def after_step(self, metrics: dict[str, Any]) -> None:
         step = int(metrics["step"])
@@ -249,7 +251,9 @@ class Controller:
         ]
         for replica in state.replicas:
             held = sorted(replica.in_flight)
-            status = "dead" if not replica.alive else "draining" if replica.draining else f"at version {replica.version}"
+            status = (
+                "dead" if not replica.alive else "draining" if replica.draining else f"at version {replica.version}"
+            )
             parts.append(f"{replica.name} is {status} with {len(held)} rollouts in flight{_some(held)}.")
         queued = self._scoring.queued if self._scoring is not None else []
         if queued:
@@ -270,5 +274,3 @@ def failure_sentence(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     return first if isinstance(error, AsyncRLHFError) else f"{type(error).__name__}: {first}"
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.data.sources import PromptSource
@@ -39,7 +40,7 @@ class Dispatcher:
         """Wait for room, then hand out all that fits at once."""
         while True:
             plan: dict[str, list[WorkItem]] = {}
-            await self._state.changed.wait_for(lambda: self._plan(plan))
+            await self._state.changed.wait_for(partial(self._plan, plan))
             await asyncio.gather(*(self._submit(r, plan[r.name]) for r in self._state.replicas if r.name in plan))
 
     async def _submit(self, replica: Replica, items: list[WorkItem]) -> None:

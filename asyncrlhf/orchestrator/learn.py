@@ -16,7 +16,6 @@ from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
 
-
 class Bookkeeping(Protocol):
     """What follows a step: its records at leisure, and at some steps an evaluation or a checkpoint at once."""
 
@@ -173,4 +172,3 @@ def _swallow_death(task: asyncio.Task[list[int]]) -> None:
     """A replica that dies while told to forget has forgotten; its collect loop reports the death."""
     if not task.cancelled() and isinstance(task.exception(), ReplicaError):
         return
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ class Meters:
             "policy_version": version + 1,
             "wall_time": now - self._started,
             **self._staleness(version, taken),
+            "ref_kl": math.nan,  # null in the records, unless there is a reference policy
             **result.metrics,
             "skipped": float(result.skipped),
             "mismatch_kl": mismatch_kl,

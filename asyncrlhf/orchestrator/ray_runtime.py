@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,11 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.orchestrator.config import RayConfig
 from asyncrlhf.orchestrator.handles import GeneratorHandle, RewardHandle
-from asyncrlhf.transport.base import Ticket, TransferStats
+from asyncrlhf.transport.base import LostReceiversError, Ticket, TransferStats
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
 
-CLOSE_SECONDS = 10.0
+START_SECONDS = 600.0
+CLOSE_SECONDS = 5.0
 
 
 async def ask(name: str, reference: Any) -> Any:
@@ -34,9 +36,22 @@ async def ask(name: str, reference: Any) -> Any:
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
     except RayActorError as error:
-        raise ReplicaError(f"{name} died: {str(error).splitlines()[0]}") from None
+        lines = str(error).strip().splitlines()
+        if error.actor_init_failed:  # the message is a traceback
+            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
+        raise ReplicaError(f"{name} died: {lines[0]}") from None
     except RayError as error:
         raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+
+
+async def ask_to_start(name: str, reference: Any) -> Any:
+    """As :func:`ask`, but with an end: Ray itself waits for ever for CPUs or GPUs that no machine has."""
+    try:
+        return await asyncio.wait_for(ask(name, reference), START_SECONDS)
+    except TimeoutError:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        offer = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        raise ReplicaError(f"{name} did not start within {START_SECONDS:g} s; free in Ray: {offer}.") from None
 
 
 def bundle(payloads: Sequence[Payload]) -> tuple[list[Any], list[int]]:
@@ -51,6 +66,7 @@ class RayGenerator:
         options = {"num_cpus": spec.generator.threads, "num_gpus": spec.generator.gpus, "max_concurrency": 8}
         self.spec = spec
         self.actor = ray.remote(GeneratorActor).options(**options).remote(spec)
+        self._submitted: list[Any] = []
 
     @property
     def name(self) -> str:
@@ -61,15 +77,20 @@ class RayGenerator:
         return self.spec.generator.slots
 
     async def ready(self) -> None:
-        await ask(self.name, self.actor.ready.remote())
+        await ask_to_start(self.name, self.actor.ready.remote())
 
     async def submit(self, items: Sequence[WorkItem]) -> None:
-        await ask(self.name, self.actor.submit.remote(items))
+        """Waits for no answer: a replica that hangs must not keep work from the others. ``collect`` raises what it
+        raised."""
+        self._submitted.append(self.actor.submit.remote(items))
 
     async def collect(self) -> Collected:
         """The payload is a return value of its own: its owner is this process, so it outlives the replica."""
+        submitted, self._submitted = self._submitted, []
         facts, payload = self.actor.collect.options(num_returns=2).remote()
         collected: Collected = await ask(self.name, facts)
+        for reference in submitted:
+            await ask(self.name, reference)
         now = asyncio.get_running_loop().time()
         finished = [
             replace(info, payload=Payload(payload, info.payload.index), generated_at=now) for info in collected.finished
@@ -86,6 +107,10 @@ class RayGenerator:
 
     async def receive(self, ticket: Ticket) -> None:
         await ask(self.name, self.actor.receive.remote(ticket))
+
+    async def join(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
+        """Enter the weight group of ``epoch``."""
+        await ask(self.name, self.actor.connect.remote(endpoint, rank, world_size, epoch))
 
     async def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
         seconds: float = await ask(self.name, self.actor.load.remote(version, cache))
@@ -109,7 +134,7 @@ class RayReward:
         self.actor = ray.remote(RewardActor).options(num_cpus=0, max_restarts=3, max_task_retries=3).remote(spec)
 
     async def ready(self) -> None:
-        await ask(self._name, self.actor.ready.remote())
+        await ask_to_start(self._name, self.actor.ready.remote())
 
     async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
         references, places = bundle(payloads)
@@ -131,8 +156,9 @@ class RayLearner:
         self.ranks = [remote.remote(spec, rank, ranks) for rank in range(ranks)]
 
     async def ready(self) -> None:
-        address = await ask("learner-0", self.ranks[0].rendezvous.remote())
-        await self._all(lambda rank: rank.setup.remote(address))
+        address = await ask_to_start("learner-0", self.ranks[0].rendezvous.remote())
+        setups = [ask_to_start(f"learner-{i}", rank.setup.remote(address)) for i, rank in enumerate(self.ranks)]
+        await asyncio.gather(*setups)
 
     async def _all(self, call: Any) -> list[Any]:
         references = [call(rank) for rank in self.ranks]
@@ -183,6 +209,11 @@ class RayLearner:
         await asyncio.gather(*(_close(rank) for rank in self.ranks))
 
 
+def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
 async def _close(actor: Any) -> None:
     """Let it close what it holds open, then end its process whatever it answered."""
     await asyncio.wait([asyncio.ensure_future(_quietly(actor))], timeout=CLOSE_SECONDS)
@@ -222,6 +253,7 @@ class RayRuntime:
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        terminate = signal.getsignal(signal.SIGTERM)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if self._config.address:
             ray.init(address=self._config.address, **common)
@@ -233,6 +265,8 @@ class RayRuntime:
                 object_store_memory=self._config.object_store_mb * 2**20,
                 **common,
             )
+        # Ray puts its own handler there, which ends the process on the spot; a run ends with a checkpoint.
+        signal.signal(signal.SIGTERM, terminate)
         self._owns_ray = True
 
     async def start(self) -> None:
@@ -245,14 +279,30 @@ class RayRuntime:
         self._endpoint = await self.learner.listen()
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
+        """Raises LostReceiversError naming those that died or hung: they are not waited for, all others are."""
         self._epoch += 1
-        world = len(receivers) + 1
+        names = [r.name for r in receivers]
         joins = [
-            ask(r.name, r.actor.connect.remote(self._endpoint, rank, world, self._epoch))
+            asyncio.create_task(r.join(self._endpoint, rank, len(names) + 1, self._epoch))
             for rank, r in enumerate(receivers, start=1)
             if isinstance(r, RayGenerator)
         ]
-        await asyncio.gather(self.learner.connect(self._endpoint, [r.name for r in receivers], self._epoch), *joins)
+        lost: dict[str, str] = {}
+        try:
+            await self.learner.connect(self._endpoint, names, self._epoch)
+        except LostReceiversError as error:
+            lost.update(error.receivers)
+        except BaseException:
+            _cancel(joins)
+            raise
+        _cancel([join for name, join in zip(names, joins, strict=True) if name in lost])
+        for name, outcome in zip(names, await asyncio.gather(*joins, return_exceptions=True), strict=True):
+            if isinstance(outcome, ReplicaError):
+                lost.setdefault(name, "died")
+            elif isinstance(outcome, Exception) and not lost:
+                raise outcome
+        if lost:
+            raise LostReceiversError(f"The weight group of epoch {self._epoch} could not form", lost)
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         assert isinstance(dead, RayGenerator)

@@ -23,8 +23,10 @@ class Recovery:
 
     def dead(self, replica: Replica, error: ReplicaError) -> None:
         """Take the replica out and put what it held back in the queue, before anything else can run."""
-        if not replica.alive:
-            return
+        if replica.alive:
+            self._bury(replica, error)
+
+    def _bury(self, replica: Replica, error: ReplicaError) -> None:
         replica.alive = False
         replica.version = -1
         lost = sorted(replica.in_flight)
@@ -54,11 +56,12 @@ class Recovery:
             replica.restarts += 1
             try:
                 replica.handle = await self._runtime.restart(replica.handle)
-                await publisher.rejoin(replica)
             except ReplicaError as error:
-                replica.alive = True
-                self.dead(replica, error)
+                self._bury(replica, error)
                 continue
+            await publisher.rejoin(replica)
+            if not replica.alive:
+                continue  # whoever met its new death has queued it again
             self._message(f"{replica.name} is back at version {replica.version}.")
             self.restarted(replica)
             self._state.progressed()

@@ -14,9 +14,7 @@ from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.types import Payload, RolloutGroup
 
 
-def snapshot_state(
-    state: RunState, source: PromptSource, log: RolloutLog
-) -> tuple[dict[str, Any], list[Payload]]:
+def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tuple[dict[str, Any], list[Payload]]:
     """The JSON document of a checkpoint, and references to the finished rollouts that belong to it."""
     groups = list(state.groups.values())
     finished = [s for g in groups for s in g.scored] + [s for g in state.buffer.groups() for s in g.rollouts]
@@ -91,4 +89,3 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
                 state.ledger.requeue(rollout_id)
             state.requeue.append(rollout_id)
     state.ledger.check()
-

@@ -84,9 +84,7 @@ class RolloutLog:
                     continue
                 del self._uses[info.rollout_id]
                 at = scored.admitted_at
-                self._ended.append(
-                    _Ended(info.rollout_id, info.group_id, None, at, info, scored, "trained", None, use)
-                )
+                self._ended.append(_Ended(info.rollout_id, info.group_id, None, at, info, scored, "trained", None, use))
 
     async def hand_over(self) -> None:
         """Send what has ended on its way to the recorder; waits only when the records are far behind."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -51,17 +53,11 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Everything that can be wrong with the input is found here; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
+    _check_devices(config)
     check_model(config.model)
     tokenizer = load_tokenizer(config.model)
-    task = build_task(config.task, tokenizer)
     completion = config.generator.max_completion_length
-    context = context_length(config.model)
-    longest = max((len(p.token_ids) for p in task.heldout()), default=0)
-    if longest + completion > context:
-        raise ConfigError(
-            f"A prompt of {longest} tokens and generator.max_completion_length={completion} exceed the {context} tokens "
-            f"of context that model.path={config.model.path} has."
-        )
+    task = _fitting_task(config, tokenizer)
     scorer = build_scorer(config.reward, task, completion)
     preflight(scorer, (task.heldout() or [task.train_source(config.seed).next()])[0])
     given = Path(config.run_dir) if config.run_dir else None
@@ -75,6 +71,38 @@ def prepare(config: RunConfig) -> Prepared:
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
     return Prepared(config, run_dir, tokenizer, task, sampling, read_checkpoint(found) if found is not None else None)
+
+
+def _fitting_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task, all of whose prompts leave room for a response in the model's context."""
+    completion, context = config.generator.max_completion_length, context_length(config.model)
+    room = context - completion
+    if config.task.max_prompt_length <= room:
+        return build_task(config.task, tokenizer)
+    try:
+        if room < 1:
+            raise ConfigError("There is no room for a prompt.")
+        return build_task(replace(config.task, max_prompt_length=room), tokenizer)
+    except ConfigError as error:
+        build_task(config.task, tokenizer)  # raises what is wrong whatever the context is
+        raise ConfigError(
+            f"generator.max_completion_length={completion} leaves room for prompts of {max(room, 0)} tokens in the "
+            f"{context} tokens of context that model.path={config.model.path} has: {error}"
+        ) from error
+
+
+def _check_devices(config: RunConfig) -> None:
+    """Ray would wait for ever for a GPU that this machine does not have; a cluster's are its own business."""
+    wanted = config.generator.gpus * config.generator.replicas + config.learner.gpus * config.learner.ranks
+    if wanted == 0 or (config.runtime == "ray" and (config.ray.address or os.environ.get("RAY_ADDRESS"))):
+        return
+    found = torch.cuda.device_count()
+    # The local runtime keeps all of its parts in one process, where they share the first GPU.
+    if found == 0 or (config.runtime == "ray" and wanted > found):
+        raise ConfigError(
+            f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g} need {wanted:g} GPUs "
+            f"in all; torch sees {found} on this machine, and ray.address names no cluster."
+        )
 
 
 def new_run_dir(name: str) -> Path:
@@ -120,7 +148,10 @@ def train(config: RunConfig) -> dict[str, Any]:
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
-    recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
+    try:
+        recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
+    except OSError as error:
+        raise ConfigError(f"run_dir={prepared.run_dir} cannot be written: {error}.") from error
     wandb = WandbSink(prepared.run_dir, plain, config.logging)
     start = prepared.saved.step if prepared.saved is not None else 0
     progress = Progress(config.steps, config.logging.progress, start_step=start)

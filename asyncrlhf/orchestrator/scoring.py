@@ -23,7 +23,7 @@ class Waiting:
 
 
 class Scoring:
-    """``fusion.granularity`` decides when a generated rollout may be scored: at once, with its group, with its batch."""
+    """``fusion.granularity`` says when a generated rollout may be scored: at once, with its group, with its batch."""
 
     def __init__(
         self,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from asyncrlhf.actors.messages import Offer
+from asyncrlhf.engines.base import CacheMode
 from asyncrlhf.errors import ReplicaError, WeightSyncError
-from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, probe_tokens
 from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.types import FloatArray
 
 PROBE_TEXTS, PROBE_LENGTH = 4, 16
+GRACE_SECONDS = 1.0  # beyond the transport's own time-out, whose sentence says more
+T = TypeVar("T")
 
 
 class WeightPublisher:
@@ -33,16 +36,22 @@ class WeightPublisher:
         self._runtime = runtime
         self._on_dead = on_dead
         self._task: asyncio.Task[None] | None = None
-        self._members: list[Replica] | None = None
+        self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
         self._probe = [probe_tokens(vocab_size, PROBE_LENGTH, seed) for seed in range(PROBE_TEXTS)]
         self._lock = asyncio.Lock()
+        self._rejoining = False
         self.last_seconds = 0.0
         self.mismatch_kl = 0.0
         self.waiting_for = ""
 
     @property
     def busy(self) -> bool:
+        """Whether weights are on their way, so that no new snapshot may take the place of the present one."""
+        return self._publishing or self._rejoining
+
+    @property
+    def _publishing(self) -> bool:
         return self._task is not None and not self._task.done()
 
     def next_probe(self) -> list[np.ndarray] | None:
@@ -54,7 +63,7 @@ class WeightPublisher:
 
     def start(self, version: int, offer: Offer) -> None:
         """Publish in the background; the caller made sure that nothing else is under way."""
-        assert not self.busy, "a publish is still under way"
+        assert not self._publishing, "a publish is still under way"
         self.raise_if_failed()
         self._publishes += 1
         self._task = asyncio.create_task(self._publish(version, offer), name=f"publish v{version}")
@@ -81,56 +90,100 @@ class WeightPublisher:
         async with self._lock:
             members = [r for r in self._state.replicas if r.alive]
             await self._send(members)
-            members = [r for r in members if r.alive]
-            await asyncio.gather(*(self._load(replica, version) for replica in members))
+            await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
             self._state.published_version = version
             if offer.probe_logprobs is not None:
                 await self._audit(members, version, offer.probe_logprobs)
         self.last_seconds = self._state.now() - started
         self._state.progressed()
 
-    async def _send(self, members: list[Replica]) -> int:
-        """Transfer the newest snapshot to all members and return its version; a member that dies on the way leaves the
-        group, and the rest is sent to anew."""
-        while True:
-            if self._members != members:
-                self.waiting_for = "the weight group to form"
-                await self._runtime.connect([r.handle for r in members])
-                self._members = list(members)
-            ticket = await self._runtime.learner.ticket()
-            self.waiting_for = f"weights to reach {', '.join(r.name for r in members)}"
-            results = await asyncio.gather(
-                self._runtime.learner.transfer(ticket),
-                *(self._receive(replica, ticket) for replica in members),
-                return_exceptions=True,
-            )
-            failures = [r for r in results if isinstance(r, BaseException)]
-            self._bury_lost(members, failures)
+    async def _send(self, members: list[Replica]) -> None:
+        """Transfer the newest snapshot to all members. A member that dies or hangs on the way leaves ``members``, and
+        the rest is sent to anew; without anybody left there is nothing to send before a replica is back."""
+        while members:
+            failures = await self._form(members) or await self._transfer(members)
+            self.waiting_for = ""
             survivors = [r for r in members if r.alive]
-            if not failures and survivors == members:
-                self.waiting_for = ""
-                return int(ticket.version)
             fatal = [f for f in failures if not isinstance(f, WeightSyncError)]
             if fatal:
                 raise fatal[0]
-            if survivors == members or not survivors:
-                raise failures[0] if failures else WeightSyncError("every generator died during a weight transfer.")
+            if failures and survivors == members:
+                raise failures[0]
+            if survivors == members:
+                return
             members[:] = survivors
 
-    def _bury_lost(self, members: list[Replica], failures: list[BaseException]) -> None:
+    async def _form(self, members: list[Replica]) -> list[BaseException]:
+        """Have the weight group be that of the members; returns what went wrong with those who were lost over it."""
+        handles = [r.handle for r in members]
+        if self._group == handles:
+            return []
+        self._group = None
+        self.waiting_for = f"the weight group of {_names(members)} to form"
+        try:
+            await self._runtime.connect(handles)
+        except LostReceiversError as error:
+            self._bury(members, error)
+            return [error]
+        self._group = handles
+        return []
+
+    async def _transfer(self, members: list[Replica]) -> list[BaseException]:
+        """One attempt; returns what went wrong. Nobody is waited for whom the sender names as lost: a process that
+        hangs answers neither the sender nor its own handle."""
+        ticket = await self._runtime.learner.ticket()
+        self.waiting_for = f"weights to reach {_names(members)}"
+        receiving = {asyncio.create_task(self._receive(r, ticket)): r for r in members}
+        failures: list[BaseException] = []
+        try:
+            await self._runtime.learner.transfer(ticket)
+        except WeightSyncError as error:
+            if isinstance(error, LostReceiversError):
+                self._bury(members, error)
+            failures.append(error)
+        except BaseException:
+            for task in receiving:
+                task.cancel()
+            raise
+        failures += await self._end_receiving(receiving)
+        if failures:
+            self._group = None
+        return failures
+
+    async def _end_receiving(self, receiving: dict[asyncio.Task[None], Replica]) -> list[BaseException]:
+        """Wait for those still alive, within bounds; returns their failures."""
+        seconds = self._state.config.weights.timeout_seconds + GRACE_SECONDS
+        awaited = [task for task, replica in receiving.items() if replica.alive]
+        try:
+            late = (await asyncio.wait(awaited, timeout=seconds))[1] if awaited else set()
+        finally:
+            for task in receiving:
+                task.cancel()
+        for replica in (receiving[task] for task in late):
+            self._on_dead(replica, ReplicaError(f"{replica.name} did not take its weights within {seconds:g} s"))
+        results = await asyncio.gather(*receiving, return_exceptions=True)
+        return [r for r in results if isinstance(r, Exception)]
+
+    def _bury(self, members: list[Replica], error: LostReceiversError) -> None:
         """A receiver that let the time-out pass is as good as dead, whether its process lives or not."""
-        lost = {name: why for f in failures if isinstance(f, LostReceiversError) for name, why in f.receivers.items()}
         for replica in members:
-            if replica.name in lost:
-                self._on_dead(replica, ReplicaError(f"{replica.name} {lost[replica.name]} during a weight transfer"))
-        if lost:
-            self._members = None
+            reason = error.receivers.get(replica.name)
+            if reason is not None:
+                self._on_dead(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
 
     async def _receive(self, replica: Replica, ticket: Any) -> None:
         try:
             await replica.handle.receive(ticket)
         except ReplicaError as error:
             self._on_dead(replica, error)
+
+    async def _within(self, replica: Replica, what: str, answer: Awaitable[T]) -> T:
+        """A replica that hangs in the engine is named, as one that hangs in the transfer is."""
+        seconds = self._state.config.weights.timeout_seconds
+        try:
+            return await asyncio.wait_for(answer, seconds)
+        except TimeoutError:
+            raise ReplicaError(f"{replica.name} did not {what} within {seconds:g} s") from None
 
     async def _load(self, replica: Replica, version: int) -> None:
         """Load as ``async.on_weight_update`` says; only now does the gate count the replica at this version."""
@@ -144,7 +197,8 @@ class WeightPublisher:
             self.waiting_for = ""
         try:
             if replica.alive:
-                await replica.handle.load(version, "recompute" if mode == "interrupt" else "keep")
+                cache: CacheMode = "recompute" if mode == "interrupt" else "keep"
+                await self._within(replica, f"load version {version}", replica.handle.load(version, cache))
                 replica.version = version
         except ReplicaError as error:
             self._on_dead(replica, error)
@@ -159,21 +213,43 @@ class WeightPublisher:
         return nothing_due and not state.requeue and not any(r.in_flight for r in state.replicas)
 
     async def rejoin(self, replica: Replica) -> None:
-        """Bring a restarted replica to the version that the others hold, from the learner's present snapshot."""
-        await self._state.changed.wait_for(lambda: not self.busy)
-        async with self._lock:
-            members = [r for r in self._state.replicas if r.alive or r is replica]
-            replica.alive = True
-            version = await self._send(members)
-            await replica.handle.load(version, "keep")
+        """Bring a restarted replica to the version that the others hold. It may die over it, and is reported then."""
+        await self._state.changed.wait_for(lambda: not self._publishing)
+        self.raise_if_failed()
+        # A snapshot newer than the last publish goes to all together first: nobody may get ahead of a schedule.
+        while (await self._runtime.learner.ticket()).version != self._state.published_version:
+            await self._state.changed.wait_for(lambda: self._publishing)
+            await self._state.changed.wait_for(lambda: not self._publishing)
+            self.raise_if_failed()
+        self._rejoining = True
+        try:
+            async with self._lock:
+                await self._rejoin(replica, self._state.published_version)
+        finally:
+            self._rejoining = False
+            self._state.progressed()
+
+    async def _rejoin(self, replica: Replica, version: int) -> None:
+        replica.alive = True
+        await self._send([r for r in self._state.replicas if r.alive])
+        if not replica.alive:
+            return
+        try:
+            await self._within(replica, f"load version {version}", replica.handle.load(version, "keep"))
             replica.version = version
-        self._state.progressed()
+        except ReplicaError as error:
+            self._on_dead(replica, error)
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run."""
         tolerance = self._state.config.audit_tolerance
         for replica in [r for r in members if r.alive]:
-            result = compare(expected, await replica.handle.score(self._probe))
+            try:
+                scored = await self._within(replica, "score the audit's probe", replica.handle.score(self._probe))
+            except ReplicaError as error:
+                self._on_dead(replica, error)
+                continue
+            result = compare(expected, scored)
             self.mismatch_kl = result.mismatch_kl
             if result.mean_abs <= tolerance:
                 continue
@@ -184,3 +260,7 @@ class WeightPublisher:
                 f"the log-prob audit of {replica.name} at version {version} found a mean difference of "
                 f"{result.mean_abs:.3g} (largest {result.max_abs:.3g}), allowed {tolerance:.3g}{named}."
             )
+
+
+def _names(members: Sequence[Replica]) -> str:
+    return ", ".join(r.name for r in members)

@@ -47,7 +47,7 @@ def write_figures(groups: Sequence[Group], folder: Path) -> list[Path]:
 
 
 def _grid(groups: Sequence[Group], cells: Sequence[tuple[Panel, Axis]], columns: int) -> Figure:
-    columns = min(columns, len(cells))
+    columns = max(1, min(columns, len(cells)))
     rows = -(-len(cells) // columns)
     figure = Figure(
         figsize=(4.7 * columns, 3.1 * rows + (0.5 if len(groups) > 1 else 0.0)),

@@ -47,9 +47,7 @@ def test_the_engine_samples_the_same_tokens() -> None:
 
 
 def test_the_learner_takes_the_same_step(tmp_path: Path) -> None:
-    samples = [
-        TrainSample(r, float(r.rollout_id % 2)) for r in rollouts(sample("cpu"), np.arange(3, 9))
-    ]
+    samples = [TrainSample(r, float(r.rollout_id % 2)) for r in rollouts(sample("cpu"), np.arange(3, 9))]
     weights = {}
     for device in ("cpu", "cuda"):
         config = LearnerConfig(learning_rate=1e-3)

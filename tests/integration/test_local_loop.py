@@ -15,7 +15,11 @@ from asyncrlhf.orchestrator.local_runtime import LocalGenerator, LocalRuntime
 from tests.loop import FAKE, Finished, meddle, run
 
 SMALL = ("steps=5", "batch_size=32", "learner.learning_rate=1e-4")
-TAIL = ("generator.fake.tail_probability=0.02", "generator.fake.latency_max_ratio=50", "generator.fake.latency_median=0.05")
+TAIL = (
+    "generator.fake.tail_probability=0.02",
+    "generator.fake.latency_max_ratio=50",
+    "generator.fake.latency_median=0.05",
+)
 
 
 def test_lag_zero_is_synchronous_bit_for_bit(tmp_path: Path) -> None:
@@ -124,7 +128,13 @@ def test_the_run_ends_when_every_restart_is_used_up(tmp_path: Path, monkeypatch:
 
 
 def test_resume_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    common = ("batch_size=32", "learner.learning_rate=1e-4", "async.mode=fixed_lag", "async.lag=1", "checkpoint.every=3")
+    common = (
+        "batch_size=32",
+        "learner.learning_rate=1e-4",
+        "async.mode=fixed_lag",
+        "async.lag=1",
+        "checkpoint.every=3",
+    )
     whole = run(tmp_path / "whole", *common, "steps=6")
     folder = tmp_path / "parts"
     config = (*common, "steps=6", "checkpoint.resume=auto")

@@ -25,7 +25,13 @@ def test_preset_trains(tmp_path: Path, preset: str) -> None:
 @pytest.mark.parametrize("place", ["reward", "loss"])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_is_counted_where_it_is_put(tmp_path: Path, place: str, estimator: str) -> None:
-    common = (*FAKE, "steps=3", "async.mode=sync", "learner.learning_rate=1e-3", "generator.fake.correct_probability=0.3")
+    common = (
+        *FAKE,
+        "steps=3",
+        "async.mode=sync",
+        "learner.learning_rate=1e-3",
+        "generator.fake.correct_probability=0.3",
+    )
     kl = ("algorithm.beta=0.5", f"algorithm.kl={place}", f"algorithm.kl_estimator={estimator}")
     plain, held = run(tmp_path / "plain", *common), run(tmp_path / "held", *common, *kl)
     assert held.metrics[0]["ref_kl"] == pytest.approx(0, abs=1e-5), "the first step starts at the reference"

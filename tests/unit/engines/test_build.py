@@ -31,4 +31,3 @@ def test_hf() -> None:
     config = GeneratorConfig(engine="hf", slots=5)
     engine = build_engine(config, ModelConfig(), load_model=load_tiny, vocab_size=8, version=3)
     assert isinstance(engine, HFEngine) and engine.slots == 5 and engine.version == 3
-
