@@ -135,13 +135,10 @@ class GeneratorWorker:
         return taken
 
     def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:
-        """The evaluation's rollouts once all of them are there, else None."""
+        """The evaluation's rollouts once none is under way, without those that could not be sampled; else None."""
         if not all(i in self._private for i in rollout_ids):
             return None
         results = [self._private.pop(i) for i in rollout_ids]
-        failures = [r for r in results if isinstance(r, GenerationFailure)]
-        if failures:
-            raise ReplicaError(f"{self.name} could not sample an evaluation prompt: {failures[0].error}")
         return [r for r in results if isinstance(r, Rollout)]
 
     def receive(self, ticket: Ticket) -> None:
@@ -218,6 +215,7 @@ class GeneratorActor:
     """
 
     POLL_SECONDS = 0.5
+    LINGER_SECONDS = 0.01  # what finishes within it is collected together: a message a rollout would cost more than it
 
     def __init__(self, spec: GeneratorSpec) -> None:
         if spec.generator.threads:
@@ -301,6 +299,8 @@ class GeneratorActor:
         with self._results:
             if not self._worker.has_results():
                 self._results.wait(self.POLL_SECONDS)
+        if self._worker.has_results() and self._worker.has_work():
+            time.sleep(self.LINGER_SECONDS)
         self._raise_if_dead()
         rollouts, failures = self._call(self._worker.take)
         return Collected(describe(rollouts), failures, self._busy, self._worker.tokens), rollouts

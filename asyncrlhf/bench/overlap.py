@@ -21,6 +21,14 @@ from asyncrlhf.orchestrator.run import Prepared, build_runtime, prepare, train
 from asyncrlhf.types import GenerationRequest, Payload
 
 QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]
+# Enough work a step for a ratio of the two sides and not of the messages between them, and rewards with spread, since
+# the learner passes over groups without.
+LOAD = [
+    "generator.max_completion_length=32",
+    "generator.ignore_eos=true",
+    "reward.kind=python",
+    "reward.target=asyncrlhf.bench.workload:coin",
+]
 WARM_UP = 5  # steps left out at the head of every measurement
 
 
@@ -33,12 +41,13 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     options, overrides = parser.parse_known_args(list(arguments))
     rates: dict[str, list[float]] = {"generator alone": [], "learner alone": [], "async": [], "sync": []}
     for _ in range(options.repeats):
-        config = load_config([*QUIET, f"steps={options.steps}", *overrides])
+        settings = [*QUIET, *LOAD, f"steps={options.steps}", *overrides]
+        config = load_config(settings)
         generator, learner = asyncio.run(alone(config))
         rates["generator alone"].append(generator)
         rates["learner alone"].append(learner)
         for mode in ("async", "sync"):
-            rates[mode].append(loop_rate([*QUIET, f"steps={options.steps}", *overrides, f"async.mode={mode}"]))
+            rates[mode].append(loop_rate([*settings, f"async.mode={mode}"]))
     rows = {name: spread(values) for name, values in rates.items()}
     show("Learner steps a second, each side on its own thread", rows, "steps/s")
     slower = [min(g, t) for g, t in zip(rates["generator alone"], rates["learner alone"], strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ def exact_match(completions: Sequence[str], answers: Sequence[str]) -> list[floa
 def begins_right(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """1 where the completion begins with the answer: for responses of a fixed length, which cannot end there."""
     return [float(text.strip().startswith(answer)) for text, answer in zip(completions, answers, strict=True)]
+
+
+def coin(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+    """0 or 1 by the text's checksum: a reward whose groups nearly all have spread, so that every step is full work."""
+    return [float(zlib.crc32(text.encode()) % 2) for text in completions]
 
 
 def prefix_match(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:

@@ -15,7 +15,7 @@ PRIORITIES = ("reward_spread", "age")
 
 @dataclass(frozen=True)
 class AsyncConfig:
-    """How generation and training overlap: ``max_staleness`` bounds ``mode=async``, ``lag`` is that of ``fixed_lag``."""
+    """How generation and training overlap: ``max_staleness`` bounds ``mode=async``, ``lag`` is ``fixed_lag``'s."""
 
     mode: str = "async"
     max_staleness: int = 2

@@ -66,7 +66,7 @@ class RunConfig:
     num_generations: int = 8  # rollouts a prompt
     runtime: str = "ray"
     eval_every: int = 0  # steps between two held-out evaluations; one is made at the start and one at the end
-    stall_timeout_seconds: float = 300.0  # nothing moved for so long: the run fails and names what it waits for
+    stall_timeout_seconds: float = 600.0  # nothing moved for so long: the run fails and names what it waits for
     max_failure_fraction: float = 0.5  # of the last batch_size rollouts; more failures than this end the run
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

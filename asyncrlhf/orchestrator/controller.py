@@ -205,7 +205,7 @@ class Controller:
             await self._save()
 
     async def _evaluate(self) -> float | None:
-        accuracy = await self._heldout.accuracy(self.state.replicas, self._runtime.rewards)
+        accuracy = await self._heldout.accuracy(self.state.replicas, self._runtime.rewards, self._recovery.dead)
         if accuracy is not None:
             self._accuracy.append(accuracy)
             self._view.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")
@@ -241,14 +241,15 @@ class Controller:
         limit = self.config.stall_timeout_seconds
         while True:
             await asyncio.sleep(limit / 10)
-            if not learn.training and self.state.now() - self.state.last_progress > limit:
-                raise StallError(f"Nothing moved for {limit:g} s. {self._diagnosis()}")
+            if self.state.now() - self.state.last_progress > limit:
+                raise StallError(
+                    f"Nothing moved for stall_timeout_seconds={limit:g}. {self._diagnosis(learn.training)}"
+                )
 
-    def _diagnosis(self) -> str:
+    def _diagnosis(self, training: bool) -> str:
         state = self.state
-        parts = [
-            f"The learner waits for the batch of step {state.version}; the buffer holds {state.buffer.held} rollouts."
-        ]
+        doing = "is in its step" if training else "waits for the batch of step"
+        parts = [f"The learner {doing} {state.version}; the buffer holds {state.buffer.held} rollouts."]
         for replica in state.replicas:
             held = sorted(replica.in_flight)
             status = (

@@ -111,6 +111,11 @@ class Dispatcher:
         plan.setdefault(replica.name, []).append(WorkItem(request, prompt))
 
 
+# Beyond its slots a replica holds this share of them in its queue, so that a freed slot need not wait for a message. A
+# small share: what waits behind a slow replica could have begun on a fast one.
+QUEUE_SHARE = 0.25
+
+
 def _most_free(replicas: list[Replica], beyond_slots: bool) -> Replica | None:
-    able = [r for r in replicas if beyond_slots or len(r.in_flight) < r.handle.slots]
+    able = [r for r in replicas if beyond_slots or len(r.in_flight) < r.handle.slots * (1 + QUEUE_SHARE)]
     return max(able, key=lambda r: r.handle.slots - len(r.in_flight), default=None)

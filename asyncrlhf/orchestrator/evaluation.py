@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from asyncrlhf.actors.messages import WorkItem
+from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.handles import RewardHandle, Runtime
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.types import GenerationRequest, Prompt, RewardResult, Rollout, SamplingParams
@@ -18,24 +20,42 @@ class HeldOut:
     the answers that could be scored.
     """
 
-    def __init__(self, prompts: list[Prompt], sampling: SamplingParams, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        runtime: Runtime,
+    ) -> None:
         self._prompts = prompts
         self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
         self._runtime = runtime
         self._next_id = -1
 
-    async def accuracy(self, replicas: list[Replica], rewards: list[RewardHandle]) -> float | None:
-        """None without prompts, replicas or a single score."""
-        able = [r for r in replicas if r.alive]
-        if not able or not self._prompts:
-            return None
-        shares = [self._prompts[i :: len(able)] for i in range(len(able))]
-        work = [(r, self._items(share)) for r, share in zip(able, shares, strict=True) if share]
-        answers = await asyncio.gather(*(r.handle.generate(items) for r, items in work))
-        rollouts = [rollout for share in answers for rollout in share]
-        results = await self._score(rollouts, rewards[0])
+    async def accuracy(
+        self, replicas: list[Replica], rewards: list[RewardHandle], on_dead: Callable[[Replica, ReplicaError], None]
+    ) -> float | None:
+        """None without prompts, replicas or a single score. The share of a replica that dies goes to the living."""
+        rollouts: list[Rollout] = []
+        left = self._prompts
+        while left and (able := [r for r in replicas if r.alive]):
+            shares = [left[i :: len(able)] for i in range(len(able))]
+            asked = [self._ask(r, share, on_dead) for r, share in zip(able, shares, strict=True) if share]
+            answers = await asyncio.gather(*asked)
+            rollouts += [rollout for found, _ in answers for rollout in found]
+            left = [prompt for _, missed in answers for prompt in missed]
+        results = await self._score(rollouts, rewards[0]) if rollouts else []
         scores = [r.reward for r in results if r.reward is not None]
         return sum(scores) / len(scores) if scores else None
+
+    async def _ask(
+        self, replica: Replica, prompts: list[Prompt], on_dead: Callable[[Replica, ReplicaError], None]
+    ) -> tuple[list[Rollout], list[Prompt]]:
+        """The answers, and the prompts to be asked again because the replica died."""
+        try:
+            return await replica.handle.generate(self._items(prompts)), []
+        except ReplicaError as error:
+            on_dead(replica, error)
+            return [], prompts
 
     async def _score(self, rollouts: list[Rollout], worker: RewardHandle) -> list[RewardResult]:
         return await worker.score(self._runtime.store(rollouts))

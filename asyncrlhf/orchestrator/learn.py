@@ -75,7 +75,8 @@ class LearnLoop:
             if self._state.stopping:
                 return True
             taken = self._state.buffer.take(self._state.version, self._state.unfinished_versions())
-            return taken is not None or (self._publish_due and not self._publisher.busy)
+            failed = self._publisher.failure is not None
+            return taken is not None or failed or (self._publish_due and not self._publisher.busy)
 
         while True:
             await self._state.changed.wait_for(look)

@@ -45,7 +45,7 @@ class Recovery:
             if replica.restarts >= self._state.config.generator.max_restarts:
                 if not any(r.alive for r in self._state.replicas) and self._dead.empty():
                     raise ReplicaError(
-                        f"no generator is left: {replica.name} died for the {replica.restarts + 1}th time "
+                        f"no generator is left: {replica.name} died after {replica.restarts} restarts "
                         f"(generator.max_restarts={self._state.config.generator.max_restarts})."
                     )
                 self._state.replicas.remove(replica)

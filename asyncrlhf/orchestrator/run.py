@@ -163,6 +163,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     try:
         outcome = _run(runner, job)
         summary = job.summary(outcome.reason, outcome)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        summary = job.summary("interrupted", None)
+        raise
     except BaseException as error:
         summary = job.summary(f"failed: {failure_sentence(error)}", None)
         raise
@@ -203,7 +206,7 @@ class _Job:
             vocab_size=len(prepared.tokenizer),
             saved=prepared.saved,
         )
-        restore = _on_interrupt(controller) if config.runtime == "ray" else None
+        restore = _on_interrupt(controller, self._view) if config.runtime == "ray" else None
         try:
             return await controller.run()
         finally:
@@ -227,11 +230,12 @@ class _Job:
         )
 
 
-def _on_interrupt(controller: Controller) -> Any:
+def _on_interrupt(controller: Controller, view: RunView) -> Any:
     """The first Ctrl-C ends the run in order; a second one ends it at once."""
     loop = asyncio.get_running_loop()
 
     def first() -> None:
+        view.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
         controller.stop()
         loop.remove_signal_handler(signal.SIGINT)
 

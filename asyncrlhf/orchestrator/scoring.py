@@ -53,6 +53,8 @@ class Scoring:
             except ReplicaError as error:
                 self._on_dead(replica, error)
                 return
+            if not replica.alive:
+                return  # buried as hanging, and back before its end: what it held is issued again already
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:
@@ -93,7 +95,8 @@ class Scoring:
         fusion = self._state.config.fusion
         while True:
             await self._state.changed.wait_for(lambda: self._ready)
-            if len(self._ready) < fusion.max_batch and fusion.max_wait_ms > 0:
+            more_to_come = any(r.in_flight for r in self._state.replicas)
+            if len(self._ready) < fusion.max_batch and fusion.max_wait_ms > 0 and more_to_come:
                 await asyncio.sleep(fusion.max_wait_ms / 1000)
             count = min(len(self._ready), fusion.max_batch)
             batch = [self._ready.popleft() for _ in range(count)]

@@ -69,11 +69,15 @@ class WeightPublisher:
         self._task = asyncio.create_task(self._publish(version, offer), name=f"publish v{version}")
         self._task.add_done_callback(lambda _: self._state.changed.notify())
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What made the last publish fail."""
+        ended = self._task is not None and self._task.done() and not self._task.cancelled()
+        return self._task.exception() if ended and self._task is not None else None
+
     def raise_if_failed(self) -> None:
-        if self._task is not None and self._task.done() and not self._task.cancelled():
-            error = self._task.exception()
-            if error is not None:
-                raise error
+        if self.failure is not None:
+            raise self.failure
 
     async def idle(self) -> None:
         """Wait until the publish under way is loaded everywhere; raises what made it fail."""
