@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from asyncrlhf.actors.messages import Collected, WorkItem
+from asyncrlhf.actors.messages import Collected, RolloutBundle, WorkItem
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.engines.base import Engine, StepOutput
@@ -215,7 +215,7 @@ class GeneratorActor:
     """
 
     POLL_SECONDS = 0.5
-    LINGER_SECONDS = 0.01  # what finishes within it is collected together: a message a rollout would cost more than it
+    LINGER_SECONDS = 0.03  # what finishes within it is collected together: a message a rollout would cost more than it
 
     def __init__(self, spec: GeneratorSpec) -> None:
         if spec.generator.threads:
@@ -294,7 +294,7 @@ class GeneratorActor:
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         return self._call(lambda: self._worker.cancel(rollout_ids))
 
-    def collect(self) -> tuple[Collected, list[Rollout]]:
+    def collect(self) -> tuple[Collected, RolloutBundle]:
         """Two return values: the facts, and the payload that stays in the object store."""
         with self._results:
             if not self._worker.has_results():
@@ -303,7 +303,7 @@ class GeneratorActor:
             time.sleep(self.LINGER_SECONDS)
         self._raise_if_dead()
         rollouts, failures = self._call(self._worker.take)
-        return Collected(describe(rollouts), failures, self._busy, self._worker.tokens), rollouts
+        return Collected(describe(rollouts), failures, self._busy, self._worker.tokens), RolloutBundle(rollouts)
 
     def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
         ids = [item.request.rollout_id for item in items]

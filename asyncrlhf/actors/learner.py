@@ -140,7 +140,7 @@ class LearnerActor:
     def train(
         self,
         chosen: Sequence[tuple[int, int, float, float, int]],
-        *bundles: list[Rollout],
+        *bundles: Sequence[Rollout],
     ) -> StepResult:
         """``chosen``: (bundle, index, reward, weight, masked_before_version); bundles come from the object store."""
         torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another

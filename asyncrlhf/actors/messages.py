@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, Payload, Prompt, RolloutInfo
+import numpy as np
+
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, Payload, Prompt, Rollout, RolloutInfo
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,43 @@ class Collected:
     failed: list[GenerationFailure] = field(default_factory=list)
     busy_seconds: float = 0.0
     tokens: int = 0
+
+
+class RolloutBundle(Sequence[Rollout]):
+    """Rollouts that travel between processes as a few flat arrays: one by one, small arrays cost more to carry than
+    they hold, and siblings would each bring their prompt along."""
+
+    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        self._rollouts = list(rollouts)
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rollouts[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        prompts = list({id(r.prompt): r.prompt for r in self._rollouts}.values())
+        places = {id(prompt): place for place, prompt in enumerate(prompts)}
+        facts = [
+            (r.rollout_id, r.group_id, places[id(r.prompt)], r.finish_reason, r.response_text, r.generator_id)
+            for r in self._rollouts
+        ]
+        lengths = [len(r.response_ids) for r in self._rollouts]
+        flat = tuple(
+            np.concatenate([getattr(r, name) for r in self._rollouts]) if self._rollouts else np.empty(0, np.int64)
+            for name in ("response_ids", "behavior_logprobs", "policy_versions")
+        )
+        return _unpack, (prompts, facts, lengths, flat)
+
+
+def _unpack(prompts: list[Prompt], facts: list[Any], lengths: list[int], flat: tuple[Any, Any, Any]) -> RolloutBundle:
+    rollouts, start = [], 0
+    for (rollout_id, group_id, place, finish, text, generator), length in zip(facts, lengths, strict=True):
+        ids, logprobs, versions = (array[start : start + length] for array in flat)
+        start += length
+        rollouts.append(Rollout(rollout_id, group_id, prompts[place], ids, logprobs, versions, finish, text, generator))
+    return RolloutBundle(rollouts)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,6 @@ class RewardActor:
     def ready(self) -> bool:
         return True
 
-    def score(self, indices: Sequence[tuple[int, int]], *bundles: list[Rollout]) -> list[RewardResult]:
+    def score(self, indices: Sequence[tuple[int, int]], *bundles: Sequence[Rollout]) -> list[RewardResult]:
         """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
         return self._scorer.score([bundles[bundle][index] for bundle, index in indices])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,9 +17,11 @@ LIVE_STATES: tuple[LiveState, ...] = get_args(LiveState)
 MAX_FAILURE_REASONS = 20  # distinct sentences kept; a run may see millions of rollouts
 
 
-@dataclass(frozen=True)
+@dataclass
 class LedgerEntry:
-    """A live rollout. ``version`` is what its replica held when it began (None before); ``attempt`` counts reissues."""
+    """A live rollout; only the ledger changes it.
+
+    ``version`` is what its replica held when it began (None before); ``attempt`` counts reissues."""
 
     rollout_id: int
     group_id: int
@@ -101,13 +103,14 @@ class Ledger:
     def start(self, rollout_id: int, generator_id: str, version: int) -> None:
         """A replica that holds ``version`` begins to sample the rollout."""
         entry = self._expect(rollout_id, "start", "admitted")
-        self._put(replace(entry, state="generating", generator_id=generator_id, version=version))
+        self._move(entry, "generating")
+        entry.generator_id, entry.version = generator_id, version
 
     def finish_generation(self, rollout_id: int) -> None:
-        self._put(replace(self._expect(rollout_id, "finish_generation", "generating"), state="scoring"))
+        self._move(self._expect(rollout_id, "finish_generation", "generating"), "scoring")
 
     def buffer(self, rollout_id: int) -> None:
-        self._put(replace(self._expect(rollout_id, "buffer", "scoring"), state="buffered"))
+        self._move(self._expect(rollout_id, "buffer", "scoring"), "buffered")
 
     def train(self, rollout_id: int, version: int, last_use: bool) -> None:
         """Count one use in the step at ``version``; ``last_use`` ends the rollout. One use a step at most."""
@@ -122,7 +125,8 @@ class Ledger:
             self._trained += 1
             self._end(entry)
         else:
-            self._put(replace(entry, uses=entry.uses + 1, last_trained_version=version))
+            entry.uses += 1
+            entry.last_trained_version = version
 
     def drop(self, rollout_id: int, reason: DropReason) -> None:
         """End a live rollout. One that was trained before, and leaves with uses left, ends as trained."""
@@ -148,7 +152,8 @@ class Ledger:
     def requeue(self, rollout_id: int) -> None:
         """Its replica died: the rollout waits to be issued again, with the prompt it had."""
         entry = self._expect(rollout_id, "requeue", "generating", "scoring")
-        self._put(replace(entry, state="admitted", attempt=entry.attempt + 1, generator_id=None, version=None))
+        self._move(entry, "admitted")
+        entry.attempt, entry.generator_id, entry.version = entry.attempt + 1, None, None
 
     def counts(self) -> dict[str, Any]:
         """Rollouts by state. ``admitted`` are those that wait now; ``admitted_total`` all that ever were.
@@ -210,10 +215,10 @@ class Ledger:
             raise LedgerError(f"rollout {rollout_id} is {state}; {asked} needs one of: {', '.join(allowed)}.")
         return entry
 
-    def _put(self, entry: LedgerEntry) -> None:
-        self._in_state[self._live[entry.rollout_id].state] -= 1
-        self._in_state[entry.state] += 1
-        self._live[entry.rollout_id] = entry
+    def _move(self, entry: LedgerEntry, state: LiveState) -> None:
+        self._in_state[entry.state] -= 1
+        self._in_state[state] += 1
+        entry.state = state
 
     def _end(self, entry: LedgerEntry) -> None:
         self._in_state[entry.state] -= 1

@@ -39,7 +39,7 @@ class GeneratorConfig:
 
     engine: str = "hf"
     replicas: int = 1
-    slots: int = 64
+    slots: int = 128
     max_completion_length: int = 16
     temperature: float = 1.0
     top_p: float = 1.0

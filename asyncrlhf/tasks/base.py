@@ -49,6 +49,7 @@ class PromptEncoder:
         if config.system_prompt and not config.chat_template:
             raise ConfigError("task.system_prompt needs task.chat_template=true.")
         self._tokenizer = tokenizer
+        self._unknown = tokenizer.unk_token_id
         self._config = config
 
     def __call__(
@@ -67,7 +68,7 @@ class PromptEncoder:
             raise ConfigError(
                 f"The prompt {prompt_id} has {len(ids)} tokens; allowed: at most task.max_prompt_length={limit}."
             )
-        known = sum(token != self._tokenizer.unk_token_id for token in ids)
+        known = sum(token != self._unknown for token in ids)
         if known < MIN_KNOWN_SHARE * len(ids):
             raise ConfigError(
                 f"The tokenizer of model.path knows only {known} of the {len(ids)} tokens of the prompt {prompt_id}; "
