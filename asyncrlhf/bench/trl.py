@@ -39,7 +39,8 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     options, overrides = parser.parse_known_args(list(arguments))
     rounds: list[dict[str, Any]] = []
     for seed in range(options.repeats):
-        settings = [*QUIET, f"steps={options.steps}", f"seed={seed}", *overrides]
+        # TRL's side records nothing, so ours writes no row a rollout.
+        settings = [*QUIET, "logging.rollouts=false", f"steps={options.steps}", f"seed={seed}", *overrides]
         if options.fixed_length:
             settings += ["generator.ignore_eos=true", *PREFIX_REWARD]
         theirs = trl_round(load_config(settings), options.threads, options.fixed_length)

@@ -119,6 +119,8 @@ class RolloutLog:
         await self._write(ended)
 
     async def _write(self, ended: list[_Ended]) -> None:
+        if not self._state.config.logging.rollouts:
+            return  # nobody reads the arrays, so they are not fetched either
         payloads: list[Payload] = [e.facts.payload for e in ended if e.facts is not None]
         arrays = {r.rollout_id: r for r in await self._runtime.fetch(payloads)} if payloads else {}
         self._recorder.record([self._row(e, arrays) for e in ended])
