@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -37,6 +38,10 @@ from asyncrlhf.types import (
 )
 
 T = TypeVar("T")
+
+# On cores that it shares with the learner a generator gives way: a learner that waits is time lost for good, while the
+# generator only runs ahead as far as staleness lets it. Where generation is the slower side, the learner is idle anyway.
+YIELD = 4
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,8 @@ class GeneratorActor:
     def __init__(self, spec: GeneratorSpec) -> None:
         if spec.generator.threads:
             torch.set_num_threads(spec.generator.threads)
+        if spec.generator.gpus == 0:
+            os.nice(YIELD)
         self._worker = build_worker(spec)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._results = threading.Condition()
