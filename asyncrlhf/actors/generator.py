@@ -40,7 +40,7 @@ from asyncrlhf.types import (
 T = TypeVar("T")
 
 # On cores that it shares with the learner a generator gives way: a learner that waits is time lost for good, while the
-# generator only runs ahead as far as staleness lets it. Where generation is the slower side, the learner is idle anyway.
+# generator only runs ahead as far as staleness lets it. Where generation is the slower side the learner is idle anyway.
 YIELD = 4
 
 
