@@ -138,12 +138,6 @@ class RunConfig:
         )
 
     @property
-    def transport(self) -> str:
-        if self.weights.transport != "auto":
-            return self.weights.transport
-        return "local" if self.runtime == "local" else "collective"
-
-    @property
     def audit_tolerance(self) -> float:
         """Largest mean |log-prob difference| between learner and engine at one version."""
         if self.weights.audit_tolerance > 0:

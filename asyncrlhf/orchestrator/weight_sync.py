@@ -13,7 +13,7 @@ from asyncrlhf.engines.base import CacheMode
 from asyncrlhf.errors import ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.transport.audit import compare, probe_tokens
+from asyncrlhf.transport.audit import compare, differing_tensors, probe_tokens
 from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.types import FloatArray
 
@@ -258,7 +258,7 @@ class WeightPublisher:
             if result.mean_abs <= tolerance:
                 continue
             theirs, ours = await replica.handle.digests(), await self._runtime.learner.digests()
-            differing = sorted(name for name in ours if theirs.get(name) != ours[name])
+            differing = differing_tensors(ours, theirs)
             named = f"; tensors that differ: {', '.join(differing[:5])}" if differing else ""
             raise WeightSyncError(
                 f"the log-prob audit of {replica.name} at version {version} found a mean difference of "
