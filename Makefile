@@ -33,6 +33,8 @@ $(STAMP): pyproject.toml $(wildcard requirements/*)
 	@echo "Installing the $(DEVICE) builds into $(VENV). The first time takes some minutes."
 	@PIP="$(PIP)" TORCH_INDEX="$(TORCH_INDEX)" bash requirements/install-$(DEVICE).sh
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(PIP) --no-deps --upgrade --target $(VENV)/references -r requirements/references.txt \
+		|| echo "Without verl, torchrl and OpenRLHF, which only tests/references compares with: those tests will skip."
 	@rm -f $(VENV)/.installed-* && touch $@
 	@echo "Installed. Next: make train"
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Batch = list[Array]
+Bounds = tuple[float, float]
 
 
 def numeric_gradient(loss: Callable[[Batch], float], theta: Batch, step: float = 1e-6) -> Array:
@@ -104,6 +105,79 @@ def band_tokens(theta: Batch, old: Batch, adv: Batch, low: float, high: float) -
     return losses
 
 
+def sapo_tokens(theta: Batch, old: Batch, adv: Batch, tau_positive: float, tau_negative: float) -> Batch:
+    """SAPO (2511.20347): -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A."""
+    losses = []
+    for new, before, a in zip(theta, old, adv, strict=True):
+        tau = np.where(a > 0, tau_positive, tau_negative)
+        losses.append(-4 / tau / (1 + np.exp(-tau * (np.exp(new - before) - 1))) * a)
+    return losses
+
+
+def vespo_tokens(theta: Batch, now: Batch, mu: Batch, adv: Batch, positive: Bounds, negative: Bounds) -> Batch:
+    """VESPO (2602.10693): -sg(phi(w)) A log pi, phi = e^lambda w^k e^(-lambda w); bounds are (k, lambda)."""
+    losses = []
+    for new, w, a in zip(theta, product_weights(now, mu), adv, strict=True):
+        k, lam = np.where(a >= 0, positive[0], negative[0]), np.where(a >= 0, positive[1], negative[1])
+        losses.append(-np.exp(lam) * w**k * np.exp(-lam * w) * a * new)
+    return losses
+
+
+def dppo_tokens(theta: Batch, now: Batch, mu: Batch, adv: Batch, low: float, high: float, cap: float) -> Batch:
+    """DPPO (2602.04879): -sg(M min(r, cap)) A log pi; M drops what moved over high, or under -low, with A's sign."""
+    losses = []
+    for new, n, m, a in zip(theta, now, mu, adv, strict=True):
+        moved = np.exp(n) - np.exp(m)
+        dropped = ((a > 0) & (moved > high)) | ((a < 0) & (moved < -low))
+        losses.append(np.where(dropped, 0.0, -np.minimum(np.exp(n - m), cap) * a * new))
+    return losses
+
+
+def topr_tokens(theta: Batch, now: Batch, mu: Batch, adv: Batch, low: float, high: float) -> Batch:
+    """TOPR (2503.14286): full weight for rewards >= 0, the clipped sequence ratio for those below."""
+    weights = product_weights(now, mu)
+    return [-np.where(a >= 0, 1.0, np.clip(w, low, high)) * a * s for s, w, a in zip(theta, weights, adv, strict=True)]
+
+
+def kept_surrogate(theta: Batch, old: Batch, adv: Batch, keep: Batch) -> Batch:
+    """-r A where ``keep``."""
+    return [np.where(k > 0, -np.exp(s - o) * a, 0.0) for s, o, a, k in zip(theta, old, adv, keep, strict=True)]
+
+
+# Gates: 1 for a token that stays.
+
+
+def m2_keep(now: Batch, mu: Batch, adv: Batch, threshold: float) -> Batch:
+    """M2PO (2510.01161): of the harmful tokens, take the largest (log r)^2 out one by one until the mean is low."""
+    keep = [np.ones(len(s)) for s in now]
+    left = []
+    for i, (n, m, a) in enumerate(zip(now, mu, adv, strict=True)):
+        r = np.exp(n - m)
+        left += [(np.log(r[t]) ** 2, i, t) for t in range(len(n)) if (a[t] > 0 and r[t] > 1) or (a[t] < 0 and r[t] < 1)]
+    left.sort()
+    while left and np.mean([size for size, _, _ in left]) > threshold:
+        _, i, t = left.pop()
+        keep[i][t] = 0.0
+    return keep
+
+
+def sat_interval(log_ratio: Array, quantile: float, low: float, high: float, sign: Array) -> tuple[Array, Array]:
+    """SAT (2607.18722): each token's interval of ratios; the side of A's sign is narrowed above the quantile."""
+    q = np.quantile(np.abs(log_ratio), quantile, method="inverted_cdf")
+    room = np.array([q / abs(x) if abs(x) > q else 1.0 for x in log_ratio])
+    return 1 - low * np.where(sign < 0, room, 1.0), 1 + high * np.where(sign > 0, room, 1.0)
+
+
+def opsm_keep(now: Batch, mu: Batch, adv: Batch, delta: float) -> Batch:
+    return [np.where((a < 0) & (np.mean(m - n) > delta), 0.0, 1.0) for n, m, a in zip(now, mu, adv, strict=True)]
+
+
+def a3po_proximal(now: Batch, mu: Batch, lag: Batch) -> Batch:
+    """A-3PO (2512.06547): mu + alpha (theta - mu), alpha = (d - 1) / d."""
+    alphas = [(np.maximum(d, 1) - 1) / np.maximum(d, 1) for d in lag]
+    return [m + a * (n - m) for n, m, a in zip(now, mu, alphas, strict=True)]
+
+
 # Policy losses a sequence: one advantage each.
 
 
@@ -130,6 +204,64 @@ def sequence_ppo(theta: Batch, old: Batch, adv: Sequence[float], low: float, hig
     return float(np.mean(losses))
 
 
+def gmpo(theta: Batch, old: Batch, adv: Sequence[float], low: float, high: float) -> float:
+    """2507.20673: -(prod_t min(r^s, clip(r, e^-low, e^high)^s)^s)^(1/|y|) A with s the sign of A."""
+    losses = []
+    for new, before, a in zip(theta, old, adv, strict=True):
+        r, s = np.exp(new - before), np.sign(a)
+        held = np.minimum(r**s, np.clip(r, np.exp(-low), np.exp(high)) ** s) ** s
+        losses.append(-(np.prod(held) ** (1 / len(new))) * a)
+    return float(np.mean(losses))
+
+
+# Heads: the sum over one group, from its log-ratios D_i = sum_t (theta - anchor) and rewards.
+
+
+def tba(d: Array, now: Array, rewards: Array, beta: float) -> float:
+    """2503.18929: (log Z + D - R / beta)^2; log Z is the group's mean of R / beta - D, detached."""
+    log_z = np.mean(rewards / beta - now)
+    return float(np.sum((log_z + d - rewards / beta) ** 2))
+
+
+def copg(d: Array, rewards: Array, beta: float) -> float:
+    """2406.19185: all pairs' squared differences of R - beta D, over K - 1."""
+    x = rewards - beta * d
+    pairs = [(x[i] - x[j]) ** 2 for i in range(len(x)) for j in range(i)]
+    return float(np.sum(pairs)) / max(1, len(x) - 1)
+
+
+def opmd(d: Array, rewards: Array, tau: float) -> float:
+    """2501.12599: -(R - mean R) log pi + tau / 2 D^2; D for log pi adds a constant."""
+    return float(np.sum(-(rewards - rewards.mean()) * d + tau / 2 * d**2))
+
+
+def a_star(d: Array, rewards: Array, beta1: float, beta2: float) -> float:
+    """A*PO (2505.20686), OAPL (2602.19362): (beta2 D - (R - V))^2, V = beta1 log mean exp(R / beta1)."""
+    value = beta1 * np.log(np.mean(np.exp(rewards / beta1)))
+    return float(np.sum((beta2 * d - (rewards - value)) ** 2))
+
+
+def over_pairs(loss: Callable[[float], float], d: Array, rewards: Array) -> float:
+    """The mean of ``loss(D_w - D_l)`` over every best w and worst l; 0 where the best is no better than the worst."""
+    if rewards.max() == rewards.min():
+        return 0.0
+    best, worst = np.flatnonzero(rewards == rewards.max()), np.flatnonzero(rewards == rewards.min())
+    return float(np.mean([loss(d[w] - d[lose]) for w in best for lose in worst]))
+
+
+def dpo(beta: float) -> Callable[[float], float]:
+    return lambda gap: float(-np.log(1 / (1 + np.exp(-beta * gap))))
+
+
+def ipo(beta: float) -> Callable[[float], float]:
+    return lambda gap: float((gap - 1 / (2 * beta)) ** 2)
+
+
+def best_of_n(d: Array, rewards: Array) -> float:
+    """-log pi of the best; the mean where several are."""
+    return 0.0 if rewards.max() == rewards.min() else float(-np.mean(d[rewards == rewards.max()]))
+
+
 # Advantages.
 
 
@@ -149,6 +281,22 @@ def gae(rewards: Array, values: Array, gamma: float, lam: float) -> tuple[Array,
     steps = len(rewards)
     adv = np.array([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, steps)) for t in range(steps)])
     return adv, adv + values
+
+
+def vtrace(rewards: Array, values: Array, ratio: Array, gamma: float, lam: float, bars: Bounds) -> tuple[Array, Array]:
+    """1802.01561, as the sum: v_s = V_s + sum_t gamma^(t-s) (prod_{i<t} c_i) delta_t; and the advantages' ones."""
+    rho, c = np.minimum(ratio, bars[0]), lam * np.minimum(ratio, bars[1])
+    delta = rho * (rewards + gamma * np.append(values[1:], 0.0) - values)
+    steps = len(rewards)
+    v = np.array(
+        [values[s] + sum(gamma ** (t - s) * np.prod(c[s:t]) * delta[t] for t in range(s, steps)) for s in range(steps)]
+    )
+    return rho * (rewards + gamma * np.append(v[1:], 0.0) - values), v
+
+
+def opob_baseline(rewards: Array, weights: Array, norms: Array) -> float:
+    """VCPO (2602.17616): sum w^2 g^2 R / sum w^2 g^2."""
+    return float((weights**2 * norms * rewards).sum() / (weights**2 * norms).sum())
 
 
 # KL, critic, diagnostics.

@@ -22,7 +22,7 @@ CONF = ROOT / "conf"
 
 # A module or folder of the package, and the layer it stands on; imports point to the same layer or a lower one.
 LAYERS = {
-    "types": 0, "errors": 0, "validation": 0,
+    "types": 0, "errors": 0, "validation": 0, "plugins": 0,
     "algorithms": 1,
     "data": 2, "rewards": 2, "tasks": 2,
     "engines": 3, "learner": 3,
@@ -43,7 +43,7 @@ NOT_IN_ALGORITHMS = ("ray", "hydra", "omegaconf", "os", "io", "pathlib", "json",
 BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
     "asyncrlhf/orchestrator/wandb_sink.py": (1, "W&B is another process; a run does not end for it"),
-    "asyncrlhf/rewards/functions.py": (1, "importing runs the user's own code; it becomes a ConfigError"),
+    "asyncrlhf/plugins.py": (1, "importing runs the user's own code; it becomes a ConfigError"),
     "asyncrlhf/rewards/scorer.py": (1, "a user's reward function may raise anything; it fails one rollout"),
 }
 

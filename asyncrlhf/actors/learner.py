@@ -16,9 +16,10 @@ from asyncrlhf.actors.messages import Offer
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.packing import pack, shard
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
+from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.learner.build import build_learner
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.base import Ticket, TransferStats, WeightSender
@@ -90,8 +91,8 @@ class LearnerWorker:
         return self.sender
 
     def digests(self) -> dict[str, str]:
-        """Of the tensors in the newest snapshot, which is what receivers must hold."""
-        return tensor_digests(self.require_sender().buckets.views())
+        """Of the tensors in the newest snapshot in the generators' dtype, which is what receivers must hold."""
+        return tensor_digests(self.require_sender().buckets.views(), getattr(torch, self._model.dtype))
 
     def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
         return self.backend.score(texts)

@@ -1,4 +1,4 @@
-"""Advantages: group-relative ones from rewards a sequence, and GAE from values a token.
+"""Advantages: group-relative ones from rewards a sequence, GAE and V-trace from values a token.
 
 Groups may be ragged (a sibling may have failed) and in any order: ``group_ids [N]`` says who belongs together.
 """
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrlhf.algorithms.masked import masked_values
+from asyncrlhf.algorithms.masked import group_reduce, masked_values, segment_sum
+from asyncrlhf.algorithms.weights import ratio_of
 
 
 class _Groups(NamedTuple):
@@ -23,14 +24,12 @@ class _Groups(NamedTuple):
 
 
 def _groups(rewards: Tensor, group_ids: Tensor) -> _Groups:
-    names, index = torch.unique(group_ids, return_inverse=True)
-    zeros = torch.zeros(len(names), dtype=torch.float64, device=rewards.device)
     values = rewards.detach().double()
     # Taking the group's minimum off first makes the centred rewards of a group without spread exactly zero.
-    values = values - zeros.scatter_reduce(0, index, values, "amin", include_self=False)[index]
-    size = zeros.index_add(0, index, torch.ones_like(values))[index]
-    centred = values - zeros.index_add(0, index, values)[index] / size
-    return _Groups(centred, size, zeros.index_add(0, index, centred.square())[index])
+    values = values - group_reduce(values, group_ids, "amin")
+    size = group_reduce(torch.ones_like(values), group_ids, "sum")
+    centred = values - group_reduce(values, group_ids, "sum") / size
+    return _Groups(centred, size, group_reduce(centred.square(), group_ids, "sum"))
 
 
 def raw(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -64,6 +63,47 @@ def group_norm(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-4) -> Tens
     groups = _groups(rewards, group_ids)
     std = (groups.squares / (groups.size - 1).clamp(min=1)).sqrt()
     return (groups.centred / (std + eps)).to(rewards.dtype)
+
+
+def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
+    """A = R - V*, V* = beta log mean exp(R / beta) over the group: [N] (A*PO, 2505.20686). A group of one gives 0.
+
+    V* goes from the group's mean to its best as ``beta`` (> 0) goes from infinity to 0.
+    """
+    if beta <= 0:
+        raise ValueError(f"V* divides by its beta, which was {beta}; allowed: > 0.")
+    values = rewards.detach().double()
+    # The best reward is taken off first, so that no exponential overflows.
+    values = values - group_reduce(values, group_ids, "amax")
+    size = group_reduce(torch.ones_like(values), group_ids, "sum")
+    mean = group_reduce((values / beta).exp(), group_ids, "sum") / size
+    return (values - beta * mean.log()).to(rewards.dtype)
+
+
+def opob(rewards: Tensor, group_ids: Tensor, *, log_weights: Tensor, score_norms: Tensor) -> Tensor:
+    """A = R - b, b = sum w^2 g^2 R / sum w^2 g^2 over the group: [N], the baseline of least variance (2602.17616).
+
+    ``log_weights`` [N], finite: log of the sequence's behavior weight w. ``score_norms`` [N]: g^2, the squared
+    norm of the sequence's score, or the proxy of ``score_norms``. A group of one gives 0.
+    """
+    centred = _groups(rewards, group_ids).centred
+    logs = log_weights.detach().double()
+    # A factor that a whole group shares cancels: its largest weight is scaled to 1, so that none overflows.
+    scale = (2 * (logs - group_reduce(logs, group_ids, "amax"))).exp() * score_norms.detach().double()
+    total = group_reduce(scale, group_ids, "sum").clamp(min=torch.finfo(torch.float64).tiny)
+    return (centred - group_reduce(scale * centred, group_ids, "sum") / total).to(rewards.dtype)
+
+
+def score_norms(
+    policy_logprobs: Tensor, collision: Tensor, loss_mask: Tensor, sequence_ids: Tensor, num_sequences: int
+) -> Tensor:
+    """sum_t (1 - 2 pi_t + sum_v pi_v^2): [N], what ``opob`` takes for the squared norm of a sequence's score.
+
+    Each term is the squared norm of the gradient of log pi_t in the token's logits. ``collision`` [T] is
+    ``logprobs.collision_probability``.
+    """
+    terms = 1 - 2 * policy_logprobs.detach().exp() + collision
+    return segment_sum(masked_values(terms, loss_mask), sequence_ids, num_sequences)
 
 
 SEQUENCE_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
@@ -103,24 +143,79 @@ def gae(
     the value of the state that token t is chosen in; after the last masked token it is 0. Rewards on unmasked tokens
     are not seen.
     """
-    where = loss_mask.nonzero().squeeze(-1)
-    if not len(where):
-        return torch.zeros_like(values), torch.zeros_like(values)
-    rows = sequence_ids[where]
-    counts = torch.bincount(rows)
-    columns = torch.arange(len(where), device=where.device) - (counts.cumsum(0) - counts)[rows]
-    steps = int(counts.max())
-    # One row a sequence, its masked tokens side by side: the recursion walks columns, all sequences at once. Zeros
-    # behind the end of a short row leave its recursion at zero.
-    reward = values.new_zeros(len(counts), steps).index_put(
-        (rows, columns), token_rewards.detach()[where].to(values.dtype)
-    )
-    value = values.new_zeros(len(counts), steps + 1).index_put((rows, columns), values.detach()[where])
-    delta = reward + gamma * value[:, 1:] - value[:, :-1]
-    advantages = torch.empty_like(delta)
-    accumulator = values.new_zeros(len(counts))
-    for step in reversed(range(steps)):
+    rows = _Rows.of(loss_mask, sequence_ids)
+    reward, value = rows.pack(token_rewards, values.dtype), rows.pack(values, values.dtype)
+    delta = reward + gamma * _shifted(value) - value
+    advantages = torch.zeros_like(delta)
+    accumulator = values.new_zeros(len(delta))
+    for step in reversed(range(delta.shape[1])):
         accumulator = delta[:, step] + gamma * lam * accumulator
         advantages[:, step] = accumulator
-    packed = torch.zeros_like(values.detach()).index_put((where,), advantages[rows, columns])
+    packed = rows.unpack(advantages)
     return packed, packed + masked_values(values.detach(), loss_mask)
+
+
+def vtrace(
+    token_rewards: Tensor,
+    values: Tensor,
+    log_ratio: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace (1802.01561): (advantages [T], value targets v [T]), detached, zero outside the mask.
+
+    With r = exp(``log_ratio`` [T]), the target policy over mu, rho = min(rho_bar, r) and c = lam min(c_bar, r):
+    v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}) and
+    A_t = rho_t (r_t + gamma v_{t+1} - V_t). Tokens and values as in ``gae``, which it equals on policy with lam = 1.
+    It needs a critic: with V = 0 and a reward at the end, the first token's advantage is a product of numbers <= 1 that
+    vanishes with length.
+    """
+    rows = _Rows.of(loss_mask, sequence_ids)
+    reward, value = rows.pack(token_rewards, values.dtype), rows.pack(values, values.dtype)
+    ratio = rows.pack(ratio_of(masked_values(log_ratio.detach(), loss_mask)), values.dtype)
+    rho, trace = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
+    delta = rho * (reward + gamma * _shifted(value) - value)
+    targets = torch.zeros_like(delta)
+    accumulator = values.new_zeros(len(delta))
+    for step in reversed(range(delta.shape[1])):
+        accumulator = delta[:, step] + gamma * trace[:, step] * accumulator
+        targets[:, step] = value[:, step] + accumulator
+    return rows.unpack(rho * (reward + gamma * _shifted(targets) - value)), rows.unpack(targets)
+
+
+class _Rows(NamedTuple):
+    """Masked tokens as a padded table: one row a sequence, so that a recursion walks columns, all sequences at once.
+
+    Zeros behind the end of a short row leave its recursion at zero.
+    """
+
+    where: Tensor  # [M] positions of the masked tokens among T
+    row: Tensor  # [M]
+    column: Tensor  # [M]
+    shape: tuple[int, int]
+    tokens: int  # T
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, sequence_ids: Tensor) -> _Rows:
+        where = loss_mask.nonzero().squeeze(-1)
+        row = sequence_ids[where]
+        counts = torch.bincount(row)
+        column = torch.arange(len(where), device=where.device) - (counts.cumsum(0) - counts)[row]
+        return cls(where, row, column, (len(counts), int(counts.max()) if len(where) else 0), len(loss_mask))
+
+    def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        table = torch.zeros(self.shape, dtype=dtype, device=x.device)
+        return table.index_put((self.row, self.column), x.detach()[self.where].to(dtype))
+
+    def unpack(self, table: Tensor) -> Tensor:
+        return table.new_zeros(self.tokens).index_put((self.where,), table[self.row, self.column])
+
+
+def _shifted(table: Tensor) -> Tensor:
+    """Column t holds what stood in column t + 1; the last holds 0."""
+    return torch.nn.functional.pad(table[:, 1:], (0, 1))[:, : table.shape[1]]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asyncrlhf.algorithms.weights import log_ratio, ratio_of
+
 
 class RatioFacts(NamedTuple):
     """What a rule may look at; every tensor is [T] and detached, and zero (ratio: one) outside the mask."""
@@ -73,4 +75,86 @@ def band(low: float, high: float) -> Coefficient:
     return rule
 
 
-COEFFICIENTS: dict[str, Callable[..., Coefficient]] = {"one": one, "clip": clip, "cap": cap, "band": band}
+def signed(low: float = 0.0, high: float = 1.0) -> Coefficient:
+    """c = 1 where A >= 0, clamp(r, low, high) where A < 0 (TOPR 2503.14286, on the sequence's product ratio)."""
+
+    def rule(facts: RatioFacts) -> tuple[Tensor, Tensor]:
+        negative = facts.advantages < 0
+        held = facts.ratio.clamp(low, high)
+        return torch.where(negative, held, 1.0), negative & (held != facts.ratio)
+
+    return rule
+
+
+def soft(tau_positive: float, tau_negative: float) -> Coefficient:
+    """The gradient of SAPO's (4 / tau) sigmoid(tau (r - 1)) A (2511.20347): 4 r s (1 - s), s the sigmoid.
+
+    tau is ``tau_positive`` where A > 0. Nothing is dropped, so that no token counts as clipped.
+    """
+
+    def rule(facts: RatioFacts) -> tuple[Tensor, Tensor]:
+        excess = facts.ratio - 1
+        x = torch.where(facts.advantages > 0, tau_positive * excess, tau_negative * excess)
+        # 1 - sigmoid(x) is sigmoid(-x), without the cancellation.
+        return 4 * facts.ratio * x.sigmoid() * (-x).sigmoid(), torch.zeros_like(facts.loss_mask)
+
+    return rule
+
+
+def gamma(k_positive: float, lambda_positive: float, k_negative: float, lambda_negative: float) -> Coefficient:
+    """c = e^lambda r^k e^(-lambda r), r the sequence's product ratio (VESPO 2602.10693); 1 at r = 1.
+
+    ``_positive`` where A >= 0. Nothing is dropped, so that no token counts as clipped.
+    """
+
+    def rule(facts: RatioFacts) -> tuple[Tensor, Tensor]:
+        log, excess = facts.ratio.log(), facts.ratio - 1
+        positive = k_positive * log - lambda_positive * excess
+        negative = k_negative * log - lambda_negative * excess
+        return torch.where(facts.advantages >= 0, positive, negative).exp(), torch.zeros_like(facts.loss_mask)
+
+    return rule
+
+
+def dprob(delta_low: float, delta_high: float, cap: float) -> Coefficient:
+    """c = min(r, cap), or 0 where the token's probability moved too far in A's direction (DPPO 2602.04879).
+
+    Too far: A > 0 and pi - mu > ``delta_high``, or A < 0 and pi - mu < -``delta_low``. The anchor is mu.
+    """
+
+    def rule(facts: RatioFacts) -> tuple[Tensor, Tensor]:
+        moved, advantages = facts.policy_logprobs.exp() - facts.anchor_logprobs.exp(), facts.advantages
+        too_far = (advantages > 0) & (moved > delta_high) | (advantages < 0) & (moved < -delta_low)
+        return facts.ratio.clamp(max=cap).masked_fill(too_far, 0.0), too_far | (facts.ratio > cap)
+
+    return rule
+
+
+def geoclip(eps_low: float, eps_high: float) -> Coefficient:
+    """The gradient of GMPO's s A (2507.20673) under ``level`` token and ``aggregate`` seq_mean: s, or 0 where clipped.
+
+    s is the sequence's geometric mean of token ratios, after each log-ratio is held at ``eps_high`` where A > 0 and at
+    -``eps_low`` where A < 0. The bounds are on the log-ratio. A is one number a sequence.
+    """
+
+    def rule(facts: RatioFacts) -> tuple[Tensor, Tensor]:
+        difference, advantages = facts.policy_logprobs - facts.anchor_logprobs, facts.advantages
+        high, low = (advantages > 0) & (difference > eps_high), (advantages < 0) & (difference < -eps_low)
+        held = torch.where(high, eps_high, torch.where(low, -eps_low, difference))
+        mean = log_ratio(held, torch.zeros_like(held), facts.loss_mask, facts.sequence_ids, "geo")
+        return ratio_of(mean).masked_fill(high | low, 0.0), high | low
+
+    return rule
+
+
+COEFFICIENTS: dict[str, Callable[..., Coefficient]] = {
+    "one": one,
+    "clip": clip,
+    "cap": cap,
+    "band": band,
+    "signed": signed,
+    "soft": soft,
+    "gamma": gamma,
+    "dprob": dprob,
+    "geoclip": geoclip,
+}

@@ -32,6 +32,23 @@ def token_logprobs(
     return cast(tuple[Tensor, Tensor], apply(logits, targets, temperature, rows))
 
 
+def collision_probability(logits: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 0) -> Tensor:
+    """sum_v pi_v^2 of each distribution: [T], detached, float32 (float64 for float64 logits).
+
+    Arguments as in ``token_logprobs``. It is the chance that two draws agree.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} cannot divide logits; allowed: > 0.")
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    rows = chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    found = torch.empty(len(logits), dtype=dtype, device=logits.device)
+    with torch.no_grad():
+        for start in range(0, len(logits), rows):
+            part = slice(start, start + rows)
+            found[part] = (logits[part].to(dtype) / temperature).softmax(-1).square_().sum(-1)
+    return found
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, rows: int) -> tuple[Tensor, Tensor]:

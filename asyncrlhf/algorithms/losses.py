@@ -35,6 +35,7 @@ def policy_loss(
     aggregate: str = "token",
     weight: Tensor | None = None,
     sample_weights: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> PolicyLoss:
     """Every ratio-style policy loss: l_t = -sg(w_t c(r_t, A_t)) A_t theta_t, summed and divided by ``normaliser``.
 
@@ -48,6 +49,8 @@ def policy_loss(
         level: ``token``, ``geo`` or ``prod``, see ``weights.log_ratio``.
         weight: [T] ``weights.behavior_weight``; 1 when None.
         sample_weights: [N] multiplies whole sequences, without changing the normaliser; 1 when None.
+        gate: [T] bool, see ``gates``: a token that is not kept gets coefficient 0 and counts as clipped, without
+            changing the normaliser; all are kept when None.
 
     Only the gradient is meant. Of the value: theta enters as theta - sg(theta) + 1, so that the loss reads
     -w c A, which is PPO's surrogate on every token that is not clipped. Losses of microbatches add up to the full
@@ -59,6 +62,8 @@ def policy_loss(
     gains = masked_values(advantages.detach(), loss_mask)
     ratio = ratio_of(log_ratio(fixed_policy, anchor, loss_mask, sequence_ids, level))
     coefficients, clipped = coefficient(RatioFacts(ratio, gains, fixed_policy, anchor, loss_mask, sequence_ids))
+    if gate is not None:
+        coefficients, clipped = coefficients.masked_fill(~gate, 0.0), clipped | ~gate
     scale = gains * coefficients
     if weight is not None:
         scale = scale * masked_values(weight.detach(), loss_mask)

@@ -7,6 +7,8 @@ tokens count; what lies outside it, NaN and infinities included, never changes a
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,9 +43,22 @@ def sequence_lengths(mask: Tensor, sequence_ids: Tensor) -> Tensor:
     return segment_total(mask.long(), sequence_ids).clamp(min=1)
 
 
+def group_reduce(x: Tensor, group_ids: Tensor, how: str) -> Tensor:
+    """Each rollout's group's ``sum``, ``amax`` or ``amin`` of ``x [N]``: [N]. Groups may be ragged, in any order."""
+    _, index = torch.unique(group_ids, return_inverse=True)
+    return torch.zeros_like(x).scatter_reduce(0, index, x, how, include_self=False)[index]
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``x`` over ``mask``; 0 where nothing is masked in. 0-dim."""
     return masked_values(x, mask).sum() / mask.sum().clamp(min=1)
+
+
+def percentile(x: Tensor, share: float) -> Tensor:
+    """The smallest entry of ``x [n]``, n >= 1, that at least ``share`` of its entries do not exceed: 0-dim."""
+    # Without a full sort; torch.quantile refuses more than 2^24 numbers. Rounded first: 0.95 * 20 is above 19.
+    rank = math.ceil(round(share * len(x), 6))
+    return x.kthvalue(min(len(x), max(1, rank))).values
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ def behavior_weight(
     mode: str = "truncate",
     low: float = 0.0,
     high: float = float("inf"),
+    scale: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The detached weight w = pi_prox / mu of every token: ([T], what was cut).
 
@@ -62,12 +63,13 @@ def behavior_weight(
         proximal_logprobs, behavior_logprobs: [T].
         mode: ``none`` gives 1 everywhere (no correction); ``truncate`` gives clamp(w, low, high) (TIS);
             ``mask`` gives w where low <= w <= high and 0 elsewhere (MIS, IcePop; decoupled PPO of 2505.24298: high 5).
+        scale: multiplies w before it is cut: IMPACT's min(1, 2 w) (1912.00167) is scale 2, truncate, high 1.
 
     The weight is 0 outside the mask. The second value holds 0-dim tensors over masked tokens: ``behavior_weight_mean``
     (after cutting), ``behavior_truncated_fraction``, ``behavior_masked_fraction``. A rejected token stays in the loss
     mask: it keeps its share of the normaliser.
     """
-    raw = ratio_of(log_ratio(proximal_logprobs, behavior_logprobs, loss_mask, sequence_ids, level))
+    raw = scale * ratio_of(log_ratio(proximal_logprobs, behavior_logprobs, loss_mask, sequence_ids, level))
     weight, cut = CORRECTIONS[mode](raw, low, high)
     nothing = torch.zeros_like(cut)
     return masked_values(weight, loss_mask), {
@@ -75,6 +77,16 @@ def behavior_weight(
         "behavior_truncated_fraction": masked_mean((cut if mode == "truncate" else nothing).to(raw.dtype), loss_mask),
         "behavior_masked_fraction": masked_mean((cut if mode == "mask" else nothing).to(raw.dtype), loss_mask),
     }
+
+
+def interpolated_proximal(policy_logprobs: Tensor, behavior_logprobs: Tensor, version_lag: Tensor) -> Tensor:
+    """The proximal policy without a forward pass: mu + alpha (theta - mu), alpha = (d - 1) / d: [T], detached.
+
+    A-3PO (2512.06547). ``version_lag`` d [T]: versions between a token's birth and now; below 1 it counts as 1, which
+    gives mu itself.
+    """
+    lag = version_lag.clamp(min=1).to(behavior_logprobs.dtype)
+    return behavior_logprobs.lerp(policy_logprobs.detach().to(behavior_logprobs.dtype), (lag - 1) / lag)
 
 
 def _outside(weight: Tensor, low: float, high: float) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.errors import StaleBatchError
-from asyncrlhf.validation import check, check_range
 
 
 class Gate(Protocol):
@@ -23,6 +22,11 @@ class Gate(Protocol):
 
     def release(self, uses: int | None = None) -> None:
         """A group left with ``uses`` of its trainings undone; None: all of them (it failed, or was dropped unused)."""
+        ...
+
+    def follow(self, version: int, replayed: int, max_staleness: int) -> None:
+        """The learner is at ``version``; ``replayed`` places of the batches up to that version's own are replay's;
+        fresh rollouts are asked for up to ``max_staleness``, the bound in force or less."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -42,6 +46,13 @@ class StalenessGate:
 
     A group takes one place for each of its ``max_reuse`` trainings. ``steps`` ends admission when the run has what it
     needs; the last groups keep ``max_reuse`` places so that the last batch still finds enough different groups.
+
+    With replay (``replay_groups`` of a batch, from step ``warmup_steps`` on) a group takes one place, for its first
+    training, and the places that replay fills are nobody's to take: those of past batches and of the one under way as
+    the buffer counts them (:meth:`follow`), those of later ones as planned. Where a later batch finds less to replay
+    it trains more fresh groups than planned, sooner than the bound asks, and ``follow`` gives those places back: so
+    neither the bound nor the supply depends on what replay finds. A bound that shrinks only closes admission until
+    enough was trained or dropped.
     """
 
     def __init__(
@@ -52,9 +63,15 @@ class StalenessGate:
         num_generations: int = 1,
         max_reuse: int = 1,
         steps: int | None = None,
+        replay_groups: int = 0,
+        warmup_steps: int = 0,
     ) -> None:
         self._groups_per_step = batch_size // num_generations
         self._max_staleness = max_staleness
+        self._replay_groups = replay_groups
+        self._warmup_steps = warmup_steps
+        self._version = 0
+        self._replayed = 0
         self._num_generations = num_generations
         self._max_reuse = max_reuse
         self._steps = steps
@@ -64,7 +81,8 @@ class StalenessGate:
         steps = replica_version + self._max_staleness + 1
         if self._steps is not None:
             steps = min(steps, self._steps + self._max_reuse - 1)
-        free = steps * self._groups_per_step - self._places
+        planned = self._replay_groups * max(0, steps - max(self._version + 1, self._warmup_steps))
+        free = steps * self._groups_per_step - self._replayed - planned - self._places
         return max(0, free // self._max_reuse) * self._num_generations
 
     def admit(self, replica_version: int) -> None:
@@ -78,11 +96,14 @@ class StalenessGate:
     def release(self, uses: int | None = None) -> None:
         self._places -= self._max_reuse if uses is None else uses
 
+    def follow(self, version: int, replayed: int, max_staleness: int) -> None:
+        self._version, self._replayed, self._max_staleness = version, replayed, max_staleness
+
     def state_dict(self) -> dict[str, Any]:
         return {"places": self._places}
 
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
-        self._places = state["places"]
+        self._places, self._version = state["places"], version
 
 
 def scheduled_versions(step: int, lag: int, resumed_at: int) -> tuple[int, int]:
@@ -138,6 +159,9 @@ class LagGate:
     def release(self, uses: int | None = None) -> None:
         """Nothing: the schedule does not shift."""
 
+    def follow(self, version: int, replayed: int, max_staleness: int) -> None:
+        """Nothing: the schedule is fixed beforehand."""
+
     def state_dict(self) -> dict[str, Any]:
         return {"admitted": self._admitted}
 
@@ -150,65 +174,18 @@ def resolve_capacity(buffer: BufferConfig, config: AsyncConfig, batch_size: int)
     return buffer.capacity or 2 * (config.bound + 1) * batch_size
 
 
-def validate_flow(
-    config: AsyncConfig, buffer: BufferConfig, *, batch_size: int, num_generations: int, publish_every: int
-) -> None:
-    """Raise ConfigError for settings under which the loop would stop for ever, or that have no meaning together."""
-    check_range("num_generations", num_generations, low=1)
-    check_range("batch_size", batch_size, low=1)
-    check(
-        batch_size % num_generations == 0,
-        f"batch_size={batch_size} is no multiple of num_generations={num_generations}; a batch holds whole groups.",
-    )
-    capacity = resolve_capacity(buffer, config, batch_size)
-    if config.fixed_lag is None:
-        _validate_free(config, buffer, batch_size, capacity, publish_every)
-    else:
-        _validate_scheduled(config, buffer, batch_size, capacity, publish_every)
-
-
-def _validate_free(
-    config: AsyncConfig, buffer: BufferConfig, batch_size: int, capacity: int, publish_every: int
-) -> None:
-    check(
-        publish_every <= config.max_staleness + 1,
-        f"weights.publish_every={publish_every} with async.max_staleness={config.max_staleness} would stop the run: "
-        f"the replicas' weights pass the bound before they are renewed; allowed: publish_every <= max_staleness + 1.",
-    )
-    # A group is taken once a step, so its last use is at least max_reuse - 1 steps after its first.
-    check(
-        buffer.max_reuse + publish_every <= config.max_staleness + 2,
-        f"buffer.max_reuse={buffer.max_reuse} with weights.publish_every={publish_every} passes "
-        f"async.max_staleness={config.max_staleness}: each reuse makes a rollout one step older; "
-        f"allowed: max_reuse + publish_every <= max_staleness + 2.",
-    )
-    check(
-        capacity >= batch_size,
-        f"buffer.capacity={capacity} cannot hold one batch; allowed: 0 (automatic) or >= batch_size={batch_size}.",
-    )
-
-
-def _validate_scheduled(
-    config: AsyncConfig, buffer: BufferConfig, batch_size: int, capacity: int, publish_every: int
-) -> None:
-    mode, lag = config.mode, config.bound
-    check(
-        publish_every == 1,
-        f"weights.publish_every={publish_every} breaks the exact schedule of async.mode={mode}; allowed: 1.",
-    )
-    check(
-        buffer.max_reuse == 1,
-        f"buffer.max_reuse={buffer.max_reuse} breaks the exact schedule of async.mode={mode}; "
-        f"allowed: 1, or mode=async.",
-    )
-    check(
-        buffer.sampling == "fifo",
-        f"buffer.sampling={buffer.sampling} has nothing to choose in async.mode={mode}, where each batch is fixed; "
-        f"allowed: fifo, or mode=async.",
-    )
-    least = (lag + 1) * batch_size
-    check(
-        capacity >= least,
-        f"buffer.capacity={capacity} cannot hold the {lag + 1} batches that async.mode={mode} keeps; "
-        f"allowed: 0 (automatic) or >= {least}.",
+def build_gate(
+    config: AsyncConfig, buffer: BufferConfig, *, batch_size: int, num_generations: int, steps: int | None
+) -> StalenessGate | LagGate:
+    """The gate of the mode."""
+    if config.fixed_lag is not None:
+        return LagGate(batch_size, config.fixed_lag, num_generations=num_generations, steps=steps)
+    return StalenessGate(
+        batch_size,
+        buffer.admission_bound(config.max_staleness),
+        num_generations=num_generations,
+        max_reuse=buffer.places,
+        steps=steps,
+        replay_groups=buffer.replay_groups(batch_size // num_generations),
+        warmup_steps=buffer.warmup_steps,
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrlhf.types import RolloutGroup
+
+PRIORITY_EPS = 1e-3  # so that a group without spread keeps a small chance of being drawn
 Chosen = list[tuple[int, float]]  # (index, probability of being taken; 1 where nothing has to be corrected)
 
 
@@ -45,3 +49,40 @@ CHOOSERS: dict[str, Callable[[Sequence[int], Sequence[float], int, np.random.Gen
     "uniform": uniform,
     "priority": priority,
 }
+
+
+def spread(group: RolloutGroup) -> float:
+    rewards = [r.reward for r in group.rollouts]
+    return max(rewards) - min(rewards)
+
+
+def reward_spread(group: RolloutGroup, version: int) -> float:
+    """(sd of the rewards + eps)^0.5; after 2606.04560, with the spread in the place of |A|."""
+    return math.sqrt(float(np.std([r.reward for r in group.rollouts])) + PRIORITY_EPS)
+
+
+def advantage(group: RolloutGroup, version: int) -> float:
+    """(mean |A| + eps)^0.5 with GRPO's A = (R - mean R) / (sd R + eps), which no scale of the rewards changes: the
+    priority of 2606.04560, on whole groups."""
+    rewards = np.array([r.reward for r in group.rollouts], dtype=np.float64)
+    deviation = np.abs(rewards - rewards.mean()).mean()
+    return math.sqrt(float(deviation / (rewards.std() + PRIORITY_EPS)) + PRIORITY_EPS)
+
+
+def age(group: RolloutGroup, version: int) -> float:
+    """1 / (1 + staleness): fresher groups first."""
+    return 1.0 / (1.0 + max(0, group.staleness(version)))
+
+
+PRIORITY: dict[str, Callable[[RolloutGroup, int], float]] = {
+    "reward_spread": reward_spread,
+    "advantage": advantage,
+    "age": age,
+}
+
+
+def correction(probabilities: Sequence[float], exponent: float) -> list[float]:
+    """Weights (p_min / p)^exponent: 1/p with the largest scaled to 1, so that they only ever shrink a gradient
+    (prioritised replay, 1511.05952)."""
+    least = min(probabilities, default=1.0)
+    return [(least / p) ** exponent for p in probabilities]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
+from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.base import LearnerBackend
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 
 BACKENDS: dict[str, Callable[..., LearnerBackend]] = {"torch": TorchBackend}
@@ -26,7 +27,7 @@ def build_learner(
     ranks: int = 1,
     device: str | torch.device = "cpu",
 ) -> LearnerBackend:
-    """One learner rank. ``load_model`` is called once, and once more for the reference when the algorithm has a KL."""
+    """One learner rank. ``load_model`` is called once, and once more for the reference when the algorithm needs one."""
     return BACKENDS[config.backend](
         load_model(),
         config,

@@ -1,108 +1,12 @@
-"""Settings of the learner and of the algorithm: ``learner.*`` and ``algorithm.*``."""
+"""Settings of the learner: ``learner.*``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check_choice, check_range
 
-ADVANTAGES = ("raw", "group_mean", "loo", "group_norm", "whiten", "gae")
-ANCHORS = ("self", "mu", "prox")
-LEVELS = ("token", "geo", "prod")
-COEFFICIENTS = ("one", "clip", "cap", "band")
-CORRECTIONS = ("none", "truncate", "mask")
-KL_PLACES = ("none", "reward", "loss")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-AGGREGATES = ("token", "seq_mean", "seq_sum", "const")
 SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    """The switches of the one policy-loss kernel; ``conf/algorithm/`` holds the presets. Names follow TRL."""
-
-    name: str = "decoupled_grpo"
-    advantage: str = "group_norm"
-    advantage_eps: float = 1e-4  # group_norm: (R - mean) / (std + eps)
-    whiten: bool = False  # whiten the advantages over the step's tokens
-    anchor: str = "prox"
-    level: str = "token"
-    coef: str = "clip"
-    epsilon: float = 0.2
-    epsilon_high: float = 0.2
-    dual_clip: float = 0.0  # 0 is off
-    cap_low: float = 0.0
-    cap_high: float = 5.0  # cap_low and cap_high bound the ratio itself, under coef=cap and coef=band
-    correction: str = "mask"
-    correction_level: str = "token"
-    correction_low: float = 0.0
-    correction_high: float = 5.0
-    kl: str = "none"
-    beta: float = 0.0
-    kl_estimator: str = "k3"
-    kl_importance_weighted: bool = True
-    aggregate: str = "token"
-    num_iterations: int = 1
-    minibatches: int = 1
-    entropy_coef: float = 0.0
-    # critic
-    gamma: float = 1.0
-    lam: float = 1.0
-    value_coef: float = 0.5
-    value_clip: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_choice("algorithm.advantage", self.advantage, ADVANTAGES)
-        check_choice("algorithm.anchor", self.anchor, ANCHORS)
-        check_choice("algorithm.level", self.level, LEVELS)
-        check_choice("algorithm.coef", self.coef, COEFFICIENTS)
-        check_choice("algorithm.correction", self.correction, CORRECTIONS)
-        check_choice("algorithm.correction_level", self.correction_level, LEVELS)
-        check_choice("algorithm.kl", self.kl, KL_PLACES)
-        check_choice("algorithm.kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        check_choice("algorithm.aggregate", self.aggregate, AGGREGATES)
-        for key in (
-            "epsilon",
-            "epsilon_high",
-            "dual_clip",
-            "cap_low",
-            "correction_low",
-            "beta",
-            "entropy_coef",
-            "value_coef",
-        ):
-            check_range(f"algorithm.{key}", getattr(self, key), low=0)
-        check(
-            self.dual_clip == 0 or self.dual_clip > 1,
-            f"algorithm.dual_clip={self.dual_clip} is out of range; allowed: 0 (off) or > 1.",
-        )
-        for key in ("advantage_eps", "cap_high", "correction_high", "value_clip"):
-            check_range(f"algorithm.{key}", getattr(self, key), low=0, exclusive_low=True)
-        for key in ("gamma", "lam"):
-            check_range(f"algorithm.{key}", getattr(self, key), low=0, high=1)
-        for key in ("num_iterations", "minibatches"):
-            check_range(f"algorithm.{key}", getattr(self, key), low=1)
-        check(
-            not (self.anchor == "mu" and self.correction != "none"),
-            "algorithm.anchor=mu together with algorithm.correction counts the behavior policy twice; "
-            "allowed: anchor=prox or self with a correction, or anchor=mu with correction=none.",
-        )
-        check(
-            self.kl == "none" or self.beta > 0,
-            f"algorithm.kl={self.kl} needs algorithm.beta > 0.",
-        )
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.advantage == "gae"
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl != "none"
-
-    @property
-    def group_relative(self) -> bool:
-        return self.advantage in ("group_mean", "loo", "group_norm")
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Item = TypeVar("Item")
 
 
 def init_process_group(
@@ -41,3 +47,20 @@ def all_gather(value: Any, ranks: int) -> list[Any]:
 def barrier(ranks: int) -> None:
     if ranks > 1:
         dist.barrier()
+
+
+def data_parallel(module: nn.Module, ranks: int) -> nn.Module:
+    """``module`` with its gradients averaged over ranks, or itself on a single one."""
+    return module if ranks == 1 else DistributedDataParallel(module, broadcast_buffers=False)
+
+
+def reducing(module: nn.Module, microbatches: Sequence[Item]) -> Iterator[Item]:
+    """The microbatches, with the gradient reduction held back until the last one.
+
+    Every rank must reduce exactly once however many microbatches it has.
+    """
+    for index, microbatch in enumerate(microbatches):
+        with contextlib.ExitStack() as stack:
+            if isinstance(module, DistributedDataParallel) and index < len(microbatches) - 1:
+                stack.enter_context(module.no_sync())
+            yield microbatch

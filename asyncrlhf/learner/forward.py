@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from asyncrlhf.algorithms.logprobs import token_logprobs
+from asyncrlhf.algorithms.logprobs import collision_probability, token_logprobs
 from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
 from asyncrlhf.types import IntArray
 
@@ -64,14 +64,22 @@ class PackedInputs:
         return cls.build(np.zeros(2, np.int64), np.array([0, 2]), np.array([False, True]), device)
 
 
+class TokenFacts(NamedTuple):
+    """What a policy says of M response tokens."""
+
+    logprobs: torch.Tensor  # [M]
+    entropies: torch.Tensor  # [M]
+    collision: torch.Tensor  # [M] sum_v pi_v^2, detached; empty unless the policy was built to give it
+
+
 class PackedPolicy(nn.Module):
-    """A causal language model that maps ``PackedInputs`` to (log-probs [M], entropies [M]).
+    """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
 
     Logits are divided by ``temperature``, as in sampling, so that policy and behavior log-probs speak of the same
     distribution; top-k and top-p are not applied again. Dropout is switched off for the same reason.
     """
 
-    def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False, collision: bool = False) -> None:
         super().__init__()
         use_packed_attention(model)
         for module in model.modules():
@@ -82,30 +90,35 @@ class PackedPolicy(nn.Module):
         self._hidden = torch.compile(self._trunk, dynamic=True) if compile else self._trunk
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
+        self._collision = collision
 
-    def forward(self, inputs: PackedInputs, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
         if not self._plain_head:
-            return token_logprobs(self._full_logits(inputs), inputs.targets, temperature=temperature)
+            return self._facts(self._full_logits(inputs), inputs.targets, temperature)
         hidden = self._hidden(inputs).index_select(0, inputs.rows)
         head = self.model.get_output_embeddings()
         if len(hidden) * head.weight.shape[0] <= MAX_LOGITS:
-            return token_logprobs(head(hidden), inputs.targets, temperature=temperature)
+            return self._facts(head(hidden), inputs.targets, temperature)
         return self._chunked(hidden, inputs.targets, temperature)
 
-    def _chunked(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _facts(self, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
+        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature)
+        if not self._collision:
+            return TokenFacts(logprobs, entropies, logprobs.new_empty(0))
+        return TokenFacts(logprobs, entropies, collision_probability(logits.detach(), temperature=temperature))
+
+    def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
         head = self.model.get_output_embeddings()
 
-        def score(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return token_logprobs(head(rows), wanted, temperature=temperature)
+        def score(rows: torch.Tensor, wanted: torch.Tensor) -> TokenFacts:
+            return self._facts(head(rows), wanted, temperature)
 
         size = max(1, MAX_LOGITS // head.weight.shape[0])
         parts = [
             checkpoint(score, rows, wanted, use_reentrant=False, preserve_rng_state=False)
             for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True)
         ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        return TokenFacts(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
 
     def _trunk(self, inputs: PackedInputs) -> torch.Tensor:
         return packed_hidden(self.model.base_model, inputs)

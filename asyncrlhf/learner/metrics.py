@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from asyncrlhf.algorithms.diagnostics import (
+    by_lag,
     clip_diagnostics,
     explained_variance,
+    harmful_second_moment,
     kl_diagnostics,
+    lag_diagnostics,
     log_ratio_diagnostics,
     weight_diagnostics,
 )
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.masked import masked_mean, masked_values
-from asyncrlhf.learner.config import AlgorithmConfig
-from asyncrlhf.learner.step import StepPlan, Targets, correction_weight
-
-
-@dataclass
-class StepRecord:
-    """Detached values of the M response tokens of a rank, filled in by the forward passes of a step."""
-
-    policy: torch.Tensor  # [M] of the last pass
-    proximal: torch.Tensor  # [M] of the first pass, before any update
-    entropy: torch.Tensor  # [M] of the last pass
-    values: torch.Tensor  # [M] of the last pass; zero without a critic
-    clipped: torch.Tensor  # [M] share of the passes in which the clip rule acted
-
-    @classmethod
-    def empty(cls, tokens: int, device: torch.device) -> StepRecord:
-        return cls(*(torch.zeros(tokens, device=device) for _ in range(5)))
-
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.plan import StepPlan
+from asyncrlhf.learner.record import StepRecord
+from asyncrlhf.learner.targets import Targets, correction_weight, proximal_of
 
 Arrays = dict[str, np.ndarray]
-
-# Advantage plus value gives equal returns back only up to float32 rounding, which no critic can explain.
-RETURN_NOISE = 1e-5
 
 
 def export(plan: StepPlan, targets: Targets, record: StepRecord) -> Arrays:
@@ -48,14 +32,16 @@ def export(plan: StepPlan, targets: Targets, record: StepRecord) -> Arrays:
         "sequence_ids": tokens.sequence_ids,
         "loss_mask": tokens.loss_mask,
         "behavior": tokens.behavior,
+        "version_lag": tokens.version_lag,
         "advantages": targets.advantages,
         "policy": record.policy,
         "proximal": record.proximal,
         "entropy": record.entropy,
         "clipped": record.clipped,
     }
-    if targets.ref is not None:
-        tensors["ref"] = targets.ref
+    for name, optional in (("ref", targets.ref), ("ema", targets.ema)):
+        if optional is not None:
+            tensors[name] = optional
     if targets.returns is not None and targets.old_values is not None:
         tensors |= {"returns": targets.returns, "values": targets.old_values}
     arrays: Arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
@@ -87,18 +73,30 @@ def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
         **log_ratio_diagnostics(tensors["policy"] - tensors["proximal"], mask, "policy"),
         **kl_diagnostics(tensors["proximal"], tensors["behavior"], mask, "behavior"),
         **clip_diagnostics(tensors["clipped"], tensors["advantages"], mask),
+        **lag_diagnostics(tensors["version_lag"], mask),
+        **by_lag(drift, tensors["rewards"], tensors["version_lag"], mask, ids),
+        "harmful_second_moment": harmful_second_moment(
+            tensors["policy"] - tensors["behavior"], tensors["advantages"], mask
+        ),
         "entropy": masked_mean(tensors["entropy"], mask),
         "advantage_mean": masked_mean(tensors["advantages"], mask),
         "advantage_std": _std(tensors["advantages"], mask),
         "masked_token_fraction": 1 - mask.float().sum() / max(len(mask), 1),
     }
     if config.correction != "none":
-        found |= correction_weight(config, tensors["proximal"], tensors["behavior"], mask, ids)[1]
+        between = proximal_of(
+            config,
+            tensors["policy"],
+            tensors["behavior"],
+            tensors["version_lag"],
+            tensors["proximal"],
+            tensors.get("ema"),
+        )
+        found |= correction_weight(config, between, tensors["behavior"], mask, ids)[1]
     if "ref" in tensors:
         found["ref_kl"] = masked_mean(kl_estimate(tensors["policy"], tensors["ref"], mask, estimator="k3"), mask)
     if "returns" in tensors:
-        varies = _std(tensors["returns"], mask) > RETURN_NOISE
-        found["explained_variance"] = explained_variance(tensors["values"], tensors["returns"], mask) * varies
+        found["explained_variance"] = explained_variance(tensors["values"], tensors["returns"], mask)
     metrics = {name: float(value) for name, value in found.items()}
     metrics["ess_fraction_seq"] = metrics.pop("sequence_ess_fraction")
     return metrics | _sequence_metrics(arrays)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.distributed import all_sum
 
 
 def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
@@ -44,6 +46,46 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])
+
+
+class Updater:
+    """The optimizer of one rank: scaled backward passes, and updates that all ranks make or skip together."""
+
+    def __init__(
+        self, config: LearnerConfig, policy: nn.Module, critic: nn.Module | None, device: torch.device, ranks: int
+    ) -> None:
+        self._config, self._ranks = config, ranks
+        self._modules = [policy] if critic is None else [policy, critic]
+        self.optimizer = build_optimizer(config, policy, critic)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=config.mixed_precision == "float16")
+
+    def before_update(self, callback: Callable[[], object]) -> None:
+        def hook(*_: object) -> None:
+            callback()
+
+        self.optimizer.register_step_pre_hook(hook)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Data-parallel wrappers average over ranks; the loss is meant as a sum, hence times the ranks."""
+        self._scaler.scale(loss * self._ranks).backward()
+
+    def apply(self) -> float:
+        """Clip and apply the gradient; the policy's norm, or NaN when any rank found a gradient that is not finite."""
+        self._scaler.unscale_(self.optimizer)
+        norms = [clip_gradient(module.parameters(), self._config.max_grad_norm) for module in self._modules]
+        broken = sum((~torch.isfinite(norm)).float() for norm in norms)
+        skip = bool(all_sum(torch.as_tensor(broken), self._ranks))
+        if not skip:
+            self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return math.nan if skip else float(norms[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
 
 
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:

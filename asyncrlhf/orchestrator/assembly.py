@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from asyncrlhf.buffer.replay import Evicted
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.types import DropReason, RewardResult, RolloutGroup, RolloutInfo, ScoredRollout
@@ -19,7 +20,7 @@ class Assembly:
     def __init__(self, state: RunState, discard: Discard, message: Callable[[str], None]) -> None:
         self._state = state
         self._discard = discard
-        self._message = message
+        self.message = message
         self._outcomes: deque[bool] = deque(maxlen=state.config.batch_size)
         self._failures_told = 0
 
@@ -62,7 +63,7 @@ class Assembly:
         self._outcomes.append(False)
         self._failures_told += 1
         if self._failures_told <= 5:
-            self._message(f"rollout {rollout_id} failed: {error}")
+            self.message(f"rollout {rollout_id} failed: {error}")
         self._refuse_mass_failure(error)
         self._close_if_done(group)
 
@@ -102,9 +103,20 @@ class Assembly:
         self._state.gate.release(uses_left)
 
     def evict(self) -> None:
-        """File what the buffer will not train any more at the present version."""
-        for evicted in self._state.buffer.evict(self._state.version):
+        """File what the buffer will not train any more at the present version and under the present bound."""
+        state = self._state
+        state.buffer.set_bound(state.bound)
+        self._file(state.buffer.evict(state.version))
+
+    def purge(self, version: int) -> None:
+        """Empty the buffer of what was begun before ``version`` (OAPL, 2602.19362). What is still being sampled goes
+        on, as async.on_weight_update says."""
+        self._file(self._state.buffer.purge(version))
+
+    def _file(self, gone: list[Evicted]) -> None:
+        for evicted in gone:
             self._give_up(evicted.group, evicted.reason, evicted.uses_left)
+        self._state.follow()
 
     def abandon(self, group_ids: Iterable[int], reason: DropReason) -> list[int]:
         """Drop groups still in the making; returns the ids of their rollouts that generators still hold."""

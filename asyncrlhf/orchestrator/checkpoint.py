@@ -16,7 +16,7 @@ from asyncrlhf.types import Rollout
 
 FOLDER = "checkpoints"
 STATE_FILE, ROLLOUTS_FILE, LEARNER_FOLDER = "controller.json", "rollouts.pkl", "learner"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,16 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from asyncrlhf.buffer.admission import validate_flow
+from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.engines.config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.orchestrator.logging_config import LoggingConfig
 from asyncrlhf.rewards.config import FusionConfig, RewardConfig
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.config import Tolerance, WeightsConfig, choose_tolerance
 from asyncrlhf.validation import check, check_choice, check_range
 
 
@@ -101,7 +102,7 @@ class RunConfig:
             check(
                 self.num_generations >= 2,
                 f"num_generations={self.num_generations} with algorithm={self.algorithm.name} "
-                f"(advantage={self.algorithm.advantage}) leaves nothing to compare with; allowed: >= 2.",
+                f"({self.algorithm.comparison}) leaves nothing to compare with; allowed: >= 2.",
             )
         groups = self.batch_size // self.num_generations
         check(
@@ -122,6 +123,7 @@ class RunConfig:
             batch_size=self.batch_size,
             num_generations=self.num_generations,
             publish_every=self.weights.publish_every,
+            purge_on_publish=self.algorithm.purge_on_publish,
         )
 
     def _check_runtime(self) -> None:
@@ -138,12 +140,10 @@ class RunConfig:
         )
 
     @property
-    def audit_tolerance(self) -> float:
-        """Largest mean |log-prob difference| between learner and engine at one version."""
-        if self.weights.audit_tolerance > 0:
-            return self.weights.audit_tolerance
+    def audit_tolerance(self) -> Tolerance:
+        """Mean |log-prob difference| between learner and engine at one version."""
         exact = self.model.dtype == "float32" and self.learner.mixed_precision == "none"
-        return 1e-3 if exact else 0.1
+        return choose_tolerance(self.weights.audit_tolerance, exact)
 
 
 _RENAMED = {"async": "async_"}

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.buffer.admission import LagGate, StalenessGate
+from asyncrlhf.buffer.admission import build_gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.data.sources import PromptSource
@@ -67,18 +67,10 @@ class Outcome:
 
 def build_state(config: RunConfig) -> RunState:
     """Ledger, gate and buffer of a fresh run."""
-    lag, size = config.async_.fixed_lag, config.num_generations
-    gate: StalenessGate | LagGate
-    if lag is None:
-        gate = StalenessGate(
-            config.batch_size,
-            config.async_.max_staleness,
-            num_generations=size,
-            max_reuse=config.buffer.max_reuse,
-            steps=config.steps,
-        )
-    else:
-        gate = LagGate(config.batch_size, lag, num_generations=size, steps=config.steps)
+    size = config.num_generations
+    gate = build_gate(
+        config.async_, config.buffer, batch_size=config.batch_size, num_generations=size, steps=config.steps
+    )
     buffer = ReplayBuffer(
         config.buffer, config.async_, batch_size=config.batch_size, num_generations=size, seed=config.seed
     )

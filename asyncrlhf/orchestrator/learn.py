@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from asyncrlhf.actors.messages import TrainItem
@@ -47,6 +48,7 @@ class LearnLoop:
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(state)
         self._publish_due = False
+        self._purged_for = -1
         self.training = False
 
     async def run(self) -> None:
@@ -74,6 +76,7 @@ class LearnLoop:
             nonlocal taken
             if self._state.stopping:
                 return True
+            self._purge_if_published()
             taken = self._state.buffer.take(self._state.version, self._state.unfinished_versions())
             failed = self._publisher.failure is not None
             return taken is not None or failed or (self._publish_due and not self._publisher.busy)
@@ -84,6 +87,14 @@ class LearnLoop:
             if taken is not None or self._state.stopping:
                 return taken
             await self._publish()
+
+    def _purge_if_published(self) -> None:
+        """No batch is taken between a publish and the purge that it asks for."""
+        published = self._state.published_version
+        if self._state.config.algorithm.purge_on_publish and published > self._purged_for:
+            self._purged_for = published
+            self._assembly.purge(published)
+            self._state.changed.notify()
 
     async def _step(self, taken: list[Taken], waited: float) -> None:
         state, version = self._state, self._state.version
@@ -115,10 +126,18 @@ class LearnLoop:
             self._publisher.last_seconds,
             self._publisher.mismatch_kl,
         )
+        self._adapt(result.metrics)
         state.progressed()
         self._unlogged = metrics
         if self._bookkeeping.is_boundary(state.version):
             await self._catch_up()
+
+    def _adapt(self, metrics: Mapping[str, float]) -> None:
+        """The bound of the next batches; what is over a smaller one is met as ``async.over_stale`` says."""
+        change = self._state.adaptive.observe(metrics)
+        if change is not None:
+            self._assembly.message(change)
+            self._retire()
 
     async def _catch_up(self) -> None:
         """Record the step before: the learner is at its next one meanwhile, wherever nothing forbids it."""

@@ -27,6 +27,8 @@ TIMING_KEYS = frozenset(
         "train_seconds",
         "wait_seconds",
         "buffer_size",
+        "buffer_age",
+        "dropped",
         "rollouts_in_flight",
     }
 )
@@ -69,6 +71,8 @@ class Meters:
             "policy_version": version + 1,
             "wall_time": now - self._started,
             **self._staleness(version, taken),
+            "staleness_bound": self._state.bound,
+            "replayed_fraction": sum(len(t.group) for t in taken if t.replayed) / samples,
             "ref_kl": math.nan,  # null in the records, unless there is a reference policy
             **result.metrics,
             "skipped": float(result.skipped),
@@ -80,7 +84,7 @@ class Meters:
             "snapshot_seconds": times.snapshot,
             "train_seconds": times.trained,
             "wait_seconds": times.waited,
-            "buffer_size": self._state.buffer.held,
+            **self._buffer(),
             "rollouts_in_flight": sum(len(r.in_flight) for r in self._state.replicas),
             **self._generators(elapsed),
         }
@@ -101,6 +105,16 @@ class Meters:
             "reward_mean": float(np.mean([r.reward for r in rollouts])),
             "response_length_mean": float(np.mean([r.info.response_length for r in rollouts])),
             "truncation_rate": float(np.mean([r.info.finish_reason == "length" for r in rollouts])),
+        }
+
+    def _buffer(self) -> dict[str, float]:
+        """``buffer_age``: mean staleness, in the batch to come, of what is held; ``dropped``: since the beginning."""
+        held = [r for group in self._state.buffer.groups() for r in group.rollouts]
+        ages = [r.staleness(self._state.version) for r in held]
+        return {
+            "buffer_size": len(held),
+            "buffer_age": float(np.mean(ages)) if ages else 0.0,
+            "dropped": self._state.ledger.counts()["dropped"],
         }
 
     def _generators(self, elapsed: float) -> dict[str, float]:

@@ -28,6 +28,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
         "ledger": state.ledger.state_dict(),
         "gate": state.gate.state_dict(),
         "buffer": state.buffer.state_dict(),
+        "adaptive": state.adaptive.state_dict(),
         "uses": {str(k): v for k, v in log.uses().items()},
         "groups": [
             {
@@ -68,6 +69,8 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
     state.ledger.load_state_dict(document["ledger"])
     state.gate.load_state_dict(document["gate"], state.version)
     state.buffer.load_state_dict(document["buffer"], payloads, state.version)
+    state.adaptive.load_state_dict(document["adaptive"])
+    state.follow()
     log.restore_uses({int(k): v for k, v in document["uses"].items()})
     for row in document["groups"]:
         scored = group_from_json(row["scored"], payloads).rollouts

@@ -19,6 +19,7 @@ from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.orchestrator.clock import run_virtual
 from asyncrlhf.orchestrator.config import RunConfig, to_plain
@@ -60,6 +61,8 @@ def prepare(config: RunConfig) -> Prepared:
     task = _fitting_task(config, tokenizer)
     scorer = build_scorer(config.reward, task, completion)
     preflight(scorer, (task.heldout() or [task.train_source(config.seed).next()])[0])
+    if config.algorithm.loss.target:
+        load_loss(config.algorithm.loss.target)
     given = Path(config.run_dir) if config.run_dir else None
     found = find_checkpoint(config.checkpoint.resume, given, RUNS / config.name)
     run_dir = found.parent.parent if found is not None and given is None else given or new_run_dir(config.name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from asyncrlhf.buffer.admission import Gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.handles import GeneratorHandle
 from asyncrlhf.types import Prompt, ScoredRollout
@@ -88,6 +89,10 @@ class RunState:
     stopping: bool = False
     last_progress: float = 0.0
     changed: Signal = field(default_factory=Signal)
+    adaptive: AdaptiveBound = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adaptive = AdaptiveBound(self.config.async_)
 
     @property
     def scheduled(self) -> bool:
@@ -96,7 +101,14 @@ class RunState:
 
     @property
     def bound(self) -> int:
-        return self.config.async_.bound
+        """The staleness bound in force; ``config.async_.bound`` is the highest that it can be."""
+        return self.adaptive.bound
+
+    def follow(self) -> None:
+        """Tell gate and buffer where the learner is and which bound is in force."""
+        self.buffer.set_bound(self.bound)
+        asked = self.config.buffer.admission_bound(self.bound)
+        self.gate.follow(self.version, self.buffer.replayed_by(self.version), asked)
 
     def now(self) -> float:
         """Seconds of the run's clock."""

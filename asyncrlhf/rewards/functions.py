@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.plugins import load_function
 from asyncrlhf.rewards.base import RewardFunction
 from asyncrlhf.tasks.base import Task
 from asyncrlhf.types import Prompt
@@ -36,16 +34,7 @@ def task_reward(task: Task) -> RewardFunction:
 
 def load_target(target: str) -> RewardFunction:
     """The function that ``package.module:function`` names; the working directory is looked in too."""
-    where = f"reward.target={target}"
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"{where} is not of the form package.module:function.")
-    module = _import(module_name, where)
-    function = getattr(module, name, None)
-    if function is None:
-        raise ConfigError(f"{where}: the module {module_name} has no {name!r}.")
-    if not callable(function):
-        raise ConfigError(f"{where} is not a function but {type(function).__name__}.")
+    where, function = f"reward.target={target}", load_function("reward.target", target)
     try:
         inspect.signature(function).bind(prompts=[], completions=[], **{column: [] for column in COLUMNS})
     except TypeError as error:
@@ -53,15 +42,4 @@ def load_target(target: str) -> RewardFunction:
             f"{where} cannot be called with prompts, completions and the columns {', '.join(COLUMNS)} ({error}); "
             "write it as f(prompts, completions, **columns)."
         ) from error
-    return function  # type: ignore[no-any-return]
-
-
-def _import(module_name: str, where: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    try:
-        return importlib.import_module(module_name)
-    # Importing runs the user's own code, which may raise anything.
-    except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}.") from error
+    return function

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.config import Tolerance
 from asyncrlhf.transport.manifest import as_bytes
 from asyncrlhf.types import FloatArray, IntArray
 
@@ -31,11 +32,6 @@ def probe_tokens(vocab_size: int, length: int, seed: int) -> IntArray:
     return np.random.default_rng(seed).integers(0, vocab_size, size=length, dtype=np.int64)
 
 
-def default_tolerance(dtype: str) -> float:
-    """The mean |difference| to accept in nats: float32 engines agree to rounding, half precision does not."""
-    return 1e-3 if dtype == "float32" else 0.1
-
-
 def compare(learner_logprobs: Sequence[FloatArray], engine_logprobs: Sequence[FloatArray]) -> AuditResult:
     """Compare what both sides' ``score`` gave for the same texts. Raises WeightSyncError when the lengths differ."""
     lengths = [len(text) for text in learner_logprobs], [len(text) for text in engine_logprobs]
@@ -49,22 +45,29 @@ def compare(learner_logprobs: Sequence[FloatArray], engine_logprobs: Sequence[Fl
     return AuditResult(float(absolute.mean()), float(absolute.max()), float(k3.mean()), len(difference))
 
 
-def check(result: AuditResult, tolerance: float, receiver: str, version: int) -> None:
-    """Raise WeightSyncError with the figures when ``mean_abs`` is over ``tolerance``, or is not a number."""
-    if result.mean_abs <= tolerance:
+def judge(result: AuditResult, tolerance: Tolerance, differing: Sequence[str], receiver: str, version: int) -> None:
+    """The verdict on a suspicious result. Raises WeightSyncError when tensors differ, or when rounding does not explain
+    the figures, a difference that is not a number among them."""
+    if not differing and result.mean_abs <= tolerance.rounding:
         return
+    names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+    cause = f"tensors that differ: {names}" if differing else "all tensors arrived: the engine computes something else"
     raise WeightSyncError(
-        f"After loading version {version}, the log-probs of {receiver} differ from the learner's by "
-        f"{result.mean_abs:.3g} on average (largest {result.max_abs:.3g}, mismatch_kl {result.mismatch_kl:.3g}, "
-        f"{result.tokens} tokens); weights.audit_tolerance allows {tolerance:g}. Part of the weights did not arrive, "
-        f"or the engine computes something else."
+        f"the log-prob audit of {receiver} at version {version} found a mean difference of {result.mean_abs:.3g} "
+        f"(largest {result.max_abs:.3g}, mismatch_kl {result.mismatch_kl:.3g}, {result.tokens} tokens), allowed "
+        f"{tolerance.suspicious:g} (weights.audit_tolerance); {cause}."
     )
 
 
-def tensor_digests(params: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """A checksum of each tensor's dtype, shape and bytes; equal in every process for equal tensors."""
+def tensor_digests(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, str]:
+    """A checksum of each tensor's dtype, shape and bytes; equal in every process for equal tensors.
+
+    ``dtype``: that of the floating tensors on the other side, to which they are rounded first.
+    """
     digests = {}
     for name, tensor in params.items():
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
         digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
         digest.update(as_bytes(tensor.detach().cpu()).data)
         digests[name] = digest.hexdigest()

@@ -10,6 +10,28 @@ TRANSPORTS = ("auto", "collective", "object_store", "local")
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """Mean |difference| in nats. Up to ``suspicious`` all is well. Beyond it the tensors are compared bit by bit, and
+    when all of them arrived it is the engine's rounding, which may go up to ``rounding``."""
+
+    suspicious: float
+    rounding: float
+
+
+EXACT, HALF = Tolerance(1e-3, 1e-3), Tolerance(0.1, 1.0)
+
+
+def choose_tolerance(asked: float, exact: bool) -> Tolerance:
+    """``asked`` is a bound without exceptions; 0 chooses by whether both sides compute in float32.
+
+    In half precision the log-probs of unlikely tokens are as coarse as their logits: 0.1 nats on average is usual.
+    """
+    if asked > 0:
+        return Tolerance(asked, asked)
+    return EXACT if exact else HALF
+
+
+@dataclass(frozen=True)
 class WeightsConfig:
     """``transport=auto``: ``local`` in the local runtime, ``collective`` under Ray."""
 
@@ -17,7 +39,7 @@ class WeightsConfig:
     publish_every: int = 1  # learner steps
     bucket_mb: float = 32.0
     audit_every: int = 50  # publishes; 0 audits at start-up only
-    audit_tolerance: float = 0.0  # mean |log-prob difference|; 0 chooses by dtype: 1e-3 float32, 0.1 otherwise
+    audit_tolerance: float = 0.0  # mean |log-prob difference|; 0: 1e-3, in half precision 1 if all arrived
     timeout_seconds: float = 120.0
 
     def __post_init__(self) -> None:

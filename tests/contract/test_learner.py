@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import CheckpointError
+from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.base import LearnerBackend
 from asyncrlhf.learner.build import BACKENDS, build_learner
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.config import LearnerConfig
 from tests.unit.learner.worlds import VOCABULARY, llama, random_batch
 
 Make = Callable[..., LearnerBackend]
@@ -22,6 +23,13 @@ Make = Callable[..., LearnerBackend]
 ALGORITHMS = {
     "decoupled_grpo": AlgorithmConfig(),
     "ppo with KL": AlgorithmConfig(advantage="gae", kl="reward", beta=0.1, num_iterations=2, minibatches=2),
+    "slow target": AlgorithmConfig(advantage="vtrace", anchor="ema", ema_decay=0.5),
+    "least variance": AlgorithmConfig(
+        advantage="opob", anchor="self", coef="one", correction_level="prod", lr="sqrt_ess", minibatches=2
+    ),
+    "best against worst": AlgorithmConfig(
+        head="pair", advantage="raw", anchor="ref", coef="one", correction="none", aggregate="seq_sum", beta=0.1
+    ),
 }
 
 
@@ -111,6 +119,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(make: Make, tmp_path: Path) -
     make().save(tmp_path)
     with pytest.raises(CheckpointError, match="critic"):
         make(ALGORITHMS["ppo with KL"]).load(tmp_path)
+    make(ALGORITHMS["ppo with KL"]).save(tmp_path / "critic")
+    with pytest.raises(CheckpointError, match=r"algorithm\.anchor disagree on whether there is a ema model"):
+        make(ALGORITHMS["slow target"]).load(tmp_path / "critic")
 
 
 def test_prompts_and_masked_tokens_have_no_say(make: Make) -> None:

@@ -12,8 +12,9 @@ from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.packing import pack
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.build import build_learner
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,17 +13,24 @@ import pytest
 import torch
 
 from asyncrlhf.data.packing import select, shard
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.worlds import llama, random_batch
 
-TIME_LIMIT = 60.0
+TIME_LIMIT = 120.0
 ALGORITHMS = {
     "decoupled_grpo": AlgorithmConfig(num_iterations=2),
     "ppo": AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1, entropy_coef=0.01),
     "rloo": AlgorithmConfig(advantage="loo", aggregate="seq_sum", kl="reward", beta=0.1),
+    # What looks ahead: a threshold over all ranks' tokens, whole groups, and the rate by all ranks' sequences.
+    "m2po": load_config(["algorithm=m2po"]).algorithm,
+    "vcpo": load_config(["algorithm=vcpo"]).algorithm,
+    "tba": load_config(["algorithm=tba"]).algorithm,
+    "impact": load_config(["algorithm=impact"]).algorithm,
 }
 # A small budget gives the ranks different numbers of microbatches.
 LEARNER = LearnerConfig(learning_rate=1e-2, token_budget=15)

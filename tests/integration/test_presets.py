@@ -19,7 +19,7 @@ def test_preset_trains(tmp_path: Path, preset: str) -> None:
     done.assert_ledger_whole()
     for row in done.metrics:
         assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) and row["skipped"] == 0
-        assert 0 < row["ess_fraction"] <= 1
+        assert 0 < row["ess_fraction"] <= 1 and 0 < row["effective_learning_rate"] <= row["learning_rate"]
 
 
 @pytest.mark.parametrize("place", ["reward", "loss"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,11 +25,16 @@ class RaggedBatch:
     mu: NDArray[np.float64]
     ref: NDArray[np.float64]
     token_advantages: NDArray[np.float64]
-    sequence_advantages: NDArray[np.float64]  # [N]
+    target: NDArray[np.float64]  # a slow network's log-probs
+    values: NDArray[np.float64]
+    collision: NDArray[np.float64]
+    lag: NDArray[np.int64]  # [T]
+    rewards: NDArray[np.float64]  # [N]
+    group_ids: NDArray[np.int64]  # [N] no group of one where there are two sequences
 
     @property
     def num_sequences(self) -> int:
-        return len(self.sequence_advantages)
+        return len(self.rewards)
 
     @property
     def trained(self) -> list[int]:
@@ -40,17 +45,29 @@ class RaggedBatch:
         """The masked tokens of every trained sequence."""
         return [packed[self.mask & (self.sequence_ids == i)] for i in self.trained]
 
-    def per_token(self, per_sequence: NDArray[np.float64]) -> NDArray[np.float64]:
-        return per_sequence[self.sequence_ids]
+    def split_all(self, packed: NDArray[np.float64]) -> Batch:
+        """The masked tokens of every sequence; some may be empty."""
+        return [packed[self.mask & (self.sequence_ids == i)] for i in range(self.num_sequences)]
+
+    def on_policy(self) -> RaggedBatch:
+        return replace(self, prox=self.theta, mu=self.theta, target=self.theta)
+
+    def repoisoned(self, filler: float) -> RaggedBatch:
+        """The same batch with ``filler`` outside the mask."""
+        arrays = {name: x for name, x in vars(self).items() if x.dtype == np.float64 and len(x) == len(self.mask)}
+        held = {name: np.where(self.mask, x, filler) for name, x in arrays.items() if name != "rewards"}
+        return replace(self, **held)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(self.mask), torch.from_numpy(self.sequence_ids)
 
 
-def ragged_batch(seed: int, *, max_sequences: int = 5, max_tokens: int = 7, spread: float = 0.4) -> RaggedBatch:
+def ragged_batch(
+    seed: int, *, min_sequences: int = 1, max_sequences: int = 5, max_tokens: int = 7, spread: float = 0.4
+) -> RaggedBatch:
     """At least one sequence has a masked token; masks have holes, and some sequences have none at all."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, max_tokens + 1, size=rng.integers(1, max_sequences + 1))
+    lengths = rng.integers(1, max_tokens + 1, size=rng.integers(min_sequences, max_sequences + 1))
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
     mask = rng.random(len(sequence_ids)) < 0.7
     mask[rng.integers(len(mask))] = True
@@ -62,6 +79,10 @@ def ragged_batch(seed: int, *, max_sequences: int = 5, max_tokens: int = 7, spre
     prox = theta + spread * rng.standard_normal(len(mask))
     mu = prox + spread * rng.standard_normal(len(mask))
     ref = theta + spread * rng.standard_normal(len(mask))
+    groups = rng.integers(1, max(1, len(lengths) // 2) + 1)
+    group_of = np.concatenate([np.repeat(np.arange(groups), 2), rng.integers(groups, size=len(lengths))])[
+        : len(lengths)
+    ]
     return RaggedBatch(
         mask=mask,
         sequence_ids=sequence_ids,
@@ -70,7 +91,12 @@ def ragged_batch(seed: int, *, max_sequences: int = 5, max_tokens: int = 7, spre
         mu=poisoned(mu),
         ref=poisoned(ref),
         token_advantages=poisoned(rng.standard_normal(len(mask))),
-        sequence_advantages=rng.standard_normal(len(lengths)),
+        target=poisoned(prox + spread * rng.standard_normal(len(mask))),
+        values=poisoned(rng.standard_normal(len(mask))),
+        collision=poisoned(rng.random(len(mask))),
+        lag=np.where(mask, rng.integers(0, 12, size=len(mask)), rng.integers(-(2**40), 2**40, size=len(mask))),
+        rewards=rng.standard_normal(len(lengths)),
+        group_ids=rng.permutation(group_of) * 1000 + 7,
     )
 
 
@@ -80,6 +106,6 @@ def gradient(loss: Tensor, leaf: Tensor) -> NDArray[np.float64]:
 
 
 def relative_error(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """Norm of the difference over the norm of ``expected``; absolute where that is zero."""
+    """Norm of the difference over the norm of ``expected``; absolute where that is zero but for rounding."""
     size = float(np.linalg.norm(expected))
-    return float(np.linalg.norm(found - expected)) / (size if size > 0 else 1.0)
+    return float(np.linalg.norm(found - expected)) / (size if size > 1e-12 else 1.0)

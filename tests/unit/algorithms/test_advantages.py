@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrlhf.algorithms import advantages
+from asyncrlhf.algorithms.logprobs import collision_probability
 from asyncrlhf.algorithms.masked import moments, whiten
 from tests import reference
 from tests.unit.algorithms.batches import ragged_batch
@@ -79,10 +80,93 @@ def test_gae_skips_masked_tokens(seed: int, gamma: float, lam: float) -> None:
     assert not found.numpy()[~batch.mask].any() and not returns.numpy()[~batch.mask].any()
 
 
-def test_gae_of_nothing_is_nothing() -> None:
-    values, mask, ids = torch.tensor([1.0, float("nan")]), torch.tensor([False, False]), torch.tensor([0, 1])
-    found, returns = advantages.gae(values, values, mask, ids)
-    assert not found.any() and not returns.any()
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95]))
+def test_vtrace_against_the_paper(seed: int, gamma: float, lam: float) -> None:
+    batch = ragged_batch(seed)
+    mask, ids = batch.tensors()
+    rewards, values, drift = (torch.from_numpy(x) for x in (batch.token_advantages, batch.values, batch.prox))
+    drift = drift - torch.from_numpy(batch.mu)
+    found = advantages.vtrace(rewards, values, drift, mask, ids, gamma=gamma, lam=lam, rho_bar=1.3, c_bar=1.1)
+    parts = (batch.token_advantages, batch.values, np.exp(drift.numpy()))
+    pairs = [reference.vtrace(*x, gamma, lam, (1.3, 1.1)) for x in zip(*map(batch.split, parts), strict=True)]
+    for ours, theirs in zip(found, zip(*pairs, strict=True), strict=True):
+        np.testing.assert_allclose(ours.numpy()[batch.mask], np.concatenate(theirs), rtol=1e-10, atol=1e-12)
+        assert not ours.numpy()[~batch.mask].any()
+
+    # On policy, with lambda 1, it is GAE with lambda 1.
+    still = advantages.vtrace(rewards, values, torch.zeros_like(drift), mask, ids, gamma=gamma, lam=1.0)
+    for ours, theirs in zip(still, advantages.gae(rewards, values, mask, ids, gamma=gamma, lam=1.0), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_without_a_critic_vtrace_forgets_the_reward() -> None:
+    """With V = 0 and a terminal reward, A_0 is the product of min(1, r): near 0 after 200 tokens of sd 0.1."""
+    drift = 0.1 * torch.randn(200, generator=torch.Generator().manual_seed(0)).double()
+    rewards, mask = torch.zeros(200).double(), torch.ones(200, dtype=torch.bool)
+    rewards[-1] = 1.0
+    found, _ = advantages.vtrace(rewards, torch.zeros_like(rewards), drift, mask, torch.zeros(200).long())
+    assert float(found[0]) == pytest.approx(float(drift.clamp(max=0).sum().exp()))
+    assert 0 < float(found[0]) < 0.005
+
+
+def test_token_advantages_of_nothing_are_nothing() -> None:
+    for size in (0, 2):
+        x, mask, ids = torch.full((size,), float("nan")), torch.zeros(size, dtype=torch.bool), torch.arange(size)
+        for results in (advantages.gae(x, x, mask, ids), advantages.vtrace(x, x, x, mask, ids)):
+            assert all(len(r) == size and not r.any() for r in results)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_baselines_of_optimal_value_and_of_least_variance(seed: int) -> None:
+    rewards, group_ids = _ragged_groups(seed, smallest=1)
+    rng = np.random.default_rng(seed)
+    logs, norms = rng.standard_normal((2, len(rewards)))
+    norms = np.abs(norms)
+    tensors = torch.from_numpy(rewards), torch.from_numpy(group_ids)
+    optimal = advantages.vstar(*tensors, beta=0.7).numpy()
+    weighted = advantages.opob(*tensors, log_weights=torch.from_numpy(logs), score_norms=torch.from_numpy(norms))
+    for group in np.unique(group_ids):
+        m = group_ids == group
+        r = rewards[m]
+        np.testing.assert_allclose(optimal[m], r - 0.7 * np.log(np.mean(np.exp(r / 0.7))), rtol=1e-10, atol=1e-12)
+        baseline = reference.opob_baseline(r, np.exp(logs[m]), norms[m])
+        np.testing.assert_allclose(weighted.numpy()[m], r - baseline, rtol=1e-10, atol=1e-10)
+
+        def second_moment(b: float, m: np.ndarray = m, r: np.ndarray = r) -> float:
+            return float(np.sum((np.exp(logs[m]) * (r - b)) ** 2 * norms[m]))
+
+        assert second_moment(baseline) <= min(second_moment(baseline - 0.01), second_moment(baseline + 0.01))
+
+
+def test_extreme_weights_and_rewards() -> None:
+    rewards, group_ids = torch.tensor([1.0, 3.0, 500.0]), torch.tensor([0, 0, 9])
+    found = advantages.opob(
+        rewards, group_ids, log_weights=torch.tensor([900.0, -900.0, 0.0]), score_norms=torch.ones(3)
+    )
+    torch.testing.assert_close(found, torch.tensor([0.0, 2.0, 0.0]))
+    still = advantages.opob(rewards, group_ids, log_weights=torch.zeros(3), score_norms=torch.zeros(3))
+    torch.testing.assert_close(still, torch.tensor([-1.0, 1.0, 0.0]))
+    sharp = advantages.vstar(rewards, group_ids, beta=1e-3)
+    torch.testing.assert_close(sharp, torch.tensor([-2.0, 0.0, 0.0]), atol=1e-3, rtol=0)
+    with pytest.raises(ValueError, match="beta"):
+        advantages.vstar(rewards, group_ids, beta=0.0)
+
+
+def test_the_score_norm_is_that_of_the_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(6, 9, generator=generator).double()).requires_grad_()
+    targets = torch.randint(9, (6,), generator=generator)
+    picked = (logits / 0.7).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    # In the logits that the temperature has divided already.
+    scores = 0.7 * torch.autograd.grad(picked.sum(), logits)[0]
+    mask, ids = torch.tensor([True] * 5 + [False]), torch.tensor([0, 0, 1, 2, 2, 2])
+    collision = collision_probability(logits, temperature=0.7)
+    found = advantages.score_norms(picked, collision, mask, ids, 4)
+    squares = scores.square().sum(-1)
+    expected = torch.stack((squares[:2].sum(), squares[2], squares[3:5].sum(), torch.tensor(0.0).double()))
+    torch.testing.assert_close(found, expected)
 
 
 def test_terminal_rewards_lie_on_the_last_masked_token() -> None:

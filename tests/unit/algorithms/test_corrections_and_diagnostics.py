@@ -15,7 +15,8 @@ from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.losses import value_loss
 from asyncrlhf.algorithms.masked import masked_mean, sequence_ids_of
-from asyncrlhf.algorithms.weights import behavior_weight, log_ratio
+from asyncrlhf.algorithms.step_size import sqrt_ess_factor
+from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio
 from tests import reference
 from tests.unit.algorithms.batches import gradient, ragged_batch, relative_error
 
@@ -60,6 +61,23 @@ def test_behavior_weights(level: str, seed: int) -> None:
             assert float(facts[key]) == pytest.approx(share)
 
 
+def test_a_scaled_weight_is_cut_after_scaling() -> None:
+    """IMPACT (1912.00167): min(1, 2 target / mu)."""
+    target, mu = torch.tensor([0.2, 0.5, 0.9]).log(), torch.tensor([0.8, 0.5, 0.5]).log()
+    mask, ids = torch.ones(3, dtype=torch.bool), torch.zeros(3).long()
+    found, facts = behavior_weight(target, mu, mask, ids, scale=2.0, high=1.0)
+    torch.testing.assert_close(found, torch.tensor([0.5, 1.0, 1.0]))
+    assert float(facts["behavior_truncated_fraction"]) == pytest.approx(2 / 3)
+
+
+def test_the_interpolated_proximal_policy_goes_from_mu_towards_theta_with_the_lag() -> None:
+    theta = torch.full((5,), -1.0, requires_grad=True)
+    mu = torch.full((5,), -3.0)
+    found = interpolated_proximal(theta, mu, torch.tensor([0, 1, 2, 4, 1000]))
+    torch.testing.assert_close(found, torch.tensor([-3.0, -3.0, -2.0, -1.5, -1.002]))
+    assert not found.requires_grad
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimates_and_penalties(estimator: str) -> None:
     batch = ragged_batch(21)
@@ -71,11 +89,11 @@ def test_kl_estimates_and_penalties(estimator: str) -> None:
     np.testing.assert_allclose(found[batch.mask], np.concatenate(expected), rtol=1e-10)
     assert not found[~batch.mask].any()
 
-    rewards = torch.from_numpy(batch.sequence_advantages)
+    rewards = torch.from_numpy(batch.rewards)
     penalised = kl_sequence_rewards(rewards, policy, ref, mask, ids, beta=0.3, estimator=estimator).numpy()
     totals = np.zeros(batch.num_sequences)
     totals[batch.trained] = [s.sum() for s in expected]
-    np.testing.assert_allclose(penalised, batch.sequence_advantages - 0.3 * totals, rtol=1e-10)
+    np.testing.assert_allclose(penalised, batch.rewards - 0.3 * totals, rtol=1e-10)
     tokens = kl_token_rewards(torch.ones(len(mask)).double(), policy, ref, mask, beta=0.3, estimator=estimator).numpy()
     np.testing.assert_allclose(tokens[batch.mask], 1 - 0.3 * np.concatenate(expected), rtol=1e-10)
 
@@ -113,6 +131,17 @@ def test_effective_sample_size_of_known_weights() -> None:
         assert (float(ess), float(fraction)) == (1.0, 1 / 8)
 
 
+def test_the_effective_sample_size_is_that_of_uncut_weights() -> None:
+    """One weight of e^12 among a hundred of 1: a common clamp at 2 would report .99 of what is .01."""
+    log_weights, mask = torch.zeros(100), torch.ones(100, dtype=torch.bool)
+    log_weights[17] = 12.0
+    assert float(diagnostics.effective_sample_size(log_weights, mask)[1]) == pytest.approx(0.01, rel=0.01)
+    clamped = log_weights.clamp(max=math.log(2.0))
+    assert float(diagnostics.effective_sample_size(clamped, mask)[1]) > 0.98
+    facts = diagnostics.by_lag(log_weights, torch.zeros(1), mask.long(), mask, torch.zeros(100).long())
+    assert float(facts["lag_1/ess_fraction"]) == pytest.approx(0.01, rel=0.01)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_weight_diagnostics(seed: int) -> None:
@@ -126,6 +155,58 @@ def test_weight_diagnostics(seed: int) -> None:
     assert float(facts["ess_fraction"]) == pytest.approx(reference.ess(tokens) / len(tokens))
     assert float(facts["sequence_ess"]) == pytest.approx(reference.ess(sequences))
     assert float(facts["sequence_ess_fraction"]) == pytest.approx(reference.ess(sequences) / len(sequences))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_diagnostics_by_lag(seed: int) -> None:
+    batch = ragged_batch(seed)
+    mask, ids = batch.tensors()
+    drift = torch.from_numpy(batch.prox) - torch.from_numpy(batch.mu)
+    found = diagnostics.by_lag(drift, torch.from_numpy(batch.rewards), torch.from_numpy(batch.lag), mask, ids)
+    logs = drift.numpy()
+    expected = {}
+    for name, low, high in (("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3-4", 3, 4), ("5-8", 5, 8), ("9+", 9, 99)):
+        here = batch.mask & (batch.lag >= low) & (batch.lag <= high)
+        if here.any():
+            w = np.exp(logs[here])
+            expected |= {
+                f"lag_{name}/ess_fraction": reference.ess(w) / len(w),
+                f"lag_{name}/ratio_mean": w.mean(),
+                f"lag_{name}/kl": reference.k3(np.zeros(len(w)), logs[here]).mean(),
+                f"lag_{name}/reward_mean": batch.rewards[np.unique(batch.sequence_ids[here])].mean(),
+                f"lag_{name}/token_fraction": here.sum() / batch.mask.sum(),
+            }
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert float(found[key]) == pytest.approx(value, abs=1e-12), key
+
+
+def test_version_lag() -> None:
+    lags = torch.cat((torch.arange(1, 101), torch.tensor([10**9])))
+    mask = torch.tensor([True] * 100 + [False])
+    found = diagnostics.lag_diagnostics(lags, mask)
+    assert {k: float(v) for k, v in found.items()} == {
+        "version_lag_mean": 50.5,
+        "version_lag_p95": 95.0,
+        "version_lag_max": 100.0,
+    }
+
+
+def test_second_moment_of_harmful_tokens() -> None:
+    log_ratio = torch.tensor([0.3, -0.3, 0.5, -0.1, 9.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -2.0, float("nan")])
+    mask = torch.tensor([True] * 4 + [False])
+    found = diagnostics.harmful_second_moment(log_ratio, advantages, mask)
+    assert float(found) == pytest.approx((0.3**2 + 0.1**2) / 2)
+
+
+def test_the_step_size_follows_the_root_of_the_ess() -> None:
+    assert sqrt_ess_factor(0.1, 0.4) == pytest.approx(0.5)
+    assert sqrt_ess_factor(0.9, 0.4) == 1.0
+    assert sqrt_ess_factor(0.0, 0.4) == 0.0
+    with pytest.raises(ValueError, match="base"):
+        sqrt_ess_factor(0.5, 0.0)
 
 
 def test_log_ratio_and_clip_diagnostics() -> None:
@@ -168,6 +249,13 @@ def test_explained_variance() -> None:
     assert float(diagnostics.explained_variance(returns, returns, mask)) == 1.0
     assert float(diagnostics.explained_variance(torch.full((4,), 7.0), returns, mask)) == pytest.approx(0.0)
     assert float(diagnostics.explained_variance(returns, torch.ones(4), mask)) == 0.0
+    # A hundred equal returns, made as advantage plus value in float32: what is left of their spread is rounding.
+    values = 3 * torch.randn(100, generator=torch.Generator().manual_seed(0))
+    for constant in (0.0, 0.1, 1.0, 700.0):
+        rounded = (constant - values) + values
+        assert float(diagnostics.explained_variance(values, rounded, values == values)) == 0.0
+    small = torch.tensor([1.0, 1.001, 1.002, 1.003])
+    assert float(diagnostics.explained_variance(small, small, small > 0)) == 1.0
 
 
 @pytest.mark.parametrize("size", [0, 3])
@@ -179,7 +267,10 @@ def test_every_diagnostic_of_an_empty_mask_is_zero(size: int) -> None:
         **diagnostics.kl_diagnostics(x, x, mask, "behavior"),
         **diagnostics.clip_diagnostics(mask, x, mask),
         **behavior_weight(x, x, mask, ids)[1],
+        **diagnostics.lag_diagnostics(ids, mask),
+        **diagnostics.by_lag(x, torch.ones(1), ids, mask, ids),
         "explained_variance": diagnostics.explained_variance(x, x, mask),
+        "harmful_second_moment": diagnostics.harmful_second_moment(x, x, mask),
         "mean": masked_mean(x, mask),
     }
     assert all(float(v) == 0.0 for v in facts.values()), facts

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrlhf.algorithms.coefficients import cap, one
-from asyncrlhf.algorithms.kl import kl_loss
+from asyncrlhf.algorithms.coefficients import cap, clip, one, signed
+from asyncrlhf.algorithms.kl import kl_estimate, kl_loss
 from asyncrlhf.algorithms.losses import policy_loss
 from asyncrlhf.algorithms.weights import behavior_weight
 
@@ -96,6 +96,16 @@ def test_product_level_is_exact_and_other_levels_are_biased(correction: Any) -> 
     assert error(uncorrected, truth) > 0.05
 
 
+def test_bounded_ratios_are_biased_but_on_policy_exact() -> None:
+    """What keeps variance down costs bias: CISPO's cap, PPO's clip, TOPR's taper, even on whole sequences."""
+    for rule in (cap(0.0, 1.5), clip(0.2, 0.2), signed()):
+        switches: dict[str, Any] = {"coefficient": rule, "level": "prod"}
+        off = expected_gradient(REWARDS, MU, anchor=MU.token_logprobs(), **switches)
+        assert error(off, true_gradient(REWARDS)) > 0.05
+        on = expected_gradient(REWARDS, PI, anchor=PI.token_logprobs().detach(), **switches)
+        assert error(on, true_gradient(REWARDS)) < 1e-12
+
+
 def test_on_policy_needs_no_correction() -> None:
     found = expected_gradient(REWARDS, PI, anchor=None, coefficient=one())
     assert error(found, true_gradient(REWARDS)) < 1e-12
@@ -172,6 +182,20 @@ def test_importance_weighted_kl_is_exact(estimator: str, decoupled: bool, sample
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_unweighted_kl_is_wrong_off_policy(estimator: str) -> None:
     assert error(expected_kl_gradient(estimator, MU, weighted=False), true_kl_gradient(reverse=True)) > 0.05
+
+
+def test_a_detached_ratio_is_right_for_k2_only() -> None:
+    """sg(r) k1 has no gradient at all, sg(r) k3 that of the other KL."""
+
+    def expected(estimator: str) -> Tensor:
+        policy, behavior, mask = first_token(PI), first_token(MU).detach(), torch.ones(V, dtype=torch.bool)
+        ratio = (policy - behavior).exp().detach()
+        return grad((behavior.exp() * ratio * kl_estimate(policy, first_token(REF), mask, estimator=estimator)).sum())
+
+    assert expected("k1").norm() < 1e-12
+    assert error(expected("k2"), true_kl_gradient(reverse=True)) < 1e-12
+    assert error(expected("k3"), true_kl_gradient(reverse=False)) < 1e-12
+    assert error(expected("k3"), true_kl_gradient(reverse=True)) > 0.05
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

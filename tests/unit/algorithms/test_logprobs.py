@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrlhf.algorithms import logprobs
-from asyncrlhf.algorithms.logprobs import token_logprobs
+from asyncrlhf.algorithms.logprobs import collision_probability, token_logprobs
 
 
 def _inputs(dtype: torch.dtype, rows: int = 7, vocabulary: int = 11) -> tuple[Tensor, Tensor]:
@@ -38,6 +38,17 @@ def test_value_and_gradient_in_float64(chunk: int, temperature: float) -> None:
         torch.testing.assert_close(mine, torch.autograd.grad(theirs, logits, retain_graph=True)[0])
 
 
+@pytest.mark.parametrize("chunk", [0, 1, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_collision_probability(chunk: int, temperature: float) -> None:
+    logits, _ = _inputs(torch.float64)
+    found = collision_probability(logits, temperature=temperature, chunk_tokens=chunk)
+    torch.testing.assert_close(
+        found, torch.distributions.Categorical(logits=logits / temperature).probs.square().sum(-1)
+    )
+    assert not found.requires_grad
+
+
 def test_half_precision_is_worked_in_float32() -> None:
     logits, targets = _inputs(torch.bfloat16)
     found, entropy = token_logprobs(logits, targets)
@@ -46,6 +57,8 @@ def test_half_precision_is_worked_in_float32() -> None:
     torch.testing.assert_close(found.double(), distribution.log_prob(targets), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), distribution.entropy(), rtol=1e-5, atol=1e-5)
     assert torch.autograd.grad(found.sum(), logits)[0].dtype == torch.bfloat16
+    collision = collision_probability(logits)
+    torch.testing.assert_close(collision.double(), distribution.probs.square().sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_filtered_token_does_not_poison_the_entropy() -> None:
@@ -70,5 +83,8 @@ def test_the_callers_logits_are_left_alone_and_only_they_are_held(monkeypatch: p
 def test_nothing_in_nothing_out_and_bad_temperature() -> None:
     found, entropy = token_logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
     assert found.shape == entropy.shape == (0,)
+    assert collision_probability(torch.zeros(0, 5)).shape == (0,)
+    with pytest.raises(ValueError, match="temperature=0"):
+        collision_probability(torch.zeros(1, 5), temperature=0.0)
     with pytest.raises(ValueError, match="temperature=0"):
         token_logprobs(torch.zeros(1, 5), torch.zeros(1, dtype=torch.int64), temperature=0.0)

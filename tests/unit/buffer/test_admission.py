@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from asyncrlhf.buffer.admission import LagGate, StalenessGate, resolve_capacity, validate_flow
+from asyncrlhf.buffer.admission import LagGate, StalenessGate, resolve_capacity
+from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.errors import ConfigError, StaleBatchError
 
@@ -90,6 +93,110 @@ def test_a_resumed_lag_gate_makes_unfinished_steps_with_the_checkpoint() -> None
 def test_known_steps_end_admission() -> None:
     for gate in (StalenessGate(4, 3, steps=2), LagGate(4, 3, steps=2)):
         assert gate.room(0) == gate.room(50) == 8
+
+
+def test_replay_takes_places_from_fresh_groups() -> None:
+    """Three groups a step, one of them replay's from step 2 on, fresh ones asked for up to staleness 3."""
+    gate = StalenessGate(3, 3, replay_groups=1, warmup_steps=2)
+    assert gate.room(0) == 3 + 3 + 2 + 2
+    for _ in range(10):
+        gate.admit(0)
+    assert gate.room(0) == 0
+    gate.follow(2, 0, 3)  # the batch of step 2 finds nothing to replay and takes three fresh groups
+    assert gate.room(2) == 6 + 3 + 3 * 2 - 10
+    gate.follow(2, 1, 3)
+    assert gate.room(2) == 6 + 2 + 3 * 2 - 10
+    assert gate.room(0) == 0
+    gate.follow(2, 1, 0)
+    assert gate.room(2) == 0, "a bound that shrank"
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_with_replay_too_the_last_group_is_consumed_at_the_bound(found: int) -> None:
+    """Oldest first, whether replay finds its group in each step or never does."""
+    gate, eta, born, taken, replayed, worst = StalenessGate(3, 2, replay_groups=1), 2, [], 0, 0, 0
+    for version in range(12):
+        gate.follow(version, replayed + (found if version else 0), eta)
+        while gate.room(version):
+            gate.admit(version)
+            born.append(version)
+        fresh = 3 - (found if version else 0)
+        worst = max(worst, *(version - b for b in born[taken : taken + fresh]))
+        taken, replayed = taken + fresh, replayed + 3 - fresh
+        assert taken <= len(born), "starved"
+    assert worst == eta
+
+
+@pytest.mark.parametrize(
+    ("config", "buffer", "sentence"),
+    [
+        (AsyncConfig(), {"max_reuse": 1}, "buffer.max_reuse=1 can never replay; allowed: max_reuse >= 2"),
+        (AsyncConfig(max_staleness=0), {}, "async.max_staleness=0 can never replay"),
+        (AsyncConfig(), {"max_age": 3}, "buffer.max_age=3 passes async.max_staleness=2"),
+        (AsyncConfig(), {"replay_fraction": 0.2}, "of a batch of 4 groups is less than one whole group"),
+        (AsyncConfig(), {"capacity": 15}, "buffer.capacity=15 leaves replay no room .* or >= 16"),
+        (AsyncConfig(), {"replay_fraction": 0.0, "max_age": 1}, "buffer.max_age=1 has nothing to hold back"),
+        (AsyncConfig(), {"replay_fraction": 0.0, "warmup_steps": 1}, "buffer.warmup_steps=1 has nothing to hold back"),
+        (AsyncConfig(), {"sampling_correction": 0.5}, "buffer.sampling_correction=0.5 has nothing to correct"),
+        (AsyncConfig(mode="one_step"), {"max_reuse": 1}, "replay_fraction, max_age and warmup_steps break the exact"),
+        (AsyncConfig(adaptive=True, min_staleness=0), {"replay_fraction": 0.0}, "passes async.min_staleness=0"),
+    ],
+)
+def test_replay_that_cannot_be_is_refused(config: AsyncConfig, buffer: dict[str, Any], sentence: str) -> None:
+    settings = BufferConfig(**{"replay_fraction": 0.5, "max_reuse": 2, **buffer})
+    with pytest.raises(ConfigError, match=sentence):
+        validate_flow(config, settings, batch_size=8, num_generations=2, publish_every=1)
+
+
+def test_publishing_must_keep_up_with_what_replay_leaves_of_the_bound() -> None:
+    settings = BufferConfig(replay_fraction=1.0, max_reuse=2)
+    validate_flow(AsyncConfig(max_staleness=4), settings, batch_size=8, num_generations=2, publish_every=3)
+    with pytest.raises(ConfigError, match=r"publish_every=4 .* keeps half of it for replay.* that half"):
+        validate_flow(AsyncConfig(max_staleness=4), settings, batch_size=8, num_generations=2, publish_every=4)
+
+
+def test_a_purge_after_every_step_leaves_nothing_to_reuse() -> None:
+    shape: dict[str, Any] = {"batch_size": 8, "num_generations": 2, "purge_on_publish": True}
+    config, settings = AsyncConfig(max_staleness=4), BufferConfig(max_reuse=2)
+    validate_flow(config, settings, **shape, publish_every=2)
+    with pytest.raises(ConfigError, match="purge_on_publish empties the buffer after every step"):
+        validate_flow(config, settings, **shape, publish_every=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"adaptive": True, "mode": "sync"}, "async.adaptive=true has no bound to move in async.mode=sync"),
+        ({"adaptive": True, "min_staleness": 2}, "min_staleness=2 and async.max_staleness=2; allowed: min_staleness <"),
+        ({"ess_floor": 0.0}, "async.ess_floor=0.0 is out of range; allowed: > 0 and <= 1"),
+        ({"min_staleness": -1}, "async.min_staleness=-1 is out of range"),
+        ({"adapt_every": 0}, "async.adapt_every=0 is out of range"),
+        ({"adapt_patience": 0}, "async.adapt_patience=0 is out of range"),
+    ],
+)
+def test_controller_settings_are_checked(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        AsyncConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"replay_fraction": -0.1}, "buffer.replay_fraction=-0.1 is out of range; allowed: >= 0"),
+        ({"max_age": -1}, "buffer.max_age=-1 is out of range"),
+        ({"warmup_steps": -1}, "buffer.warmup_steps=-1 is out of range"),
+        ({"sampling_correction": 1.5}, "buffer.sampling_correction=1.5 is out of range; allowed: >= 0 and <= 1"),
+        ({"priority": "advantages"}, "did you mean advantage"),
+    ],
+)
+def test_buffer_settings_are_checked(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        BufferConfig(**settings)
+
+
+@pytest.mark.parametrize(("fraction", "groups", "expected"), [(0.5, 3, 1), (0.5, 16, 5), (1.0, 4, 2), (9e9, 4, 3)])
+def test_the_share_of_replay(fraction: float, groups: int, expected: int) -> None:
+    assert BufferConfig(replay_fraction=fraction).replay_groups(groups) == expected
 
 
 @pytest.mark.parametrize(

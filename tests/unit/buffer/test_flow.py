@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ def free_settings(draw: st.DrawFn) -> Setting:
         eta=eta,
         over_stale=draw(st.sampled_from(["drop", "mask", "wait", "downweight"])),
         sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "priority"])),
-        priority=draw(st.sampled_from(["reward_spread", "age"])),
+        priority=draw(st.sampled_from(["reward_spread", "advantage", "age"])),
         max_reuse=draw(st.integers(1, eta + 2 - publish_every)),
         publish_every=publish_every,
         groups=groups,
@@ -32,6 +34,42 @@ def free_settings(draw: st.DrawFn) -> Setting:
         steps=draw(st.one_of(st.none(), st.integers(1, 6))),
         replicas=draw(st.integers(1, 3)),
     )
+
+
+@st.composite
+def replay_settings(draw: st.DrawFn) -> Setting:
+    eta = draw(st.integers(1, 6))
+    max_age = draw(st.integers(0, eta))
+    least = draw(st.integers(0, eta - 1))
+    groups, siblings = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    extra = draw(st.one_of(st.none(), st.integers(0, 2 * siblings)))
+    return Setting(
+        eta=eta,
+        over_stale=draw(st.sampled_from(["drop", "mask", "wait", "downweight"])),
+        sampling=draw(st.sampled_from(["fifo", "lifo", "uniform", "priority"])),
+        max_reuse=draw(st.integers(2, 4)),
+        publish_every=draw(st.integers(1, min(max_age or least, least) // 2 + 1)),
+        groups=groups,
+        siblings=siblings,
+        capacity=0 if extra is None else 2 * groups * siblings + extra,
+        filter_zero_spread=siblings > 1 and draw(st.booleans()),
+        steps=draw(st.one_of(st.none(), st.integers(1, 8))),
+        replicas=draw(st.integers(1, 2)),
+        replay_fraction=draw(st.sampled_from([1.0, 2.0, 5.0])),
+        max_age=max_age,
+        warmup_steps=draw(st.integers(0, 4)),
+        adaptive=True,
+        min_staleness=least,
+    )
+
+
+@st.composite
+def moving_settings(draw: st.DrawFn) -> Setting:
+    """Without replay, with a bound that moves."""
+    setting = draw(free_settings())
+    least = draw(st.integers(setting.max_reuse + setting.publish_every - 2, setting.eta))
+    assume(least < setting.eta)
+    return replace(setting, adaptive=True, min_staleness=least)
 
 
 @st.composite
@@ -106,6 +144,16 @@ class Flow(RuleBasedStateMachine):
     def never_stuck(self) -> None:
         assert self.world.step(), f"deadlock at version {self.world.version}"
 
+    @precondition(lambda self: self.world.setting.adaptive)
+    @rule(data=st.data())
+    def move_the_bound(self, data: st.DataObject) -> None:
+        self.world.move_bound(data.draw(st.integers(self.world.setting.min_staleness, self.world.setting.eta)))
+
+    @rule(data=st.data())
+    def purge(self, data: st.DataObject) -> None:
+        if data.draw(st.integers(0, 2)) == 0:
+            self.world.purge()
+
     @invariant()
     def books_agree(self) -> None:
         if hasattr(self, "world"):
@@ -126,6 +174,18 @@ class Flow(RuleBasedStateMachine):
 
 class FreeFlow(Flow):
     @initialize(setting=free_settings())
+    def begin(self, setting: Setting) -> None:
+        self.world = World(setting)
+
+
+class ReplayFlow(Flow):
+    @initialize(setting=replay_settings())
+    def begin(self, setting: Setting) -> None:
+        self.world = World(setting)
+
+
+class MovingFlow(Flow):
+    @initialize(setting=moving_settings())
     def begin(self, setting: Setting) -> None:
         self.world = World(setting)
 
@@ -154,6 +214,10 @@ relaxed = settings(
 )
 TestFreeFlow = FreeFlow.TestCase
 TestFreeFlow.settings = relaxed
+TestReplayFlow = ReplayFlow.TestCase
+TestReplayFlow.settings = relaxed
+TestMovingFlow = MovingFlow.TestCase
+TestMovingFlow.settings = relaxed
 TestWaitFlow = WaitFlow.TestCase
 TestWaitFlow.settings = relaxed
 TestScheduledFlow = ScheduledFlow.TestCase

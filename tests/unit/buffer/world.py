@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from asyncrlhf.buffer.admission import LagGate, StalenessGate, validate_flow
+from asyncrlhf.buffer.admission import LagGate, StalenessGate, build_gate
+from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.ledger import Ledger
-from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.buffer.replay import Evicted, ReplayBuffer, Taken
 from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo, ScoredRollout
 
 
@@ -60,16 +62,37 @@ class Setting:
     filter_zero_spread: bool = False
     steps: int | None = None
     replicas: int = 2
+    replay_fraction: float = 0.0
+    max_age: int = 0
+    warmup_steps: int = 0
+    adaptive: bool = False
+    min_staleness: int = 0
 
     @property
     def batch_size(self) -> int:
         return self.groups * self.siblings
 
     def async_config(self) -> AsyncConfig:
-        return AsyncConfig(mode=self.mode, max_staleness=self.eta, lag=self.eta, over_stale=self.over_stale)
+        return AsyncConfig(
+            mode=self.mode,
+            max_staleness=self.eta,
+            lag=self.eta,
+            over_stale=self.over_stale,
+            adaptive=self.adaptive,
+            min_staleness=self.min_staleness,
+        )
 
     def buffer_config(self) -> BufferConfig:
-        return BufferConfig(self.capacity, self.sampling, self.max_reuse, self.priority, self.filter_zero_spread)
+        return BufferConfig(
+            self.capacity,
+            self.sampling,
+            self.max_reuse,
+            self.priority,
+            self.filter_zero_spread,
+            self.replay_fraction,
+            self.max_age,
+            self.warmup_steps,
+        )
 
 
 @dataclass
@@ -108,6 +131,9 @@ class World:
         self.next_group = 0
         self.resumed = 0
         self.trained_batches: list[list[int]] = []
+        self.replayed: list[int] = []  # groups of each batch that were trained before
+        self.limit = self.bound  # in force
+        self.shrunk_at = -1
         self.new_parts()
 
     @property
@@ -124,11 +150,12 @@ class World:
 
     def new_parts(self) -> None:
         s = self.setting
-        shape: dict[str, Any] = {"num_generations": s.siblings, "steps": s.steps}
-        self.gate: LagGate | StalenessGate = (
-            LagGate(s.batch_size, self.bound, **shape)
-            if self.scheduled
-            else StalenessGate(s.batch_size, s.eta, max_reuse=s.max_reuse, **shape)
+        self.gate: LagGate | StalenessGate = build_gate(
+            s.async_config(),
+            s.buffer_config(),
+            batch_size=s.batch_size,
+            num_generations=s.siblings,
+            steps=s.steps,
         )
         self.buffer = ReplayBuffer(
             s.buffer_config(), s.async_config(), batch_size=s.batch_size, num_generations=s.siblings, seed=7
@@ -230,16 +257,47 @@ class World:
 
     # --- training
 
-    def learn(self) -> bool:
-        for gone in self.buffer.evict(self.version):
-            self.check_eviction(gone.group)
+    def follow(self) -> None:
+        self.buffer.set_bound(self.limit)
+        asked = self.setting.buffer_config().admission_bound(self.limit)
+        self.gate.follow(self.version, self.buffer.replayed_by(self.version), asked)
+
+    def move_bound(self, bound: int) -> None:
+        """Another bound comes into force, as under async.adaptive."""
+        if bound < self.limit:
+            self.shrunk_at = self.version
+        self.limit = bound
+        self.evict()
+
+    def evict(self) -> None:
+        self.buffer.set_bound(self.limit)
+        self.file(self.buffer.evict(self.version))
+
+    def purge(self) -> None:
+        """The buffer is emptied of what is older than the published weights."""
+        self.file(self.buffer.purge(self.published), purged=True)
+        held = [group.min_version for group in self.buffer.groups()]
+        assert self.scheduled or all(version >= self.published for version in held)
+
+    def file(self, evicted: list[Evicted], purged: bool = False) -> None:
+        for gone in evicted:
             used = self.uses[gone.group.group_id]
-            assert gone.uses_left == self.setting.max_reuse - used > 0
+            if not purged:
+                self.check_eviction(gone.group)
+            if self.setting.replay_fraction:
+                assert gone.uses_left == (0 if used else 1)
+            else:
+                assert gone.uses_left == self.setting.max_reuse - used > 0
             self.gate.release(gone.uses_left)
             del self.buffered[gone.group.group_id]
             for r in gone.group.rollouts:
                 self.ledger.drop(r.info.rollout_id, gone.reason)
                 self.ends["trained" if used else "dropped"] += 1
+        self.follow()
+
+    def learn(self) -> bool:
+        self.evict()
+        pool = [i for i in self.buffered if self.uses[i]]
         taken = self.buffer.take(self.version, [group.oldest() for group in self.open.values()])
         if taken is None:
             return False
@@ -248,6 +306,7 @@ class World:
         assert ids == sorted(set(ids))
         if not self.scheduled:
             assert len(taken) == self.setting.groups
+        self.check_replay(taken, len(pool))
         for t in taken:
             assert t.group == self.buffered[t.group.group_id]
             self.check_taken(t)
@@ -262,11 +321,27 @@ class World:
         self.version += 1
         if self.version % self.setting.publish_every == 0:
             self.published = self.version
+        self.evict()
         return True
 
+    def check_replay(self, taken: list[Taken], pool: int) -> None:
+        again = [t for t in taken if self.uses[t.group.group_id]]
+        assert [t for t in taken if t.replayed] == again
+        self.replayed.append(len(again))
+        s = self.setting
+        if not s.replay_fraction:
+            return
+        share = math.floor(s.groups * s.replay_fraction / (1 + s.replay_fraction) + 1e-9)
+        due = min(share, pool) if self.version >= s.warmup_steps else 0
+        assert len(again) <= due if s.over_stale == "wait" else len(again) == due
+        for t in again:
+            assert t.group.staleness(self.version) <= min(s.max_age or self.limit, self.limit)
+
     def check_eviction(self, group: RolloutGroup) -> None:
-        limit = self.version - self.bound
+        limit = self.version - self.limit
         policy = self.setting.over_stale
+        if self.setting.replay_fraction and self.uses[group.group_id]:
+            return  # too old to be replayed, or in the way of fresh ones
         assert not self.scheduled and policy != "downweight"
         assert any(r.info.min_version < limit for r in group.rollouts)
         if policy == "mask":
@@ -275,7 +350,7 @@ class World:
             assert self.uses[group.group_id] > 0, "over_stale=wait dropped a group that was never trained"
 
     def check_taken(self, taken: Any) -> None:
-        limit = self.version - self.bound
+        limit = self.version - (self.bound if self.scheduled else self.limit)
         assert 0 < taken.weight <= 1
         if self.scheduled:
             for r in taken.group.rollouts:
@@ -287,9 +362,9 @@ class World:
             assert taken.masked_before_version == max(0, limit)
             assert any(r.info.max_version >= limit for r in taken.group.rollouts)
         elif self.setting.over_stale == "downweight":
-            assert taken.weight <= min(1.0, (self.bound + 1) / (age + 1))
+            assert taken.weight <= min(1.0, (self.limit + 1) / (age + 1))
         else:
-            assert age <= self.bound
+            assert age <= (self.bound if self.setting.over_stale == "wait" else self.limit)
 
     # --- books
 
@@ -321,6 +396,7 @@ class World:
         self.gate.load_state_dict(saved[0], self.version)
         self.buffer.load_state_dict(saved[1], payloads, self.version)
         self.ledger.load_state_dict(saved[2])
+        self.follow()
         self.resumed = self.published = self.version
         self.replicas = [self.version] * self.setting.replicas
         for group in self.open.values():

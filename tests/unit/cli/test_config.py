@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # What is typed after `asyncrlhf train`, and the words that the one sentence must have.
 NONSENSE = [
     ("stpes=5", ["stpes is not a setting", "did you mean steps?", "batch_size"]),
-    ("async.max_stalenes=1", ["did you mean async.max_staleness?", "allowed in async: lag, "]),
+    ("async.max_stalenes=1", ["did you mean async.max_staleness?", "allowed in async: adapt_every, "]),
     ("generator.fake.latency_sgma=1", ["did you mean generator.fake.latency_sigma?"]),
     ("max_staleness=1", ["did you mean async.max_staleness?"]),
     ("async_.max_staleness=1", ["did you mean async.max_staleness?"]),
@@ -31,8 +31,8 @@ NONSENSE = [
     ("++foo=1", ["foo is not a setting"]),
     ("+steps=1", ["steps is a setting already", "without a plus sign"]),
     ("~nothing", ["nothing"]),
-    ("algorithm=grppo", ["algorithm=grppo is not known", "did you mean grpo?", "allowed: dapo, "]),
-    ("async=5", ["async=5 is not known", "allowed: async, fixed_lag, one_step, sync."]),
+    ("algorithm=grppo", ["algorithm=grppo is not known", "did you mean grpo?", "allowed: a3po, "]),
+    ("async=5", ["async=5 is not known", "allowed: adaptive, async, fixed_lag, one_step, sync."]),
     ("generator=", ["generator= is not known", "allowed: fake, hf"]),
     ("experiment=nothing", ["experiment=nothing is not known"]),
     ("nogroup/x=1", ["nogroup"]),
@@ -155,7 +155,7 @@ def test_usage_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "algorithm: dapo, decoupled_grpo" in text and "max_staleness: 2" in text
+    assert "algorithm: a3po, aipo" in text and "max_staleness: 2" in text
 
 
 def test_cfg_job_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:

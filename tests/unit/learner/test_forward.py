@@ -51,7 +51,7 @@ def compare(model: torch.nn.Module, batch: TrainBatch, temperature: float) -> No
     """Log-probs, and the gradient of a random combination of them, packed against padded."""
     plain = copy.deepcopy(model).train(False)
     policy = PackedPolicy(model)
-    logprobs, entropies = policy(inputs_of(batch), temperature)
+    logprobs, entropies, _ = policy(inputs_of(batch), temperature)
     expected = torch.cat(plain_logprobs(plain, batch, temperature))
     assert torch.allclose(logprobs, expected, atol=2e-5)
     assert (entropies > 0).all() and (entropies <= np.log(VOCABULARY) + 1e-4).all()
@@ -95,7 +95,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch: pytest.
     whole = PackedPolicy(model)(inputs_of(batch), 0.8)
     monkeypatch.setattr(forward, "MAX_LOGITS", 3 * VOCABULARY)
     parts = PackedPolicy(other)(inputs_of(batch), 0.8)
-    for logprobs, entropies in (whole, parts):
+    for logprobs, entropies, _ in (whole, parts):
         (logprobs.square().sum() + entropies.sum()).backward()
     assert torch.allclose(whole[0], parts[0]) and torch.allclose(whole[1], parts[1])
     assert_same({n: p.grad for n, p in other.named_parameters()}, {n: p.grad for n, p in model.named_parameters()})

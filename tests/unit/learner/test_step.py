@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from asyncrlhf.data.packing import select
-from asyncrlhf.learner import step as step_module
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner import plan as plan_module
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch
 
@@ -88,10 +89,10 @@ def test_microbatches_do_not_change_the_gradient(name: str) -> None:
 
 def test_sequences_without_gradient_are_spared_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(5, 3, seed=2, flat_groups=2)
-    assert step_module.zero_gradient_sequences(batch, GRPO).tolist() == [True] * 6 + [False] * 9
+    assert plan_module.zero_gradient_sequences(batch, GRPO).tolist() == [True] * 6 + [False] * 9
     spared = backend(GRPO)
     metrics = spared.train_step(batch).metrics
-    monkeypatch.setattr(step_module, "zero_gradient_sequences", lambda batch, _: np.zeros(batch.num_sequences, bool))
+    monkeypatch.setattr(plan_module, "zero_gradient_sequences", lambda batch, _: np.zeros(batch.num_sequences, bool))
     full = backend(GRPO)
     assert full.train_step(batch).metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     assert_same(gradients(spared), gradients(full))
@@ -102,7 +103,7 @@ def test_sequences_without_gradient_are_spared_without_a_trace(monkeypatch: pyte
     "algorithm", [AlgorithmConfig(entropy_coef=0.1), AlgorithmConfig(kl="loss", beta=1.0), AlgorithmConfig(whiten=True)]
 )
 def test_no_sequence_is_spared_when_another_term_gives_it_a_gradient(algorithm: AlgorithmConfig) -> None:
-    assert not step_module.zero_gradient_sequences(random_batch(flat_groups=2), algorithm).any()
+    assert not plan_module.zero_gradient_sequences(random_batch(flat_groups=2), algorithm).any()
 
 
 def test_only_flat_groups_give_a_zero_gradient_and_a_step_all_the_same() -> None:

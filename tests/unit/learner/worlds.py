@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from asyncrlhf.data.packing import pack
-from asyncrlhf.learner.config import AlgorithmConfig, LearnerConfig
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 

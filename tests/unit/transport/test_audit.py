@@ -11,14 +11,14 @@ import torch
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import (
     AuditResult,
-    check,
     compare,
-    default_tolerance,
     differing_tensors,
     first_difference,
+    judge,
     probe_tokens,
     tensor_digests,
 )
+from asyncrlhf.transport.config import Tolerance, choose_tolerance
 
 
 def floats(*values: float) -> np.ndarray:
@@ -51,16 +51,31 @@ def test_texts_of_other_lengths_are_refused(engine: list[np.ndarray]) -> None:
         compare([floats(-1.0), floats(-1.0)], engine)
 
 
-def test_verdict_names_receiver_version_and_figures() -> None:
-    check(AuditResult(0.001, 0.9, 0.1, 10), 0.001, "generator-0", 3)
-    with pytest.raises(WeightSyncError, match=r"version 7.*generator-1.*0\.25.*0\.5.*allows 0\.001"):
-        check(AuditResult(0.25, 0.5, 0.04, 3), 0.001, "generator-1", 7)
+HALF = choose_tolerance(0.0, exact=False)
+
+
+def test_verdict_names_receiver_version_figures_and_tensors() -> None:
+    result = AuditResult(0.25, 0.5, 0.04, 3)
+    with pytest.raises(WeightSyncError, match=r"generator-1 at version 7.*0\.25.*0\.5.*allowed 0\.1.*differ: b, c\."):
+        judge(result, HALF, ["b", "c"], "generator-1", 7)
+    with pytest.raises(WeightSyncError, match=r"differ: 0, 1, 2, 3, 4 and 2 more\."):
+        judge(result, HALF, [str(i) for i in range(7)], "generator-1", 7)
+
+
+def test_rounding_passes_in_half_precision_only_and_up_to_a_bound() -> None:
+    coarse = AuditResult(0.12, 0.4, 0.02, 60)
+    judge(coarse, HALF, [], "generator-0", 3)
+    for tolerance in (choose_tolerance(0.0, exact=True), choose_tolerance(0.05, exact=False)):
+        with pytest.raises(WeightSyncError, match="all tensors arrived"):
+            judge(coarse, tolerance, [], "generator-0", 3)
+    with pytest.raises(WeightSyncError, match="all tensors arrived"):
+        judge(AuditResult(1.5, 4.0, 2.0, 60), HALF, [], "generator-0", 3)
 
 
 @pytest.mark.parametrize("broken", [-np.inf, np.nan, -1e5])
 def test_broken_engine_never_passes(broken: float) -> None:
     with pytest.raises(WeightSyncError):
-        check(compare([floats(-1.0, -1.0)], [floats(-1.0, broken)]), 0.1, "generator-0", 1)
+        judge(compare([floats(-1.0, -1.0)], [floats(-1.0, broken)]), HALF, [], "generator-0", 1)
 
 
 def test_probe_is_fixed_and_inside_the_vocabulary() -> None:
@@ -70,9 +85,16 @@ def test_probe_is_fixed_and_inside_the_vocabulary() -> None:
     assert set(probe.tolist()) == set(range(13))
 
 
-def test_tolerance_by_dtype() -> None:
-    assert default_tolerance("float32") == 1e-3
-    assert default_tolerance("bfloat16") == 0.1
+def test_an_explicit_tolerance_has_no_exceptions() -> None:
+    assert choose_tolerance(0.3, exact=False) == Tolerance(0.3, 0.3)
+
+
+def test_digests_of_the_learner_are_those_of_an_engine_in_half_precision() -> None:
+    master = {"a": torch.randn(5, 3), "b": torch.randn(7)}
+    loaded = {name: tensor.to(torch.bfloat16) for name, tensor in master.items()}
+    assert tensor_digests(master, torch.bfloat16) == tensor_digests(loaded)
+    loaded["b"][2] += 1
+    assert differing_tensors(tensor_digests(master, torch.bfloat16), tensor_digests(loaded)) == ["b"]
 
 
 def test_half_updated_model_is_named() -> None:

@@ -1,0 +1,69 @@
+"""Gates: which tokens keep their place in the policy loss, decided by how far the policy is from the sampler.
+
+Every gate returns keep [T] bool for ``policy_loss(gate=...)``; its value outside the mask has no effect.
+``log_ratio`` [T] is log(pi / mu) a token. ``m2_gate`` and ``sat_gate`` rank tokens: they want all of an optimizer
+update's at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrlhf.algorithms.masked import masked_values, percentile
+from asyncrlhf.algorithms.weights import log_ratio as log_ratio_at
+
+
+def harmful(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """Tokens that have already moved where A pushes them: A > 0 and r > 1, or A < 0 and r < 1: [T] bool."""
+    return loss_mask & (advantages.detach() * log_ratio.detach() > 0)
+
+
+def m2_gate(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, threshold: float) -> Tensor:
+    """M2PO (2510.01161): drops the fewest harmful tokens such that the others' mean (log r)^2 is <= ``threshold``.
+
+    Harmless tokens are neither counted nor dropped.
+    """
+    where = harmful(log_ratio, advantages, loss_mask).nonzero().squeeze(-1)
+    squares, order = log_ratio.detach()[where].double().square().sort()
+    allowed = threshold * torch.arange(1, len(squares) + 1, device=squares.device)
+    # The mean of the smallest k never falls as k grows, so that the tokens to drop are a tail.
+    return torch.ones_like(loss_mask).index_put((where[order],), squares.cumsum(0) <= allowed)
+
+
+def sat_gate(
+    log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, quantile: float, eps_low: float, eps_high: float
+) -> Tensor:
+    """SAT (2607.18722): PPO's clip with a narrower bound for the tokens furthest from mu; belongs under coef clip.
+
+    With q the ``quantile`` of |log r| over the mask, a token with |log r| > q has its eps multiplied by q / |log r|:
+    continuous at q, and the less room the further it drifted. Only the bound on the side of A's sign is narrowed,
+    1 + eps_high for A > 0 and 1 - eps_low for A < 0, so that the interval lies within PPO's. The summary that this
+    follows leaves the amount open; this one is our choice.
+    """
+    drift = masked_values(log_ratio.detach(), loss_mask)
+    sizes = drift[loss_mask].abs()
+    if not len(sizes):
+        return torch.ones_like(loss_mask)
+    bound = percentile(sizes, quantile)
+    room = torch.where(drift.abs() > bound, bound / drift.abs(), 1.0)
+    over = (advantages > 0) & (drift > (eps_high * room).log1p())
+    under = (advantages < 0) & (drift < (-eps_low * room).log1p())
+    return ~(over | under)
+
+
+def opsm_gate(
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    delta: float,
+) -> Tensor:
+    """Off-policy sequence mask (2512.02556): drops a sequence's tokens with A < 0 where mean_t(mu - theta) > ``delta``.
+
+    ``delta`` is in nats a token.
+    """
+    drift = log_ratio_at(behavior_logprobs, policy_logprobs, loss_mask, sequence_ids, "geo")
+    return ~((advantages < 0) & (drift > delta))

@@ -1,0 +1,165 @@
+"""The plan of one learner step: this rank's batch as tensors, cut into minibatches and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncrlhf.algorithms.aggregate import normaliser_count
+from asyncrlhf.algorithms.heads import pair
+from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
+from asyncrlhf.learner.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
+from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.types import IntArray, TrainBatch
+
+
+@dataclass(frozen=True)
+class ResponseTokens:
+    """The M response tokens of this rank's batch, packed sequence by sequence; prompts are gone."""
+
+    sequence_ids: torch.Tensor  # [M] 0 to N-1, sorted
+    loss_mask: torch.Tensor  # [M] bool
+    behavior: torch.Tensor  # [M] behavior log-probs
+    version_lag: torch.Tensor  # [M] int64: learner steps between the version that sampled the token and the present one
+    rewards: torch.Tensor  # [N]
+    weights: torch.Tensor  # [N]
+    group_ids: torch.Tensor  # [N]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward pass holds: a run of sequences, whose response tokens are ``span`` of the rank's M."""
+
+    inputs: PackedInputs
+    span: slice
+    sequences: slice
+    trains: bool  # False: nothing in it has a gradient, so a forward pass for the metrics is all it needs
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """This rank's batch, reordered so that every minibatch and microbatch is a run of sequences."""
+
+    batch: TrainBatch
+    tokens: ResponseTokens
+    minibatches: tuple[tuple[Microbatch, ...], ...]  # one entry a minibatch, some may be empty
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
+
+
+def plan_step(
+    batch: TrainBatch, config: AlgorithmConfig, token_budget: int, device: torch.device, version: int = 0
+) -> StepPlan:
+    """Order the sequences by minibatch, by whether they train, and so that siblings share a microbatch.
+
+    ``version``: the policy's present version, from which the tokens' lag is counted.
+    """
+    lengths = sequence_lengths(batch)
+    idle = zero_gradient_sequences(batch, config)
+    groups: list[tuple[int, bool, IntArray]] = []  # minibatch, trains, sequences
+    for index, members in enumerate(minibatch_indices(batch, config.minibatches)):
+        for trains in (True, False):
+            part = members[idle[members] != trains]
+            part = part[_siblings_together(batch.group_ids[part], lengths[part])]
+            groups += [(index, trains, part[run]) for run in microbatch_indices(lengths[part], token_budget)]
+    order = np.concatenate([part for _, _, part in groups]) if groups else np.zeros(0, dtype=np.int64)
+    ordered = select(batch, order)
+    minibatches: list[list[Microbatch]] = [[] for _ in range(config.minibatches)]
+    first = 0
+    ends = np.concatenate([[0], np.cumsum(ordered.response_mask)])[ordered.cu_seqlens]  # [N+1] response tokens so far
+    for index, trains, part in groups:
+        last = first + len(part)
+        inputs = _inputs(ordered, first, last, device)
+        span = slice(int(ends[first]), int(ends[last]))
+        minibatches[index].append(Microbatch(inputs, span, slice(first, last), trains))
+        first = last
+    tokens = _response_tokens(ordered, ends, device, version)
+    return StepPlan(ordered, tokens, tuple(tuple(part) for part in minibatches))
+
+
+def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
+    """Sequences [N] whose loss has no gradient whatever the policy, such as those of groups without reward spread."""
+    none = np.zeros(batch.num_sequences, dtype=np.bool_)
+    others = config.kl != "none" or config.whiten or config.entropy_coef > 0 or bool(config.loss.target)
+    if others or batch.num_sequences == 0:
+        return none
+    if config.head == "pair":
+        # Who makes a pair, and who is best, is a matter of the rewards alone.
+        rewards = torch.from_numpy(batch.rewards)
+        chosen, _ = pair(
+            torch.zeros_like(rewards),
+            rewards,
+            torch.from_numpy(batch.group_ids),
+            beta=config.beta,
+            kind=config.pair_loss,
+        )
+        return (chosen == 0).numpy()
+    if config.head == "policy" and config.advantage == "raw":
+        return batch.rewards == 0
+    if config.head == "policy" and config.advantage in GROUP_ADVANTAGES and config.advantage_shift == 0:
+        return _flat_groups(batch)
+    return none
+
+
+def _flat_groups(batch: TrainBatch) -> np.ndarray:
+    _, group_of, sizes = np.unique(batch.group_ids, return_inverse=True, return_counts=True)
+    low = np.full(len(sizes), np.inf)
+    high = np.full(len(sizes), -np.inf)
+    np.minimum.at(low, group_of, batch.rewards)
+    np.maximum.at(high, group_of, batch.rewards)
+    return (low == high)[group_of]
+
+
+def span_of(microbatches: Sequence[Microbatch]) -> tuple[slice, slice]:
+    """(response tokens, sequences) of neighbouring microbatches; empty slices for none."""
+    if not microbatches:
+        return slice(0, 0), slice(0, 0)
+    first, last = microbatches[0], microbatches[-1]
+    return slice(first.span.start, last.span.stop), slice(first.sequences.start, last.sequences.stop)
+
+
+def normaliser_counts(plan: StepPlan, how: str, constant_length: float | None) -> torch.Tensor:
+    """What this rank adds to the normaliser of each minibatch under aggregate ``how``: [minibatches] float64."""
+    counts = torch.zeros(len(plan.minibatches), dtype=torch.float64, device=plan.tokens.loss_mask.device)
+    for index, minibatch in enumerate(plan.minibatches):
+        for microbatch in minibatch:
+            mask = plan.tokens.loss_mask[microbatch.span]
+            ids = plan.tokens.sequence_ids[microbatch.span]
+            counts[index] += normaliser_count(how, mask, ids - ids[0], constant_length=constant_length)
+    return counts
+
+
+def _siblings_together(group_ids: IntArray, lengths: IntArray) -> IntArray:
+    """An order: siblings side by side for their prompt, long groups first so that attention pads little."""
+    names, group_of = np.unique(group_ids, return_inverse=True)
+    longest = np.zeros(len(names), dtype=np.int64)
+    np.maximum.at(longest, group_of, lengths)
+    return np.lexsort((-lengths, group_ids, -longest[group_of]))
+
+
+def _inputs(batch: TrainBatch, first: int, last: int, device: torch.device) -> PackedInputs:
+    start, stop = batch.cu_seqlens[first], batch.cu_seqlens[last]
+    boundaries = batch.cu_seqlens[first : last + 1] - start
+    return PackedInputs.build(batch.token_ids[start:stop], boundaries, batch.response_mask[start:stop], device)
+
+
+def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, version: int) -> ResponseTokens:
+    where = batch.response_mask
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return ResponseTokens(
+        sequence_ids=tensor(np.repeat(np.arange(batch.num_sequences), np.diff(ends))),
+        loss_mask=tensor(batch.loss_mask[where]),
+        behavior=tensor(batch.behavior_logprobs[where]),
+        version_lag=tensor(version - batch.policy_versions[where]),
+        rewards=tensor(batch.rewards),
+        weights=tensor(batch.weights),
+        group_ids=tensor(batch.group_ids),
+    )

@@ -1,0 +1,34 @@
+"""What the forward passes of one learner step found, kept for the lookahead and the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrlhf.learner.forward import TokenFacts
+
+
+@dataclass
+class StepRecord:
+    """Detached values of the M response tokens of a rank."""
+
+    policy: torch.Tensor  # [M] of the last pass
+    proximal: torch.Tensor  # [M] of the first pass, before any update
+    entropy: torch.Tensor  # [M] of the last pass
+    collision: torch.Tensor  # [M] of the last pass, where the policy gives it
+    clipped: torch.Tensor  # [M] share of the passes in which the clip rule or a gate acted
+
+    @classmethod
+    def empty(cls, tokens: int, device: torch.device) -> StepRecord:
+        return cls(*(torch.zeros(tokens, device=device) for _ in range(5)))
+
+    def keep(self, span: slice, facts: TokenFacts) -> None:
+        self.policy[span] = facts.logprobs.detach()
+        self.entropy[span] = facts.entropies.detach()
+        if len(facts.collision):
+            self.collision[span] = facts.collision
+
+    def facts(self, span: slice) -> TokenFacts:
+        """What was kept, without gradient."""
+        return TokenFacts(self.policy[span], self.entropy[span], self.collision[span])

@@ -1,0 +1,64 @@
+"""The staleness bound in force: follows the effective sample size where ``async.adaptive`` is on, else stands still."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrlhf.buffer.config import AsyncConfig
+
+# Of whole sequences: on tokens even ruinous staleness leaves most of the sample effective. The share that VCPO's
+# learning rate reads (2602.17616).
+METRIC = "ess_fraction_seq"
+
+
+class AdaptiveBound:
+    """Looks at the mean ESS fraction of each ``adapt_every`` steps: under ``ess_floor`` it halves the bound at once,
+    after ``adapt_patience`` good looks in a row it raises it by one. Additive increase with multiplicative decrease
+    keeps the bound near the highest that the data bear, without knowing it beforehand.
+    """
+
+    def __init__(self, config: AsyncConfig) -> None:
+        self._config = config
+        self._seen: list[float] = []
+        self._good = 0
+        self.bound = config.bound
+
+    def observe(self, metrics: Mapping[str, float]) -> str | None:
+        """One step's metrics; a sentence when the bound changed. A step without a finite ESS does not count."""
+        ess = metrics.get(METRIC, math.nan)
+        if not self._config.adaptive or not math.isfinite(ess):
+            return None
+        self._seen.append(ess)
+        if len(self._seen) < self._config.adapt_every:
+            return None
+        mean = sum(self._seen) / len(self._seen)
+        self._seen = []
+        before, self.bound = self.bound, self._next(mean)
+        if self.bound == before:
+            return None
+        floor = self._config.ess_floor
+        return (
+            f"Staleness bound {before} -> {self.bound}: {METRIC} was {mean:.2f} over {self._config.adapt_every} steps, "
+            + (f"under async.ess_floor={floor:g}." if mean < floor else f"async.ess_floor={floor:g} is kept.")
+        )
+
+    def _next(self, mean: float) -> int:
+        if mean < self._config.ess_floor:
+            self._good = 0
+            return max(self._config.min_staleness, self.bound // 2)
+        self._good += 1
+        if self._good < self._config.adapt_patience:
+            return self.bound
+        self._good = 0
+        return min(self._config.max_staleness, self.bound + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bound": self.bound, "seen": list(self._seen), "good": self._good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore, within the present settings; a run without ``adaptive`` keeps the bound of its settings."""
+        if self._config.adaptive:
+            self.bound = min(max(state["bound"], self._config.min_staleness), self._config.max_staleness)
+            self._seen, self._good = list(state["seen"]), state["good"]

@@ -1,0 +1,40 @@
+"""Functions of the user's own, named ``package.module:function`` in the config: reward functions and losses."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.errors import ConfigError
+
+
+def load_function(key: str, target: str) -> Callable[..., Any]:
+    """What ``target`` names; the working directory is looked in too.
+
+    Raises ConfigError, in one sentence that opens with ``key=target``, when it cannot be imported, does not exist or
+    cannot be called.
+    """
+    where = f"{key}={target}"
+    module_name, _, name = target.partition(":")
+    if not module_name or not name or " " in target:
+        raise ConfigError(f"{where} is not of the form package.module:function.")
+    function = getattr(_import(module_name, where), name, None)
+    if function is None:
+        raise ConfigError(f"{where}: the module {module_name} has no {name!r}.")
+    if not callable(function):
+        raise ConfigError(f"{where} is not a function but {type(function).__name__}.")
+    return function  # type: ignore[no-any-return]
+
+
+def _import(module_name: str, where: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    # Importing runs the user's own code, which may raise anything.
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}.") from error

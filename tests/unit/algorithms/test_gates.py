@@ -1,0 +1,106 @@
+"""Gates keep what their papers keep: the fewest drops of M2PO, SAT's interval inside PPO's, OPSM's whole sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrlhf.algorithms.gates import m2_gate, opsm_gate, sat_gate
+from tests import reference
+from tests.unit.algorithms.batches import ragged_batch
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def _drift(seed: int, spread: float = 0.4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-ratio, advantages, mask) [T] with poison outside the mask."""
+    batch = ragged_batch(seed, max_sequences=9, spread=spread)
+    log_ratio = torch.from_numpy(batch.theta) - torch.from_numpy(batch.mu)
+    return log_ratio, torch.from_numpy(batch.token_advantages), torch.from_numpy(batch.mask)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=SEEDS, threshold=st.sampled_from([0.0, 0.04, 0.2, 1e6]))
+def test_m2_keeps_the_mean_low_with_the_fewest_drops(seed: int, threshold: float) -> None:
+    log_ratio, advantages, mask = _drift(seed)
+    keep = m2_gate(log_ratio, advantages, mask, threshold=threshold).numpy()
+    x, a, m = log_ratio.numpy(), advantages.numpy(), mask.numpy()
+    harmful = m & (((a > 0) & (x > 0)) | ((a < 0) & (x < 0)))
+    assert keep[m & ~harmful].all(), "a harmless token is never dropped"
+    kept, dropped = np.sort(x[harmful & keep] ** 2), np.sort(x[harmful & ~keep] ** 2)
+    assert len(kept) == 0 or kept.mean() <= threshold + 1e-12
+    if len(dropped):
+        assert len(kept) == 0 or kept[-1] <= dropped[0]
+        # No choice of one more token to keep would do: the smallest of the dropped is the best candidate.
+        assert np.append(kept, dropped[0]).mean() > threshold
+
+
+def test_m2_of_the_whole_update_is_not_that_of_its_parts() -> None:
+    log_ratio, advantages = torch.tensor([0.1, 0.3]), torch.ones(2)
+    both = torch.tensor([True, True])
+    assert m2_gate(log_ratio, advantages, both, threshold=0.06).tolist() == [True, True]
+    assert m2_gate(log_ratio, advantages, torch.tensor([False, True]), threshold=0.06).tolist() == [True, False]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=SEEDS, quantile=st.sampled_from([0.5, 0.9, 1.0]))
+def test_sat_keeps_an_interval_inside_that_of_ppo(seed: int, quantile: float) -> None:
+    log_ratio, advantages, mask = _drift(seed, spread=0.2)
+    low, high = 0.2, 0.28
+    keep = sat_gate(log_ratio, advantages, mask, quantile=quantile, eps_low=low, eps_high=high).numpy()[mask.numpy()]
+    x, a = log_ratio.numpy()[mask.numpy()], advantages.numpy()[mask.numpy()]
+    lower, upper = reference.sat_interval(x, quantile, low, high, np.sign(a))
+    assert (lower >= 1 - low).all() and (upper <= 1 + high).all()
+    assert ((lower == 1 - low) | (a < 0)).all() and ((upper == 1 + high) | (a > 0)).all(), "one side only is narrowed"
+    ratio = np.exp(x)
+    np.testing.assert_array_equal(keep, ~(((a > 0) & (ratio > upper)) | ((a < 0) & (ratio < lower))))
+    clipped_by_ppo = ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
+    assert not (keep & clipped_by_ppo).any()
+    if quantile == 1.0:
+        np.testing.assert_array_equal(keep, ~clipped_by_ppo)
+
+
+def test_sat_narrows_in_proportion_to_the_drift() -> None:
+    """Nine tokens of drift 0.1 set q; one of drift 0.2 has half the room: 1.1 in place of 1.2."""
+    mask, gain = torch.ones(10, dtype=torch.bool), torch.ones(10)
+    log_ratio = torch.tensor([0.1] * 9 + [0.2])
+    for eps_high, kept in ((0.45, True), (0.44, False)):  # exp(0.2) is 1.221: between 1 + 0.44 / 2 and 1 + 0.45 / 2
+        keep = sat_gate(log_ratio, gain, mask, quantile=0.9, eps_low=0.2, eps_high=eps_high)
+        assert keep.tolist() == [True] * 9 + [kept]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_opsm_drops_negative_sequences_that_drifted(seed: int) -> None:
+    batch = ragged_batch(seed)
+    mask, ids = batch.tensors()
+    keep = opsm_gate(
+        torch.from_numpy(batch.theta),
+        torch.from_numpy(batch.mu),
+        torch.from_numpy(batch.rewards)[ids],
+        mask,
+        ids,
+        delta=0.05,
+    )
+    adv = [np.full(len(s), batch.rewards[i]) for i, s in zip(batch.trained, batch.split(batch.theta), strict=True)]
+    expected = reference.opsm_keep(batch.split(batch.theta), batch.split(batch.mu), adv, 0.05)
+    np.testing.assert_array_equal(keep.numpy()[batch.mask], np.concatenate(expected) > 0)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_gates_of_an_empty_mask(size: int) -> None:
+    x, mask, ids = torch.full((size,), float("nan")), torch.zeros(size, dtype=torch.bool), torch.zeros(size).long()
+    assert len(m2_gate(x, x, mask, threshold=0.04)) == size
+    assert len(sat_gate(x, x, mask, quantile=0.9, eps_low=0.2, eps_high=0.2)) == size
+    assert len(opsm_gate(x, x, x, mask, ids, delta=0.1)) == size
+
+
+def test_gates_leave_an_on_policy_batch_alone() -> None:
+    mask, ids, still = torch.ones(6, dtype=torch.bool), torch.zeros(6).long(), torch.zeros(6)
+    advantages = torch.tensor([1.0, -1.0, 0.0, 2.0, -2.0, 0.5])
+    assert m2_gate(still, advantages, mask, threshold=0.04).all()
+    assert sat_gate(still, advantages, mask, quantile=0.9, eps_low=0.2, eps_high=0.2).all()
+    assert opsm_gate(still, still, advantages, mask, ids, delta=0.0).all()

@@ -1,0 +1,202 @@
+"""What must hold for every preset in conf/algorithm, through the backend and a tiny random model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.plan import zero_gradient_sequences
+from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.orchestrator.config import conf_folder
+from asyncrlhf.types import FloatArray, TrainBatch
+from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch
+
+PRESETS = sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yaml"))
+LONGEST = 9
+
+
+@cache
+def preset(name: str) -> AlgorithmConfig:
+    return load_config([f"algorithm={name}"]).algorithm
+
+
+def one_update(name: str) -> AlgorithmConfig:
+    return dataclasses.replace(preset(name), minibatches=1, num_iterations=1)
+
+
+def stale_batch(groups: int = 5, seed: int = 2, flat_groups: int = 0) -> TrainBatch:
+    """Tokens 0 to 3 versions old at the learner's version 0, sampled by a policy near the model of the tests; every
+    third sequence by one that is very near."""
+    batch = random_batch(groups, 3, seed=seed, flat_groups=flat_groups)
+    versions = np.where(batch.response_mask, batch.policy_versions - 3, -1)
+    behavior = batch.behavior_logprobs.copy()
+    noise = np.random.default_rng(seed).normal(0, 0.3, len(behavior))
+    near = np.repeat(np.arange(batch.num_sequences) % 3 == 0, np.diff(batch.cu_seqlens))
+    noise = np.where(near, 0.01 * noise, noise)
+    behavior[batch.response_mask] = model_logprobs(batch) + noise[batch.response_mask]
+    return dataclasses.replace(batch, policy_versions=versions, behavior_logprobs=behavior)
+
+
+def model_logprobs(batch: TrainBatch) -> FloatArray:
+    with torch.no_grad():
+        return torch.cat(plain_logprobs(llama(), batch)).numpy()
+
+
+def step(algorithm: AlgorithmConfig, batch: TrainBatch, budget: int = 10_000, reference: int = 5, **options: object):
+    learner = LearnerConfig(learning_rate=0.0, max_grad_norm=0.0, token_budget=budget)
+    reference_model = llama(seed=reference) if algorithm.needs_reference else None
+    trained = backend(algorithm, learner, reference=reference_model, max_completion_length=LONGEST, **options)
+    metrics = trained.train_step(batch).metrics
+    return gradients(trained), metrics
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_microbatches_do_not_change_gradient_or_metrics(name: str) -> None:
+    """Nor, with a microbatch for each sequence, where the siblings of a group lie."""
+    batch = stale_batch(flat_groups=1)
+    (gradient, metrics), *others = (step(preset(name), batch, budget) for budget in (10_000, 25, 1))
+    for other_gradient, other_metrics in others:
+        assert_same(other_gradient, gradient, tolerance=3e-5)
+        assert other_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_lies_outside_the_mask_never_matters(name: str) -> None:
+    batch = stale_batch()
+    broken = dataclasses.replace(batch, behavior_logprobs=np.where(batch.loss_mask, batch.behavior_logprobs, np.nan))
+    (gradient, metrics), (other, other_metrics) = step(preset(name), batch), step(preset(name), broken)
+    assert_same(other, gradient)
+    assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+def has_advantage_without_spread(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.head == "regress" or algorithm.advantage_shift != 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_rewards_that_say_nothing_give_no_gradient(name: str) -> None:
+    """Rewards of zero throughout: flat groups, zero returns, and a critic that starts at zero."""
+    batch = dataclasses.replace(stale_batch(), rewards=np.zeros(15, dtype=np.float32))
+    gradient, metrics = step(preset(name), batch)
+    largest = max(float(tensor.abs().max()) for tensor in gradient.values())
+    if has_advantage_without_spread(preset(name)):
+        assert largest > 1e-4 and not zero_gradient_sequences(batch, preset(name)).any()
+    else:
+        assert largest == 0.0 and metrics["grad_norm"] == 0.0
+
+
+def test_only_who_makes_a_pair_is_trained_on() -> None:
+    rewards = np.array([0.1, 0.9, 0.5, 0.3, 0.3, 0.3, 0.9, 0.9, 0.2], dtype=np.float32)
+    batch = dataclasses.replace(random_batch(3, 3), rewards=rewards)
+    assert zero_gradient_sequences(batch, preset("online_dpo")).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0]
+    assert zero_gradient_sequences(batch, preset("best_of_n")).tolist() == [1, 0, 1, 1, 1, 1, 0, 0, 1]
+    assert not zero_gradient_sequences(batch, preset("tba")).any()
+
+
+# --- on-policy: every preset is the plain policy gradient of its advantage -----------------------------------------
+
+Advantage = Callable[[TrainBatch, AlgorithmConfig, list[np.ndarray]], np.ndarray]
+
+
+def by_group(value: Callable[[np.ndarray], np.ndarray]) -> Advantage:
+    """A rule on one group's rewards [G]."""
+
+    def advantages(batch: TrainBatch, algorithm: AlgorithmConfig, norms: list[np.ndarray]) -> np.ndarray:
+        found = np.zeros(batch.num_sequences)
+        for group in np.unique(batch.group_ids):
+            where = batch.group_ids == group
+            found[where] = value(batch.rewards[where].astype(np.float64))
+        return found
+
+    return advantages
+
+
+def vstar(beta: float) -> Advantage:
+    return by_group(lambda r: r - beta * np.log(np.mean(np.exp(r / beta))))
+
+
+def least_variance(batch: TrainBatch, algorithm: AlgorithmConfig, norms: list[np.ndarray]) -> np.ndarray:
+    found, squares = np.zeros(batch.num_sequences), np.array([n.sum() for n in norms])
+    for group in np.unique(batch.group_ids):
+        where = batch.group_ids == group
+        rewards = batch.rewards[where].astype(np.float64)
+        found[where] = rewards - (squares[where] * rewards).sum() / squares[where].sum()
+    return found
+
+
+def ends(r: np.ndarray) -> np.ndarray:
+    """1 for the best, -1 for the worst."""
+    return (np.arange(len(r)) == r.argmax()).astype(float) - (np.arange(len(r)) == r.argmin())
+
+
+def advantage_rule(a: AlgorithmConfig) -> Advantage:
+    if a.head == "regress":
+        return vstar(a.vstar_beta) if a.regress_target == "vstar" else by_group(lambda r: r - r.mean())
+    if a.head == "pair":
+        # -log sigmoid(beta gap) and (gap - 1/(2 beta))^2 at gap 0, and -log pi(best).
+        slope = {"dpo": a.beta / 2, "ipo": 1 / (a.beta or 1), "best": 1.0}[a.pair_loss]
+        return by_group(lambda r: slope * (np.maximum(ends(r), 0) if a.pair_loss == "best" else ends(r)))
+    return {
+        "group_norm": by_group(lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-4)),
+        "group_mean": by_group(lambda r: r - (r.mean() + a.advantage_shift)),
+        "loo": by_group(lambda r: r - (r.sum() - r) / (len(r) - 1)),
+        "opob": least_variance,
+    }.get(a.advantage, lambda batch, algorithm, norms: batch.rewards.astype(np.float64))
+
+
+def expected_gradient(batch: TrainBatch, a: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    """Of -sum w A log pi under the preset's aggregate, by a padded forward; values and KL are zero."""
+    model = llama()
+    masks = [torch.from_numpy(batch.loss_mask[s:e][batch.response_mask[s:e]]) for s, e in spans(batch)]
+    logprobs = plain_logprobs(model, batch)
+    counts = [int(mask.sum()) for mask in masks]
+    present = sum(count > 0 for count in counts)
+    advantages = advantage_rule(a)(batch, a, score_terms(batch, masks))
+    if a.whiten or a.advantage == "whiten":
+        spread = np.repeat(advantages, counts)
+        advantages = (advantages - spread.mean()) / np.sqrt(spread.var(ddof=1) + 1e-8)
+    total = torch.zeros(())
+    for row, (theta, mask) in enumerate(zip(logprobs, masks, strict=True)):
+        share = {"token": 1 / sum(counts), "seq_mean": 1 / max(counts[row], 1) / present, "seq_sum": 1 / present}
+        scale = share.get(a.aggregate, 1 / (present * LONGEST)) * float(batch.weights[row]) * advantages[row]
+        total = total - scale * theta[mask].sum()
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def spans(batch: TrainBatch) -> list[tuple[int, int]]:
+    return list(zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True))
+
+
+def score_terms(batch: TrainBatch, masks: list[torch.Tensor]) -> list[np.ndarray]:
+    """|onehot - pi|^2 of each masked token, sequence by sequence, written out over the vocabulary."""
+    found, model = [], llama()
+    for (start, stop), mask in zip(spans(batch), masks, strict=True):
+        ids = torch.from_numpy(batch.token_ids[start:stop])
+        with torch.no_grad():
+            pi = model(input_ids=ids[None]).logits[0, :-1].double().softmax(-1)
+        scores = torch.nn.functional.one_hot(ids[1:], pi.shape[-1]) - pi
+        answered = torch.from_numpy(batch.response_mask[start + 1 : stop])
+        found.append(scores.square().sum(-1)[answered][mask].numpy())
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_on_policy_the_gradient_is_minus_a_grad_log_pi(name: str) -> None:
+    """mu = theta = reference: every ratio is 1, whatever is done with it. The heads' factors are their documented
+    ones."""
+    batch, algorithm = random_batch(4, 3, seed=8), one_update(name)
+    behavior = batch.behavior_logprobs.copy()
+    behavior[batch.response_mask] = model_logprobs(batch)
+    batch = dataclasses.replace(batch, behavior_logprobs=behavior)
+    gradient, metrics = step(algorithm, batch, budget=30, reference=0)
+    assert_same(gradient, expected_gradient(batch, algorithm), tolerance=2e-4 if algorithm.level != "token" else 5e-5)
+    assert metrics["ess_fraction_seq"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["clip_fraction"] == 0.0 or algorithm.coef == "signed", "TOPR's bound is at 1 itself"

@@ -1,0 +1,67 @@
+"""The controller of the staleness bound, look by look."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from asyncrlhf.buffer.config import AsyncConfig
+from asyncrlhf.orchestrator.adaptive import AdaptiveBound
+
+
+def feed(controller: AdaptiveBound, *values: float) -> list[int]:
+    bounds = []
+    for value in values:
+        controller.observe({"ess_fraction_seq": value})
+        bounds.append(controller.bound)
+    return bounds
+
+
+def make(**settings: object) -> AdaptiveBound:
+    return AdaptiveBound(AsyncConfig(**{"max_staleness": 6, "adaptive": True, "adapt_every": 1, **settings}))  # type: ignore[arg-type]
+
+
+def test_halves_down_to_the_least_and_grows_by_one_up_to_the_most() -> None:
+    controller = make(adapt_patience=2, min_staleness=1)
+    assert feed(controller, 0.1, 0.1, 0.1) == [3, 1, 1]
+    assert feed(controller, *[0.6] * 12) == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6]
+
+
+def test_one_bad_look_starts_patience_anew() -> None:
+    controller = make(adapt_patience=3)
+    feed(controller, 0.1)
+    assert feed(controller, 0.9, 0.9, 0.4, 0.9, 0.9, 0.9) == [3, 3, 1, 1, 1, 2]
+
+
+def test_the_mean_of_a_look_decides_and_the_floor_itself_is_good() -> None:
+    controller = make(adapt_every=4)
+    assert feed(controller, 0.0, 1.0, 0.5, 0.5) == [6, 6, 6, 6]
+    assert feed(controller, 0.0, 1.0, 0.5, 0.49) == [6, 6, 6, 3]
+
+
+def test_steps_without_an_ess_do_not_count() -> None:
+    controller = make(adapt_every=2)
+    assert controller.observe({}) is None
+    assert feed(controller, 0.1, math.nan, math.inf) == [6, 6, 6]
+    assert feed(controller, 0.1) == [3]
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("async", 6), ("sync", 0), ("fixed_lag", 4)])
+def test_off_it_is_the_bound_of_the_settings(mode: str, bound: int) -> None:
+    controller = AdaptiveBound(AsyncConfig(mode=mode, max_staleness=6, lag=4, adapt_every=1))
+    assert feed(controller, 0.0, 0.0) == [bound, bound]
+
+
+def test_its_state_survives_and_keeps_to_new_settings() -> None:
+    controller, other = make(adapt_every=2, adapt_patience=2), make(adapt_every=2, adapt_patience=2)
+    feed(controller, 0.1, 0.1, 0.9, 0.9, 0.9)
+    other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    assert feed(other, 0.9) == feed(controller, 0.9) == [4]
+    narrow = make(max_staleness=2)
+    narrow.load_state_dict(controller.state_dict())
+    assert narrow.bound == 2
+    off = AdaptiveBound(AsyncConfig(max_staleness=5))
+    off.load_state_dict(controller.state_dict())
+    assert off.bound == 5
