@@ -56,3 +56,9 @@ def test_settings_named_in_the_text_exist(page: Path) -> None:
     groups = {name for name in known if any(other.startswith(f"{name}.") for other in known)}
     named = {m.group(1) for code in CODE.findall(FENCE.sub("", page.read_text())) if (m := SETTING.match(code))}
     assert sorted(n for n in named if n.split(".")[0] in groups and n not in known) == []
+
+
+def test_every_preset_is_in_the_table_of_algorithms() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    presets = {path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")}
+    assert set(re.findall(r"^\| `([a-z0-9_]+)` \|", page, re.MULTILINE)) == presets
