@@ -23,11 +23,18 @@ def build_engine(
     version: int = 0,
     answer_ids: AnswerIds | None = None,
 ) -> Engine:
-    """``load_model`` is called for engines that have a model; ``vocab_size`` and ``answer_ids`` serve the fake one."""
+    """``load_model`` is called for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and ``answer_ids``
+    serve the fake one.
+    """
     if config.engine == "fake":
         return FakeEngine(
             config.fake, slots=config.slots, vocab_size=vocab_size, version=version, answer_ids=answer_ids
         )
+    if config.engine == "vllm":
+        from asyncrlhf.engines.vllm_core import VllmCore
+        from asyncrlhf.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(VllmCore(config, model), slots=config.slots, version=version)
     from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
 
     return HFEngine(load_model(model), slots=config.slots, version=version)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrlhf.validation import check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range
+
+VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,45 @@ class FakeConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    """What ``generator.engine=vllm`` hands on to vLLM, under vLLM's own names where it has one; 0 is vLLM's choice.
+
+    ``dtype=auto`` is ``model.dtype``; ``max_model_len=0`` the model's context. ``kv_cache_gb=0``: on a CPU enough for
+    all slots at full length (at most a quarter of the free memory), on GPUs what ``gpu_memory_utilization`` leaves.
+    ``enforce_eager=None`` is true on a CPU, where compiling takes minutes, and false on GPUs. A replica has
+    ``tensor_parallel_size * pipeline_parallel_size`` workers; what data parallelism is elsewhere is
+    ``generator.replicas`` here.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 0
+    block_size: int = 0
+    kv_cache_gb: float = 0.0
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool | None = None
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("generator.vllm.dtype", self.dtype, VLLM_DTYPES)
+        for key in ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_gb"):
+            check_range(f"generator.vllm.{key}", getattr(self, key), low=0)
+        check_range(
+            "generator.vllm.gpu_memory_utilization", self.gpu_memory_utilization, low=0, high=1, exclusive_low=True
+        )
+        check_range("generator.vllm.tensor_parallel_size", self.tensor_parallel_size, low=1)
+        check_range("generator.vllm.pipeline_parallel_size", self.pipeline_parallel_size, low=1)
+
+    @property
+    def workers(self) -> int:
+        """vLLM workers of one replica, one a GPU."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
 class GeneratorConfig:
     """``slots``: responses one replica generates at once; ``threads``: CPU threads of one replica (0: Ray's choice)."""
 
@@ -50,9 +91,10 @@ class GeneratorConfig:
     max_restarts: int = 3  # a replica that dies is started again this often
     virtual_step_seconds: float = 0.01  # runtime=local: what one decode iteration costs on the virtual clock
     fake: FakeConfig = field(default_factory=FakeConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
-        check_choice("generator.engine", self.engine, ("hf", "fake"))
+        check_choice("generator.engine", self.engine, ("hf", "vllm", "fake"))
         check_range("generator.replicas", self.replicas, low=1)
         check_range("generator.slots", self.slots, low=1)
         check_range("generator.max_completion_length", self.max_completion_length, low=1)
@@ -63,3 +105,13 @@ class GeneratorConfig:
         check_range("generator.gpus", self.gpus, low=0)
         check_range("generator.max_restarts", self.max_restarts, low=0)
         check_range("generator.virtual_step_seconds", self.virtual_step_seconds, low=0)
+        check(
+            self.engine != "vllm" or self.gpus > 0 or self.vllm.pipeline_parallel_size == 1,
+            f"generator.vllm.pipeline_parallel_size={self.vllm.pipeline_parallel_size} needs generator.gpus; "
+            f"on a CPU vLLM has no pipeline stages.",
+        )
+        check(
+            self.engine != "vllm" or self.gpus == 0 or max(1.0, self.gpus) == self.vllm.workers,
+            f"generator.gpus={self.gpus:g} is not the {self.vllm.workers} of generator.vllm.tensor_parallel_size="
+            f"{self.vllm.tensor_parallel_size} times pipeline_parallel_size={self.vllm.pipeline_parallel_size}.",
+        )

@@ -15,11 +15,10 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
-def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy ``weights`` into the parameters; the dtype may differ, names and shapes may not.
+def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``weights`` under the names of the parameters, each once; a tied tensor may come under any of its names.
 
-    A tied tensor may come under any of its names. Nothing is written unless everything fits: raises WeightSyncError
-    that names what is missing, unknown or of another shape.
+    Raises WeightSyncError that names what is missing, unknown or of another shape.
     """
     own = dict(model.named_parameters())
     first_name = {id(parameter): name for name, parameter in own.items()}
@@ -40,6 +39,15 @@ def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     ]
     if problems:
         raise WeightSyncError(f"The weights do not fit the engine's model ({'; '.join(problems)}).")
+    return {name: given[name] for name in own}
+
+
+def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``weights`` into the parameters; the dtype may differ, names and shapes may not.
+
+    Nothing is written unless everything fits: raises what :func:`match_named_weights` raises.
+    """
+    given = match_named_weights(model, weights)
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in model.named_parameters():
             parameter.copy_(given[name])

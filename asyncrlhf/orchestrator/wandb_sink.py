@@ -12,9 +12,30 @@ from asyncrlhf.orchestrator.records import plain
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "reward": ("reward_mean", "reward_std", "heldout_accuracy", "zero_spread_groups", "advantage_std"),
-    "staleness": ("staleness_mean", "staleness_max", "staleness_in_flight_mean", "staleness_in_queue_mean"),
-    "off_policy": ("ess_fraction", "ess_fraction_seq", "behavior_kl", "mismatch_kl", "clip_fraction"),
-    "policy": ("loss", "grad_norm", "learning_rate", "entropy", "ref_kl", "response_length_mean"),
+    "staleness": (
+        "staleness_mean",
+        "staleness_max",
+        "staleness_in_flight_mean",
+        "staleness_in_queue_mean",
+        "staleness_bound",
+    ),
+    "off_policy": (
+        "ess_fraction",
+        "ess_fraction_seq",
+        "behavior_kl",
+        "mismatch_kl",
+        "clip_fraction",
+        "harmful_second_moment",
+    ),
+    "policy": (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "effective_learning_rate",
+        "entropy",
+        "ref_kl",
+        "response_length_mean",
+    ),
     "critic": ("value_loss", "explained_variance"),
     "time": (
         "wall_time",
@@ -24,7 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "generator_idle_fraction",
         "weight_sync_seconds",
     ),
-    "buffer": ("buffer_size",),
+    "buffer": ("buffer_size", "buffer_age", "replayed_fraction", "dropped"),
 }
 _GROUP_OF = {metric: group for group, metrics in GROUPS.items() for metric in metrics}
 _ID_FILE = "run-id.txt"
@@ -32,8 +53,9 @@ _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
 
 
 def grouped_name(metric: str) -> str:
-    """The name of a curve in W&B: ``staleness/staleness_max``; what no group knows is under ``other/``."""
-    return metric if metric == "step" else f"{_GROUP_OF.get(metric, 'other')}/{metric}"
+    """The name of a curve in W&B: ``staleness/staleness_max``. A metric with a group of its own, such as
+    ``lag_1/ess_fraction``, keeps it; what no group knows is under ``other/``."""
+    return metric if metric == "step" or "/" in metric else f"{_GROUP_OF.get(metric, 'other')}/{metric}"
 
 
 class WandbSink:

@@ -59,7 +59,12 @@ PANELS = (
         (Series("learner_idle_fraction", "learner"), Series("generator_idle_fraction", "generators", "dash")),
         (0.0, 1.0),
     ),
-    Panel("Effective sample size", "fraction of the samples", (Series("ess_fraction", "ESS"),), (0.0, 1.05)),
+    Panel(
+        "Effective sample size",
+        "fraction of the samples",
+        (Series("ess_fraction", "tokens"), Series("ess_fraction_seq", "sequences", "dash")),
+        (0.0, 1.05),
+    ),
     Panel("Policy against data", "behavior KL, nats a token", (Series("behavior_kl", "behavior KL"),)),
     Panel("Entropy", "nats a token", (Series("entropy", "entropy"),)),
     Panel("Throughput", "samples/s", (Series("samples_per_second", "trained"),)),

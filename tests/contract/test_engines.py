@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrlhf.engines.base import Engine
 from asyncrlhf.engines.config import FakeConfig
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
+from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model
 
-VOCABULARY = 24
 EOS = 1
 MakeEngine = Callable[[int], Engine]
 
 
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config)
+@pytest.fixture(scope="module")
+def tiny_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyVllm]:
+    running = TinyVllm(tmp_path_factory.mktemp("tiny"))
+    yield running
+    running.close()
 
 
-@pytest.fixture(params=["fake", "hf"])
+@pytest.fixture(params=["fake", "hf", pytest.param("vllm", marks=needs_vllm)])
 def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    if request.param == "vllm":
+        running: TinyVllm = request.getfixturevalue("tiny_vllm")
+        return running.engine
+
     def make(slots: int) -> Engine:
         if request.param == "fake":
             config = FakeConfig(latency_median=1.0, latency_sigma=0.7, length_mean=6.0)

@@ -1,0 +1,195 @@
+"""vLLM inside this process: its start, and the calls on it that an engine is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.pretrained import resolve
+from asyncrlhf.engines.config import GeneratorConfig
+from asyncrlhf.engines.vllm_tensors import merge_shares, worker_tensors
+from asyncrlhf.engines.vllm_transfer import BACKEND, register
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.types import GenerationRequest, IntArray
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit waits for nobody's end
+CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries
+
+
+class VllmCore:
+    """An ``LLMEngine`` that is stepped by the caller's thread.
+
+    Not ``AsyncLLM``: its core steps in a process of its own, so that which tokens an update falls between is known only
+    after the outputs were drained. Here nothing runs between two steps; an update is exact by construction, weights
+    pass by reference to a worker in this process, and no token crosses a socket. The overlap that ``AsyncLLM`` would
+    give, of preparing the next step with the model's work, vLLM's asynchronous scheduling gives on GPUs here as well.
+    """
+
+    def __init__(self, config: GeneratorConfig, model: ModelConfig) -> None:
+        _prepare_environment()
+        set_threads = torch.set_num_threads
+        try:
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+            from vllm.v1.executor import Executor
+        except ImportError as error:
+            raise ConfigError(f"generator.engine=vllm needs vLLM, whose import fails here: {error}.") from error
+        register()
+        arguments = EngineArgs(**engine_arguments(config, model))
+        try:
+            settings = arguments.create_engine_config()
+            self._llm = LLMEngine(settings, Executor.get_class(settings), log_stats=False, multiprocess_mode=False)
+        finally:
+            torch.set_num_threads = set_threads  # vLLM's CPU worker replaces it for the whole process
+        self.context = int(settings.model_config.max_model_len)
+        self.folder = str(settings.model_config.model)
+        self.trust_remote_code = model.trust_remote_code
+        self.in_process = settings.parallel_config.world_size == 1
+        self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
+
+    def generate(self, request: GenerationRequest, salt: str) -> None:
+        """Queue a request under its rollout id; its prompt shares cached blocks with others of the same ``salt``."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=request.seed & (2**63 - 1),
+            max_tokens=sampling.max_completion_length,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the request's stop tokens alone end it
+            logprobs=0,  # of the sampled token
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=salt)
+        self._llm.add_request(str(request.rollout_id), prompt, params)
+
+    def score(self, name: str, text: IntArray) -> None:
+        """Queue a text whose own log-probs are wanted, at temperature 1."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        self._llm.add_request(name, tokens_input(text.tolist()), params)
+
+    def step(self) -> list[RequestOutput]:
+        return self._llm.step()  # type: ignore[return-value]
+
+    def abort(self, names: list[str]) -> None:
+        self._llm.abort_request(names)
+
+    def drain(self, take: Callable[[], None]) -> None:
+        """Call ``take`` (which steps) until no batch is on its way, without starting another: with asynchronous
+        scheduling or pipeline stages a batch is sampled before the step that brings its tokens."""
+        core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
+        core.pause_scheduler(mode="keep", clear_cache=False)
+        try:
+            while core.batch_queue:
+                take()
+        finally:
+            core.resume_scheduler()
+
+    def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load whole tensors by their checkpoint names through vLLM's weight-transfer interface."""
+        call = self._llm.collective_rpc
+        call("start_weight_update")
+        for chunk in [tensors] if self.in_process else _chunks(tensors):
+            call("update_weights", args=({"tensors": dict(chunk)},))
+        call("finish_weight_update")
+        self._llm.set_weight_version(str(version))
+
+    def forget_cache(self, *, running: bool) -> None:
+        """Drop the prefix cache; with ``running`` the keys and values of running requests too, which are then prefilled
+        anew from their tokens. Without it vLLM keeps the blocks while a request runs, and the salt keeps others off."""
+        if running or not self._llm.has_unfinished_requests():
+            self._llm.reset_prefix_cache(reset_running_requests=running)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights by their checkpoint names, on the CPU, as the workers' kernels use them."""
+        return merge_shares(self._llm.collective_rpc(worker_tensors))
+
+    def close(self) -> None:
+        self._llm.engine_core.shutdown()
+
+
+def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, Any]:
+    """The keywords of vLLM's ``EngineArgs``."""
+    own = config.vllm
+    on_cpu = config.gpus == 0
+    folder = resolve(model.path)
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": model.dtype if own.dtype == "auto" else own.dtype,
+        "generation_config": "vllm",  # no sampling defaults and no stop tokens from the checkpoint
+        "logprobs_mode": "processed_logprobs",
+        "max_num_seqs": config.slots + SCORE_SLOTS,
+        "max_model_len": own.max_model_len or None,
+        "block_size": own.block_size or None,
+        "max_num_batched_tokens": own.max_num_batched_tokens or None,
+        "gpu_memory_utilization": own.gpu_memory_utilization,
+        "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
+        "enable_prefix_caching": own.enable_prefix_caching,
+        # vLLM 0.32 takes back the draw of a half prefilled request with a seed, which torch's CPU generator cannot do.
+        "enable_chunked_prefill": False if on_cpu else None,
+        "tensor_parallel_size": own.tensor_parallel_size,
+        "pipeline_parallel_size": own.pipeline_parallel_size,
+        "enable_expert_parallel": own.enable_expert_parallel,
+        "distributed_executor_backend": "uni" if own.workers == 1 else "mp",
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+    }
+    if own.kv_cache_gb or on_cpu:
+        arguments["kv_cache_memory_bytes"] = int(own.kv_cache_gb * 2**30) or _cpu_cache_bytes(config, folder, model)
+    return arguments
+
+
+def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -> int:
+    """Keys and values of all slots at full length, if a quarter of the free memory holds them; vLLM preempts if not."""
+    from transformers import AutoConfig
+
+    own = config.vllm
+    shape: Any = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code).get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    itemsize = getattr(torch, model.dtype if own.dtype == "auto" else own.dtype).itemsize
+    block = own.block_size or 128
+    blocks = -(-(own.max_model_len or shape.max_position_embeddings) // block)
+    tokens = (config.slots + SCORE_SLOTS + 1) * blocks * block
+    wanted = 2 * shape.num_hidden_layers * heads * width * itemsize * tokens // own.workers
+    return min(wanted, psutil.virtual_memory().available // 4)
+
+
+def _prepare_environment() -> None:
+    """vLLM reads these when it is imported or started; this process belongs to the engine, or is a test's."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or a CPU worker would get a process of its own
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM would bind each CPU worker to a NUMA node of its own; the cores are shared with the learner here.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def _chunks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    chunks: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if chunks[-1] and size + tensor.nbytes > CHUNK_BYTES:
+            chunks.append({})
+            size = 0
+        chunks[-1][name] = tensor.cpu()
+        size += tensor.nbytes
+    return chunks

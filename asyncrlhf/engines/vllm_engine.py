@@ -1,0 +1,235 @@
+"""The vllm engine: exact version tags, processed log-probs and in-flight updates over vLLM's continuous batching."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from asyncrlhf.engines.base import CacheMode, StepOutput
+from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore
+from asyncrlhf.engines.weights import match_named_weights
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+@dataclass
+class _Draft:
+    """What vLLM has made of a request so far."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VllmEngine:
+    """``Engine`` over a vLLM that this thread steps; the engine owns ``core`` from then on.
+
+    Requests wait here and go to vLLM when a slot is free, so that each starts under the newest weights' cache salt.
+    A request's draws depend on its seed alone. :meth:`score` steps vLLM: what is in flight advances with it, and its
+    tokens and results come out of the next :meth:`step`.
+    """
+
+    def __init__(self, core: VllmCore, *, slots: int, version: int = 0) -> None:
+        self._core = core
+        self._slots = slots
+        self._version = version
+        self._skeleton = _skeleton(core.folder, core.trust_remote_code)
+        embedding: Any = self._skeleton.get_input_embeddings()  # type: ignore[operator]
+        self._vocabulary = int(embedding.num_embeddings)
+        self._queue: deque[GenerationRequest] = deque()
+        self._drafts: dict[str, _Draft] = {}  # in vLLM, by request id
+        self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
+        self._finished: list[Generation | GenerationFailure] = []
+        self._scored: dict[str, FloatArray] = {}
+        self._tokens = 0  # sampled and not yet reported
+        self._scores = 0  # texts scored so far: names for the next ones
+        self._paused = False
+        # vLLM compiles a kernel at its first sampled token and at its first scored one: not in the run's time.
+        self.score([np.arange(2)])
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def in_flight(self) -> list[int]:
+        return list(self._order)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            if request.rollout_id in self._order:
+                raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
+            self._order[request.rollout_id] = None
+            problem = self._refusal(request)
+            if problem is None:
+                self._queue.append(request)
+            else:
+                self._finished.append(GenerationFailure(request.rollout_id, problem))
+
+    def _refusal(self, request: GenerationRequest) -> str | None:
+        prompt, wanted = request.prompt_ids, request.sampling.max_completion_length
+        if not len(prompt):
+            return "The prompt is empty; the model needs at least one token to go on from."
+        if len(prompt) + wanted > self._core.context:
+            return (
+                f"The prompt's {len(prompt)} tokens and max_completion_length={wanted} do not fit "
+                f"the engine's context of {self._core.context} tokens."
+            )
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
+            return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
+        return None
+
+    def step(self, now: float) -> StepOutput:
+        if not self._paused:
+            while self._queue and len(self._drafts) < self._slots:
+                request = self._queue.popleft()
+                self._drafts[str(request.rollout_id)] = _Draft(request)
+                self._core.generate(request, salt=str(self._version))
+            if self._drafts:
+                self._advance()
+        finished, self._finished = self._finished, []
+        tokens, self._tokens = self._tokens, 0
+        for result in finished:
+            del self._order[result.rollout_id]
+        return StepOutput(finished, tokens=tokens)
+
+    def _advance(self) -> None:
+        """One iteration of vLLM. What it brings was sampled under the weights that the engine holds now: without
+        batches on their way because vLLM samples within the step, with them because a load drains them first."""
+        for output in self._core.step():
+            if output.request_id in self._drafts:
+                self._take(output)
+            else:
+                self._scored[output.request_id] = _prompt_logprobs(output)
+
+    def _take(self, output: RequestOutput) -> None:
+        draft = self._drafts[output.request_id]
+        made = output.outputs[0]
+        ids = list(made.token_ids)
+        draft.tokens.extend(ids)
+        draft.logprobs.extend(_sampled_logprobs(ids, made.logprobs))
+        draft.versions.extend([self._version] * len(ids))
+        self._tokens += len(ids)
+        if not output.finished:
+            return
+        del self._drafts[output.request_id]
+        rollout_id = draft.request.rollout_id
+        if made.finish_reason not in ("stop", "length"):
+            self._finished.append(GenerationFailure(rollout_id, f"vLLM ended the request with {made.finish_reason!r}."))
+            return
+        self._finished.append(
+            Generation(
+                rollout_id=rollout_id,
+                response_ids=np.asarray(draft.tokens, np.int64),
+                behavior_logprobs=np.asarray(draft.logprobs, np.float32),
+                policy_versions=np.asarray(draft.versions, np.int64),
+                finish_reason="stop" if made.finish_reason == "stop" else "length",
+            )
+        )
+
+    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
+        gone = set(known)
+        for rollout_id in known:
+            del self._order[rollout_id]
+        self._queue = deque(request for request in self._queue if request.rollout_id not in gone)
+        self._finished = [result for result in self._finished if result.rollout_id not in gone]
+        running = [str(rollout_id) for rollout_id in known if str(rollout_id) in self._drafts]
+        for name in running:
+            del self._drafts[name]
+        self._core.abort(running)
+        return known
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
+        tensors = match_named_weights(self._skeleton, weights)
+        self._core.drain(self._advance)
+        self._take_back_unstarted()
+        self._core.update_weights(version, tensors)
+        self._version = version
+        self._core.forget_cache(running=cache == "recompute")
+
+    def _take_back_unstarted(self) -> None:
+        """Requests without a token, which a full batch left waiting in vLLM, start anew: under the old salt they would
+        begin with keys and values that their siblings made under the old weights."""
+        names = [name for name, draft in self._drafts.items() if not draft.tokens]
+        self._core.abort(names)
+        self._queue.extendleft(self._drafts.pop(name).request for name in reversed(names))
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Copies, under the names of the checkpoint's parameters. A tied head is one more entry when what it multiplies
+        with is not the embedding."""
+        held = self._core.tensors()
+        known = {name: held[name] for name, _ in self._skeleton.named_parameters() if name in held}
+        for name, first in _tied(self._skeleton).items():
+            if name in held and first in known and not torch.equal(held[name], known[first]):
+                known[name] = held[name]
+        return known
+
+    def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        results = [np.zeros(0, np.float32) for _ in token_ids]
+        waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
+        running: dict[str, int] = {}
+        while waiting or running:
+            while waiting and len(running) < SCORE_SLOTS:
+                index = waiting.popleft()
+                name = f"score-{self._scores}"
+                self._scores += 1
+                running[name] = index
+                self._core.score(name, np.asarray(token_ids[index], np.int64))
+            self._advance()
+            for name in [name for name in running if name in self._scored]:
+                results[running.pop(name)] = self._scored.pop(name)
+        return results
+
+    def close(self) -> None:
+        """Forget every request and end vLLM with its worker processes."""
+        self.cancel(self.in_flight())
+        self._core.close()
+
+
+def _sampled_logprobs(ids: Sequence[int], entries: Any) -> list[float]:
+    """vLLM gives each position a mapping from token ids to log-probs, here of the sampled token alone."""
+    return [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
+
+
+def _prompt_logprobs(output: RequestOutput) -> FloatArray:
+    """[P-1] of a scored text; the first position has none."""
+    ids, entries = output.prompt_token_ids, output.prompt_logprobs
+    assert ids is not None and entries is not None, "vLLM gave no log-probs of a scored text"
+    found = [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True) if entry is not None]
+    return np.asarray(found, np.float32)
+
+
+def _skeleton(folder: str, trust_remote_code: bool) -> nn.Module:
+    """transformers' model without memory: which parameters the learner will send, and which of them are tied."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Names of tied parameters beyond the first, and that first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in names if name != original}

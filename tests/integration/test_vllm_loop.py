@@ -1,0 +1,46 @@
+"""Whole runs with vLLM generators: on Ray with gloo and updates in flight, and one whose engine skips a tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrlhf.engines.vllm_transfer import StagedUpdateInfo, StagedWeightTransferEngine
+from asyncrlhf.errors import WeightSyncError
+from tests.loop import run as local_run
+from tests.ray_run import run
+from tests.vllm_tiny import needs_vllm
+
+pytestmark = needs_vllm
+
+SMALL = ("generator.slots=16", "batch_size=16", "num_generations=4", "generator.vllm.kv_cache_gb=0.1")
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_vllm_generators_take_weights_by_gloo_while_sequences_go_on(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "experiment=vllm_cpu", *SMALL, "steps=20", "generator.ignore_eos=true",
+        "generator.max_completion_length=40", "weights.audit_every=1", "learner.learning_rate=1e-4",
+    )  # fmt: skip
+    done.assert_ledger_whole()
+    trained = done.trained
+    assert len(trained) == 20 * 16
+    assert trained.staleness.max() <= 2
+    assert all((np.diff(versions) >= 0).all() for versions in trained.policy_versions)
+    assert any(len(set(versions)) > 1 for versions in trained.policy_versions)
+    # Every one of the 20 publishes was audited, with a tolerance of 1e-4 in the experiment.
+    assert all(abs(row["mismatch_kl"]) < 1e-8 for row in done.metrics)
+
+
+def test_the_audit_ends_a_run_whose_engine_skips_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped = "model.layers.2.self_attn.v_proj.weight"
+    original = StagedWeightTransferEngine.receive_weights
+
+    def skip(self: StagedWeightTransferEngine, update: StagedUpdateInfo) -> None:
+        original(self, StagedUpdateInfo({n: w for n, w in update.tensors.items() if n != skipped}))
+
+    monkeypatch.setattr(StagedWeightTransferEngine, "receive_weights", skip)
+    with pytest.raises(WeightSyncError, match=f"audit of .* tensors that differ: {skipped}[.]$"):
+        local_run(tmp_path, "generator.engine=vllm", *SMALL, "steps=4", "weights.audit_every=1")

@@ -1,0 +1,159 @@
+"""The vllm engine's parts that need no vLLM: settings, workers' shares, chunks of an update, tags of late batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.pretrained import resolve
+from asyncrlhf.engines import vllm_core
+from asyncrlhf.engines.config import GeneratorConfig, VllmConfig
+from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments
+from asyncrlhf.engines.vllm_engine import VllmEngine
+from asyncrlhf.engines.vllm_tensors import merge_shares
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.types import Generation, GenerationRequest, SamplingParams
+
+
+class LateCore:
+    """A vLLM whose batches come out two steps after they were sampled, as with asynchronous scheduling on GPUs. Each
+    token it samples is the version of the weights that sampled it."""
+
+    context, folder, trust_remote_code = 128, resolve("tiny"), False
+    drain = VllmCore.drain
+
+    def __init__(self) -> None:
+        self.batch_queue: deque[list[Any]] = deque()
+        self._left: dict[str, int] = {}
+        self._weights, self._paused = 0, False
+        self._llm = SimpleNamespace(engine_core=SimpleNamespace(engine_core=self))
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self._paused = True
+
+    def resume_scheduler(self) -> None:
+        self._paused = False
+
+    def generate(self, request: GenerationRequest, salt: str) -> None:
+        self._left[str(request.rollout_id)] = request.sampling.max_completion_length
+
+    def score(self, name: str, text: Any) -> None:
+        token = SimpleNamespace(logprob=-1.0)
+        entries = [None, *({int(i): token} for i in text[1:])]
+        output = SimpleNamespace(request_id=name, prompt_token_ids=text.tolist(), prompt_logprobs=entries)
+        self.batch_queue.appendleft([output])
+
+    def step(self) -> list[Any]:
+        if self._left and not self._paused:
+            self.batch_queue.appendleft([self._sample(name) for name in list(self._left)])
+            if len(self.batch_queue) < 3:
+                return []
+        return self.batch_queue.pop() if self.batch_queue else []
+
+    def _sample(self, name: str) -> Any:
+        self._left[name] -= 1
+        finished = self._left[name] == 0
+        if finished:
+            del self._left[name]
+        made = SimpleNamespace(
+            token_ids=[self._weights],
+            logprobs=[{self._weights: SimpleNamespace(logprob=-0.5)}],
+            finish_reason="length" if finished else None,
+        )
+        return SimpleNamespace(request_id=name, finished=finished, outputs=[made])
+
+    def abort(self, names: list[str]) -> None:
+        for name in names:
+            del self._left[name]
+
+    def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert not self.batch_queue, "the weights change under batches on their way"
+        self._weights = version
+
+    def forget_cache(self, *, running: bool) -> None:
+        assert not running
+
+
+def test_tags_are_right_when_batches_come_late() -> None:
+    engine = VllmEngine(LateCore(), slots=4)  # type: ignore[arg-type]
+    weights = {name: torch.zeros(p.shape) for name, p in engine._skeleton.named_parameters()}
+    sampling = SamplingParams(max_completion_length=14)
+    engine.submit([GenerationRequest(i, 0, np.array([3, 4]), i, sampling) for i in range(6)])
+    done: list[Any] = []
+    for version in range(1, 40):
+        for _ in range(version % 4):
+            done += engine.step(0.0).finished
+        if version < 9:
+            engine.load_weights(version, weights, "keep")
+    assert sorted(result.rollout_id for result in done) == list(range(6))
+    for result in done:
+        assert isinstance(result, Generation) and len(result.response_ids) == 14
+        np.testing.assert_array_equal(result.response_ids, result.policy_versions)
+    assert any(len(set(result.policy_versions.tolist())) > 2 for result in done)
+
+
+def test_shares_of_tensor_parallel_workers_become_whole_tensors() -> None:
+    whole = {"columns": torch.randn(6, 4), "rows": torch.randn(4, 6), "norm": torch.randn(5), "last": torch.randn(3)}
+    first, second = (
+        {"columns": (whole["columns"][half], 0), "rows": (whole["rows"][:, half], 1), "norm": (whole["norm"], None)}
+        for half in (slice(0, 3), slice(3, 6))
+    )
+    merged = merge_shares([first, {**second, "last": (whole["last"], None)}])  # a pipeline stage alone holds `last`
+    assert list(merged) == ["columns", "rows", "norm", "last"]
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=0)
+
+
+def test_chunks_hold_every_tensor_once_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_core, "CHUNK_BYTES", 100)
+    tensors = {str(i): torch.zeros(size) for i, size in enumerate((10, 10, 10, 40, 5, 5))}  # 4 bytes an element
+    chunks = vllm_core._chunks(tensors)
+    assert [list(chunk) for chunk in chunks] == [["0", "1"], ["2"], ["3"], ["4", "5"]]
+
+
+def test_settings_reach_vllm_under_its_names() -> None:
+    own = VllmConfig(dtype="bfloat16", max_model_len=96, block_size=32, tensor_parallel_size=2)
+    arguments = engine_arguments(GeneratorConfig(engine="vllm", slots=16, gpus=2, vllm=own), ModelConfig())
+    expected = {
+        "dtype": "bfloat16", "max_model_len": 96, "block_size": 32, "max_num_batched_tokens": None,
+        "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "distributed_executor_backend": "mp",
+        "max_num_seqs": 20, "enforce_eager": False, "logprobs_mode": "processed_logprobs",
+        "enable_chunked_prefill": None,
+    }  # fmt: skip
+    assert {key: arguments[key] for key in expected} == expected
+    assert "kv_cache_memory_bytes" not in arguments
+
+
+def test_a_cpu_replica_has_room_for_all_slots_at_full_length() -> None:
+    arguments = engine_arguments(GeneratorConfig(engine="vllm", slots=3, vllm=VllmConfig(block_size=32)), ModelConfig())
+    assert arguments["enforce_eager"] and arguments["enable_chunked_prefill"] is False
+    assert arguments["distributed_executor_backend"] == "uni"
+    # Keys and values, 4 layers, 4 heads of 32, float32, 128 tokens; 5 sequences more are scored or spare.
+    assert arguments["kv_cache_memory_bytes"] == 2 * 4 * 4 * 32 * 4 * 128 * (3 + 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"gpus": 1.0, "vllm": VllmConfig(tensor_parallel_size=2)}, "generator.gpus=1 is not the 2 "),
+        ({"gpus": 4.0}, "generator.gpus=4 is not the 1 "),
+        ({"vllm": VllmConfig(pipeline_parallel_size=2)}, "pipeline_parallel_size=2 needs generator.gpus"),
+    ],
+)
+def test_devices_that_do_not_fit_the_workers_are_refused(settings: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        GeneratorConfig(engine="vllm", **settings)
+
+
+def test_half_a_gpu_is_a_device() -> None:
+    GeneratorConfig(engine="vllm", gpus=0.5)
+    with pytest.raises(ConfigError, match=r"generator\.vllm\.dtype"):
+        VllmConfig(dtype="float8")

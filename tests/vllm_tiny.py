@@ -1,0 +1,68 @@
+"""A tiny model under vLLM for tests: one start a module serves many engines."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.engines.config import GeneratorConfig, VllmConfig
+from asyncrlhf.engines.vllm_core import VllmCore
+from asyncrlhf.engines.vllm_engine import VllmEngine
+
+VOCABULARY = 24
+MOST_SLOTS = 8
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+def tiny_model(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
+    """Heads of 32 elements, the smallest that vLLM's CPU attention has; weights large enough that text matters."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class TinyVllm:
+    """A running vLLM, handed to one engine after the other. An engine that was not closed is emptied by the next."""
+
+    def __init__(self, folder: Path, *, tied: bool = False) -> None:
+        self.model = tiny_model(tied=tied)
+        self.model.save_pretrained(folder)
+        own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, max_num_batched_tokens=512)
+        settings = GeneratorConfig(engine="vllm", slots=MOST_SLOTS, vllm=own)
+        self.core = VllmCore(settings, ModelConfig(path=str(folder)))
+        self._end, self.core.close = self.core.close, lambda: None  # type: ignore[method-assign]
+        self._last: VllmEngine | None = None
+
+    def engine(self, slots: int) -> VllmEngine:
+        self.release()
+        self._last = VllmEngine(self.core, slots=slots)
+        return self._last
+
+    def release(self) -> None:
+        if self._last is not None:
+            self._last.cancel(self._last.in_flight())
+            self._last = None
+
+    def close(self) -> None:
+        self.release()
+        self._end()
