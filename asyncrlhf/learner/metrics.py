@@ -16,7 +16,7 @@ from asyncrlhf.algorithms.diagnostics import (
     weight_diagnostics,
 )
 from asyncrlhf.algorithms.kl import kl_estimate
-from asyncrlhf.algorithms.masked import masked_mean, masked_values
+from asyncrlhf.algorithms.masked import masked_mean, moments
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import StepPlan
 from asyncrlhf.learner.record import StepRecord
@@ -62,11 +62,14 @@ def merge(parts: list[Arrays]) -> Arrays:
     return {name: np.concatenate([part[name] for part in shifted]) for name in parts[0]}
 
 
+@torch.inference_mode()
 def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
     """Everything that the step's tokens and rewards say, as floats."""
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     mask, ids = tensors["loss_mask"], tensors["sequence_ids"]
     drift = tensors["proximal"] - tensors["behavior"]
+    count, first, second = moments(tensors["advantages"], mask).tolist()
+    mean = first / max(count, 1)
     found: dict[str, torch.Tensor] = {
         **weight_diagnostics(drift, mask, ids),
         **log_ratio_diagnostics(drift, mask, "behavior"),
@@ -79,9 +82,6 @@ def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
             tensors["policy"] - tensors["behavior"], tensors["advantages"], mask
         ),
         "entropy": masked_mean(tensors["entropy"], mask),
-        "advantage_mean": masked_mean(tensors["advantages"], mask),
-        "advantage_std": _std(tensors["advantages"], mask),
-        "masked_token_fraction": 1 - mask.float().sum() / max(len(mask), 1),
     }
     if config.correction != "none":
         between = proximal_of(
@@ -97,7 +97,11 @@ def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
         found["ref_kl"] = masked_mean(kl_estimate(tensors["policy"], tensors["ref"], mask, estimator="k3"), mask)
     if "returns" in tensors:
         found["explained_variance"] = explained_variance(tensors["values"], tensors["returns"], mask)
-    metrics = {name: float(value) for name, value in found.items()}
+    metrics = {name: float(value) for name, value in found.items()} | {
+        "advantage_mean": mean,
+        "advantage_std": max(0.0, second / max(count, 1) - mean**2) ** 0.5,
+        "masked_token_fraction": 1 - count / max(len(mask), 1),
+    }
     metrics["ess_fraction_seq"] = metrics.pop("sequence_ess_fraction")
     return metrics | _sequence_metrics(arrays)
 
@@ -119,7 +123,3 @@ def _sequence_metrics(arrays: Arrays) -> dict[str, float]:
         "truncated_fraction": float(arrays["truncated"].mean()),
         "zero_spread_groups": float((low == high).mean()),
     }
-
-
-def _std(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return masked_mean((masked_values(x, mask) - masked_mean(x, mask)).square(), mask).sqrt()
