@@ -14,7 +14,7 @@ import pytest
 from asyncrlhf.orchestrator import run as run_module
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.local_runtime import LocalRuntime
-from asyncrlhf.orchestrator.meters import TIMING_KEYS
+from asyncrlhf.orchestrator.meters import is_timing
 from asyncrlhf.orchestrator.records import read_metrics
 
 QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
@@ -40,7 +40,7 @@ class Finished:
 
     @property
     def untimed_metrics(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in row.items() if k not in TIMING_KEYS} for row in self.metrics]
+        return [{k: v for k, v in row.items() if not is_timing(k)} for row in self.metrics]
 
     @property
     def rollouts(self) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.ray_runtime import RayGenerator
+from asyncrlhf.orchestrator.ray_handles import RayGenerator
 from tests import loop
 from tests.loop import Finished
 

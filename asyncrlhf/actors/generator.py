@@ -1,4 +1,4 @@
-"""A generator replica: an engine, the weights it waits for, and the thread that samples when Ray hosts it."""
+"""The Ray actor of a generator replica: the thread that samples, and the calls that reach it between two steps."""
 
 from __future__ import annotations
 
@@ -8,209 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from asyncrlhf.actors.messages import Collected, RolloutBundle, WorkItem
-from asyncrlhf.data.config import ModelConfig
-from asyncrlhf.data.pretrained import load_model, load_tokenizer
-from asyncrlhf.engines.base import Engine, StepOutput
-from asyncrlhf.engines.build import build_engine
-from asyncrlhf.engines.config import GeneratorConfig
-from asyncrlhf.errors import ReplicaError, WeightSyncError
-from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.base import Ticket, WeightReceiver
-from asyncrlhf.transport.build import build_receiver
-from asyncrlhf.transport.config import WeightsConfig
-from asyncrlhf.types import (
-    FloatArray,
-    Generation,
-    GenerationFailure,
-    GenerationRequest,
-    IntArray,
-    Payload,
-    Prompt,
-    Rollout,
-    RolloutInfo,
-)
+from asyncrlhf.actors.where import Where, where
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, describe
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.transport.base import Ticket
+from asyncrlhf.types import FloatArray, Rollout
+
+__all__ = ["GeneratorActor", "GeneratorSpec", "GeneratorWorker", "build_worker", "describe"]
 
 T = TypeVar("T")
 
 # On cores that it shares with the learner a generator gives way: a learner that waits is time lost for good, while the
 # generator only runs ahead as far as staleness lets it. Where generation is the slower side the learner is idle anyway.
 YIELD = 4
-
-
-@dataclass(frozen=True)
-class GeneratorSpec:
-    """Everything a replica needs to start on any machine."""
-
-    name: str
-    generator: GeneratorConfig
-    model: ModelConfig
-    runtime: str
-    weights: WeightsConfig
-
-
-class GeneratorWorker:
-    """One replica without threads: whoever owns it calls :meth:`step` while :meth:`has_work`.
-
-    Requests with negative ids are evaluations: they are answered through :meth:`take_private`, never collected.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        decode: Callable[[Sequence[int]], str],
-        receiver: WeightReceiver,
-        prompts: dict[int, tuple[int, Prompt]],
-    ) -> None:
-        self.name = name
-        self.engine = engine
-        self.receiver = receiver
-        self.tokens = 0
-        self._decode = decode
-        self._prompts = prompts  # of what is in flight, by rollout id: group id and prompt
-        self._finished: list[Rollout] = []
-        self._failed: list[GenerationFailure] = []
-        self._private: dict[int, Rollout | GenerationFailure] = {}
-        self._staged: tuple[int, Any] | None = None
-        self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
-
-    def has_work(self) -> bool:
-        return bool(self._prompts)
-
-    def has_results(self) -> bool:
-        return bool(self._finished or self._failed)
-
-    def submit(self, items: Sequence[WorkItem]) -> None:
-        for item in items:
-            self._prompts[item.request.rollout_id] = (item.request.group_id, item.prompt)
-        self.engine.submit([item.request for item in items])
-
-    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        gone = self.engine.cancel(rollout_ids)
-        for rollout_id in gone:
-            del self._prompts[rollout_id]
-        wanted = set(rollout_ids)
-        uncollected = [r.rollout_id for r in self._finished if r.rollout_id in wanted]
-        uncollected += [f.rollout_id for f in self._failed if f.rollout_id in wanted]
-        self._finished = [r for r in self._finished if r.rollout_id not in wanted]
-        self._failed = [f for f in self._failed if f.rollout_id not in wanted]
-        return gone + uncollected
-
-    def step(self, now: float) -> StepOutput:
-        output = self.engine.step(now)
-        self._timed = output.wake_at is not None
-        self.tokens += output.tokens
-        for result in output.finished:
-            group_id, prompt = self._prompts.pop(result.rollout_id)
-            self._file(result if isinstance(result, GenerationFailure) else self._rollout(result, group_id, prompt))
-        return output
-
-    def _file(self, result: Rollout | GenerationFailure) -> None:
-        if result.rollout_id < 0:
-            self._private[result.rollout_id] = result
-        elif isinstance(result, GenerationFailure):
-            self._failed.append(result)
-        else:
-            self._finished.append(result)
-
-    def _rollout(self, result: Generation, group_id: int, prompt: Prompt) -> Rollout:
-        return Rollout(
-            rollout_id=result.rollout_id,
-            group_id=group_id,
-            prompt=prompt,
-            response_ids=result.response_ids,
-            behavior_logprobs=result.behavior_logprobs,
-            policy_versions=result.policy_versions,
-            finish_reason=result.finish_reason,
-            response_text=self._decode(result.response_ids.tolist()),
-            generator_id=self.name,
-        )
-
-    def take(self) -> tuple[list[Rollout], list[GenerationFailure]]:
-        """What finished since the last call."""
-        taken = self._finished, self._failed
-        self._finished, self._failed = [], []
-        return taken
-
-    def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:
-        """The evaluation's rollouts once none is under way, without those that could not be sampled; else None."""
-        if not all(i in self._private for i in rollout_ids):
-            return None
-        results = [self._private.pop(i) for i in rollout_ids]
-        return [r for r in results if isinstance(r, Rollout)]
-
-    def receive(self, ticket: Ticket) -> None:
-        self._staged = (ticket.version, self.receiver.receive(ticket))
-
-    def load(self, version: int, cache: Literal["keep", "recompute"], now: float) -> None:
-        if self._timed and self.has_work():
-            self.step(now)  # what was made by now was made by the old version
-        if self._staged is None or self._staged[0] != version:
-            held = None if self._staged is None else self._staged[0]
-            raise WeightSyncError(f"{self.name} was asked to load version {version} but received {held}.")
-        self.engine.load_weights(version, self._staged[1], cache)
-
-    def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
-        return self.engine.score(texts)
-
-    def digests(self) -> dict[str, str]:
-        return tensor_digests(self.engine.parameters())
-
-    def close(self) -> None:
-        self.receiver.close()
-        self.engine.close()
-
-
-def build_worker(spec: GeneratorSpec) -> GeneratorWorker:
-    """Load the model and the engine; the caller has set the process's thread count."""
-    tokenizer = load_tokenizer(spec.model)
-    device = "cuda" if spec.generator.gpus > 0 else "cpu"
-    prompts: dict[int, tuple[int, Prompt]] = {}
-
-    def answer_ids(request: GenerationRequest) -> IntArray | None:
-        answer = prompts[request.rollout_id][1].answer
-        if answer is None:
-            return None
-        return np.array(tokenizer.encode(answer, add_special_tokens=False), dtype=np.int64)
-
-    engine = build_engine(
-        spec.generator,
-        spec.model,
-        load_model=lambda model: load_model(model, device),
-        vocab_size=len(tokenizer),
-        answer_ids=answer_ids,
-    )
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    return GeneratorWorker(spec.name, engine, decode, build_receiver(spec.weights, spec.runtime, device), prompts)
-
-
-def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
-    """The facts that the controller keeps; the caller sets the payload and the time."""
-    return [
-        RolloutInfo(
-            rollout_id=r.rollout_id,
-            group_id=r.group_id,
-            generator_id=r.generator_id,
-            prompt_length=len(r.prompt.token_ids),
-            response_length=len(r.response_ids),
-            min_version=int(r.policy_versions.min(initial=np.iinfo(np.int64).max)),
-            max_version=int(r.policy_versions.max(initial=0)),
-            finish_reason=r.finish_reason,
-            generated_at=0.0,
-            payload=Payload(None, i),
-        )
-        for i, r in enumerate(rollouts)
-    ]
 
 
 class GeneratorActor:
@@ -223,8 +39,8 @@ class GeneratorActor:
     LINGER_SECONDS = 0.03  # what finishes within it is collected together: a message a rollout would cost more than it
 
     def __init__(self, spec: GeneratorSpec) -> None:
-        if spec.generator.threads:
-            torch.set_num_threads(spec.generator.threads)
+        self._threads = spec.generator.threads
+        self._limit_threads()
         if spec.generator.gpus == 0:
             os.nice(YIELD)
         self._worker = build_worker(spec)
@@ -235,7 +51,13 @@ class GeneratorActor:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    def _limit_threads(self) -> None:
+        """OpenMP counts per thread: the engine's thread must be told as well as the one that builds it."""
+        if self._threads:
+            torch.set_num_threads(self._threads)
+
     def _run(self) -> None:
+        self._limit_threads()
         try:
             wait: float | None = None
             while self._execute(wait):
@@ -295,6 +117,9 @@ class GeneratorActor:
     def ready(self) -> str:
         return self._worker.name
 
+    def where(self) -> Where:
+        return where()
+
     def submit(self, items: Sequence[WorkItem]) -> None:
         self._call(lambda: self._worker.submit(items))
 
@@ -334,6 +159,13 @@ class GeneratorActor:
             return time.monotonic() - started
 
         return self._call(timed)
+
+    def sleep(self) -> None:
+        """Stop between two steps, until :meth:`wake`; every other call still answers."""
+        self._call(lambda: self._worker.sleep(time.monotonic()))
+
+    def wake(self) -> None:
+        self._call(self._worker.wake)
 
     def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
         return self._call(lambda: self._worker.score(texts))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,10 @@ import ray
 import torch
 
 from asyncrlhf.actors.messages import Offer
+from asyncrlhf.actors.where import Where, name_interface, where
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.packing import pack, shard
-from asyncrlhf.data.pretrained import load_model, load_tokenizer
+from asyncrlhf.data.pretrained import load_policy, load_tokenizer
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.learner.build import build_learner
@@ -23,8 +26,9 @@ from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.base import Ticket, TransferStats, WeightSender
-from asyncrlhf.transport.build import build_sender
+from asyncrlhf.transport.build import build_sender, lay_out
 from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.gather import ShardedParams, take_part
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
 
@@ -49,15 +53,17 @@ class LearnerWorker:
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         self.rank = rank
         self._ranks = ranks
-        self._model = spec.model
+        self._model, self._weights = spec.model, spec.weights
+        self._sequence_size = spec.learner.sequence_parallel_size
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
-            init_process_group(rank, ranks, address)
+            init_process_group(rank, ranks, address, device=device)
         torch.manual_seed(spec.seed)
         self.backend = build_learner(
             spec.learner,
             spec.algorithm,
-            lambda: load_model(spec.model, device, dtype=torch.float32),
+            # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
+            lambda: load_policy(spec.model, "cpu" if spec.learner.sharded else device, dtype=torch.float32),
             steps=spec.steps,
             temperature=spec.temperature,
             max_completion_length=spec.max_completion_length,
@@ -67,20 +73,32 @@ class LearnerWorker:
         )
         self.sender: WeightSender | None = None
         if rank == 0:
-            self.sender = build_sender(spec.weights, spec.runtime, self.backend.parameters())
+            self.sender = build_sender(spec.weights, spec.runtime, self._offered())
             self.backend.before_update(lambda: self._fence())
         self._fence_seconds = 0.0
 
     def train(self, samples: Sequence[TrainSample]) -> StepResult:
-        return self.backend.train_step(shard(pack(samples), self.rank, self._ranks))
+        size = self._sequence_size
+        return self.backend.train_step(shard(pack(samples), self.rank // size, self._ranks // size))
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
-        """Copy the present weights for publishing (rank 0), beside the next step's passes: its update waits for it."""
-        sender = self.require_sender()
+        """Copy the present weights for publishing, beside the next step's passes: its update waits for it.
+
+        Rank 0 alone is asked, or all ranks together where they hold shards (``learner.sharded``): what one of them
+        lacks is then gathered bucket by bucket, and the copy is made when this returns.
+        """
         started = time.monotonic()
-        sender.begin_snapshot(self.backend.policy_version, self.backend.parameters())
+        params = self._offered()
+        if self.sender is not None:
+            self.sender.begin_snapshot(self.backend.policy_version, params)
+        if isinstance(params, ShardedParams):
+            take_part(lay_out(self._weights, params), params) if self.sender is None else self.sender.fence()
         seconds, self._fence_seconds = time.monotonic() - started + self._fence_seconds, 0.0
         return Offer(seconds, None if probe is None else self.backend.score(probe))
+
+    def _offered(self) -> Mapping[str, torch.Tensor]:
+        shards = self.backend.shards
+        return self.backend.parameters() if shards is None else ShardedParams(shards)
 
     def _fence(self) -> None:
         """Wait until nothing reads the parameters any more."""
@@ -90,9 +108,9 @@ class LearnerWorker:
         assert self.sender is not None, "only rank 0 sends weights"
         return self.sender
 
-    def digests(self) -> dict[str, str]:
-        """Of the tensors in the newest snapshot in the generators' dtype, which is what receivers must hold."""
-        return tensor_digests(self.require_sender().buckets.views(), getattr(torch, self._model.dtype))
+    def digests(self, dtype: str) -> dict[str, str]:
+        """Of the tensors in the newest version sent, in the dtype of a generator's engine: what it must hold."""
+        return tensor_digests(self.require_sender().tensors(), getattr(torch, dtype))
 
     def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
         return self.backend.score(texts)
@@ -116,10 +134,15 @@ class LearnerWorker:
 class LearnerActor:
     """The Ray actor around one rank; several threads, so that a transfer runs beside the next step."""
 
-    def __init__(self, spec: LearnerSpec, rank: int, ranks: int) -> None:
+    def __init__(self, spec: LearnerSpec, rank: int, ranks: int, cores: Collection[int] = ()) -> None:
+        """``cores``: of this machine, for this rank alone."""
+        if cores:
+            os.sched_setaffinity(0, cores)  # Linux has it wherever cores are given
         torch.set_num_threads(spec.learner.threads)
         self._spec, self._rank, self._ranks = spec, rank, ranks
         self._worker: LearnerWorker | None = None
+        self._snapshots = 0
+        self._snapshot_made = threading.Condition()
 
     def rendezvous(self) -> str:
         """``host:port`` on this rank's machine, where the ranks' process group can meet."""
@@ -128,8 +151,17 @@ class LearnerActor:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
 
+    def where(self) -> Where:
+        return where()
+
+    def sees(self, path: str) -> bool:
+        """Whether this rank's machine has the path."""
+        return Path(path).exists()
+
     def setup(self, address: str) -> bool:
         """Join the learner's process group at ``address`` (all ranks together) and load the model."""
+        if self._ranks > 1:
+            name_interface()
         self._worker = LearnerWorker(self._spec, self._rank, self._ranks, address)
         return True
 
@@ -141,9 +173,12 @@ class LearnerActor:
     def train(
         self,
         chosen: Sequence[tuple[int, int, float, float, int]],
+        snapshots: int,
         *bundles: Sequence[Rollout],
     ) -> StepResult:
-        """``chosen``: (bundle, index, reward, weight, masked_before_version); bundles come from the object store."""
+        """``chosen``: (bundle, index, reward, weight, masked_before_version); bundles come from the object store.
+        ``snapshots``: how many were asked for before this step."""
+        self._follow(snapshots)
         torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
         samples = [
             TrainSample(bundles[bundle][index], reward, weight, masked)
@@ -152,10 +187,20 @@ class LearnerActor:
         return self.worker.train(samples)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
-        return self.worker.snapshot(probe)
+        try:
+            return self.worker.snapshot(probe)
+        finally:
+            with self._snapshot_made:
+                self._snapshots += 1
+                self._snapshot_made.notify_all()
+
+    def _follow(self, snapshots: int) -> None:
+        """Wait for the snapshots asked for so far: the calls come in threads of their own, in any order."""
+        with self._snapshot_made:
+            self._snapshot_made.wait_for(lambda: self._snapshots >= snapshots)
 
     def listen(self) -> str:
-        return self.worker.require_sender().listen()
+        return self.worker.require_sender().listen(ray.util.get_node_ip_address())
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         self.worker.require_sender().connect(endpoint, list(receivers), epoch)
@@ -166,10 +211,14 @@ class LearnerActor:
     def transfer(self, ticket: Ticket) -> TransferStats:
         return self.worker.require_sender().transfer(ticket)
 
-    def digests(self) -> dict[str, str]:
-        return self.worker.digests()
+    def release(self, version: int) -> None:
+        self.worker.require_sender().release(version)
 
-    def save(self, folder: str) -> None:
+    def digests(self, dtype: str) -> dict[str, str]:
+        return self.worker.digests(dtype)
+
+    def save(self, folder: str, snapshots: int) -> None:
+        self._follow(snapshots)
         self.worker.save(Path(folder))
 
     def load(self, folder: str) -> None:

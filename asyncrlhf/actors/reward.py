@@ -1,14 +1,18 @@
-"""A reward worker: the task's rule or a user's function, applied to finished rollouts."""
+"""A reward worker: the parts of the reward, applied to finished rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from asyncrlhf.actors.where import Where, where
 from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
+from asyncrlhf.rewards.build import build_scorer
 from asyncrlhf.rewards.config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer, build_scorer
+from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.tasks.build import build_task
 from asyncrlhf.types import RewardResult, Rollout
 
@@ -24,18 +28,23 @@ class RewardSpec:
 
 
 def build_reward(spec: RewardSpec) -> Scorer:
-    task = build_task(spec.task, load_tokenizer(spec.model))
-    return build_scorer(spec.reward, task, spec.max_completion_length)
+    tokenizer = load_tokenizer(spec.model)
+    return build_scorer(spec.reward, tokenizer, lambda: build_task(spec.task, tokenizer), spec.max_completion_length)
 
 
 class RewardActor:
     """The Ray actor around one scorer."""
 
     def __init__(self, spec: RewardSpec) -> None:
+        if spec.reward.threads:
+            torch.set_num_threads(spec.reward.threads)
         self._scorer = build_reward(spec)
 
     def ready(self) -> bool:
         return True
+
+    def where(self) -> Where:
+        return where()
 
     def score(self, indices: Sequence[tuple[int, int]], *bundles: Sequence[Rollout]) -> list[RewardResult]:
         """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""

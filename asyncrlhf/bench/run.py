@@ -32,11 +32,25 @@ def _straggler(arguments: Sequence[str]) -> object:
     return straggler.run(arguments)
 
 
+def _generation(arguments: Sequence[str]) -> object:
+    from asyncrlhf.bench import generation
+
+    return generation.run(arguments)
+
+
+def _replicas(arguments: Sequence[str]) -> object:
+    from asyncrlhf.bench import replicas
+
+    return replicas.run(arguments)
+
+
 BENCHMARKS: dict[str, Callable[[Sequence[str]], object]] = {
     "overlap": _overlap,
     "trl": _trl,
     "weights": _weights,
     "straggler": _straggler,
+    "replicas": _replicas,
+    "generation": _generation,
 }
 
 

@@ -1,41 +1,86 @@
-"""Weight publish of a 135M-parameter model over gloo, beside one raw gloo broadcast of the same bytes."""
+"""Weight publishes to replicas in processes of their own, beside one raw gloo broadcast of the same bytes."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import statistics
+import logging
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from asyncrlhf.transport.collective import CollectiveReceiver, CollectiveSender
-from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.bench.weights_report import report, summarize
+from asyncrlhf.transport.base import WeightReceiver, WeightSender
+from asyncrlhf.transport.build import build_receiver, build_sender
+from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.validation import check, check_choice, check_range
 
-LAYERS, HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY = 30, 576, 1536, 192, 49152  # SmolLM2-135M, tied embeddings
 TIMEOUT_SECONDS = 60.0
 COMPUTE_TOKENS = 512  # of the compute beside a copy: far less than a real microbatch, which also runs backward
+NORM = "model.norm.weight"
 
 
-def smollm2_tensors() -> dict[str, torch.Tensor]:
-    """Random float32 tensors with the names and shapes of SmolLM2-135M: 134.5 M elements, 538 MB."""
-    block = {
-        "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KEY_VALUE, HIDDEN),
-        "self_attn.v_proj": (KEY_VALUE, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN), "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE), "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
-    }  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    shapes |= {f"model.layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in block.items()}
-    shapes["model.norm.weight"] = (HIDDEN,)
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
+@dataclass(frozen=True)
+class Shape:
+    """A Llama with tied embeddings, as transformers' ``LlamaConfig`` names its sizes."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    key_value: int
+    vocabulary: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Random float32 tensors with the names and shapes of the model."""
+        hidden, wide, narrow = self.hidden, self.intermediate, self.key_value
+        block = {
+            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (narrow, hidden),
+            "self_attn.v_proj": (narrow, hidden), "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide),
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, hidden)}
+        shapes |= {f"model.layers.{i}.{n}.weight": s for i in range(self.layers) for n, s in block.items()}
+        shapes[NORM] = (hidden,)
+        return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+SHAPES = {
+    "0.7M": Shape(layers=4, hidden=128, intermediate=320, key_value=64, vocabulary=64),
+    "10M": Shape(layers=8, hidden=320, intermediate=864, key_value=160, vocabulary=4096),
+    "135M": Shape(layers=30, hidden=576, intermediate=1536, key_value=192, vocabulary=49152),  # SmolLM2-135M
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to publish. Checksums are switched on one sender, so that both ways share its memory."""
+
+    transport: str
+    staging: str = "snapshot"
+    checksum: bool = True
+
+    @property
+    def link(self) -> tuple[str, str]:
+        return self.transport, self.staging
+
+    @property
+    def label(self) -> str:
+        stream = " stream" if self.staging == "stream" else ""
+        return f"{self.transport}{stream}{'' if self.checksum else ', no checksum'}"
+
+
+def variants(transports: Sequence[str]) -> list[Variant]:
+    """With and without checksums, and the stream from live parameters where there is one."""
+    found = [Variant(transport, checksum=on) for transport in transports for on in (True, False)]
+    return found + ([Variant("collective", "stream")] if "collective" in transports else [])
 
 
 def raw_group(store: dist.Store, rank: int, size: int, host: str) -> Any:
@@ -55,143 +100,180 @@ def raw_broadcast(group: Any, flat: torch.Tensor) -> float:
     return time.perf_counter() - started
 
 
-def receiver_main(rank: int, world_size: int, endpoint: str, store_port: int, total: int, pipe: Connection) -> None:
-    """Does what the sender's process says: ``raw``, or a ticket to receive; ends at None."""
-    torch.set_num_threads(1)
-    host = endpoint.rpartition(":")[0]
-    receiver = CollectiveReceiver(timeout_seconds=TIMEOUT_SECONDS)
-    receiver.connect(endpoint, rank, world_size, 0, f"g{rank}")
-    store = dist.TCPStore(host, store_port, None, False, timedelta(seconds=TIMEOUT_SECONDS))
-    group = raw_group(store, rank, world_size, host)
-    flat = torch.zeros(total, dtype=torch.uint8)
-    while (order := pipe.recv()) is not None:
-        if order == "raw":
-            raw_broadcast(group, flat)
-            pipe.send("done")
-        else:
-            started = time.perf_counter()
-            weights = receiver.receive(order)
-            pipe.send((time.perf_counter() - started, float(weights["model.norm.weight"].sum())))
-    receiver.close()
+class Peer:
+    """The Ray actor that stands for a replica: a receiver of each transport, and a rank of the raw group."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        torch.set_num_threads(1)
+        self._rank, self._world_size = rank, world_size
+        self._receivers: dict[tuple[str, str], WeightReceiver] = {}
+        self._group: Any = None
+        self._flat = torch.zeros(0, dtype=torch.uint8)
+
+    def join(self, link: tuple[str, str], config: WeightsConfig, endpoint: str) -> None:
+        self._receivers[link] = receiver = build_receiver(config, "ray")
+        receiver.connect(endpoint, self._rank, self._world_size, 0, f"g{self._rank}")
+
+    def join_raw(self, host: str, port: int, size: int) -> None:
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=TIMEOUT_SECONDS))
+        self._group = raw_group(store, self._rank, self._world_size, host)
+        self._flat = torch.zeros(size, dtype=torch.uint8)
+
+    def raw(self) -> None:
+        raw_broadcast(self._group, self._flat)
+
+    def take(self, link: tuple[str, str], ticket: Any) -> float:
+        """Receive a version; what its final norm adds up to."""
+        receiver = self._receivers[link]
+        if link[1] == "snapshot":
+            return float(receiver.receive(ticket)[NORM].sum())
+        return sum(float(bucket[NORM].sum()) for bucket in receiver.stream(ticket) if NORM in bucket)
+
+    def close(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
 
 
-def measure(
-    sender: CollectiveSender, group: Any, flat: torch.Tensor, params: Mapping[str, torch.Tensor],
-    pipes: Sequence[Connection], repeats: int,
-) -> list[dict[str, float]]:  # fmt: skip
-    """Alternate a raw broadcast and a publish; one row of seconds each. The first round warms up and is left out."""
-    rows = []
-    for version in range(repeats + 1):
-        for pipe in pipes:
-            pipe.send("raw")
-        raw = raw_broadcast(group, flat)
-        for pipe in pipes:
-            pipe.recv()
-        params["model.norm.weight"].fill_(version)
-        stall = sender.snapshot(version, params)
+class Bench:
+    """One parameter set and everything that is connected for it."""
+
+    def __init__(self, shape: Shape, chosen: Sequence[Variant], receivers: int, bucket_mb: float, folder: Path) -> None:
+        import ray
+
+        self.shape, self.params, self.variants, self._ray = shape, shape.tensors(), list(chosen), ray
+        self.total = sum(tensor.nbytes for tensor in self.params.values())
+        remote = ray.remote(Peer).options(num_cpus=0)
+        self._peers: list[Any] = [remote.remote(rank, receivers + 1) for rank in range(1, receivers + 1)]
+        names = [f"g{rank}" for rank in range(1, receivers + 1)]
+        self._senders: dict[tuple[str, str], WeightSender] = {}
+        for link in dict.fromkeys(variant.link for variant in chosen):
+            config = WeightsConfig(
+                transport=link[0], staging=link[1], bucket_mb=bucket_mb, timeout_seconds=TIMEOUT_SECONDS,
+                disk_path=str(folder / "weights") if link[0] == "disk" else "",
+            )  # fmt: skip
+            sender = self._senders[link] = build_sender(config, "ray", self.params)
+            endpoint = sender.listen("127.0.0.1")
+            joining = self._tell("join", link, config, endpoint)
+            sender.connect(endpoint, names, 0)
+            ray.get(joining)
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_SECONDS), wait_for_workers=False)
+        joining = self._tell("join_raw", "127.0.0.1", store.port, self.total)
+        self._group = raw_group(store, 0, receivers + 1, "127.0.0.1")
+        self._flat = torch.zeros(self.total, dtype=torch.uint8)
+        ray.get(joining)
+
+    def _tell(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(peer, method).remote(*arguments) for peer in self._peers]
+
+    def round(self, number: int) -> dict[str, dict[str, float]]:
+        """Seconds of the raw broadcast and of each way to publish, one after another, another one first each time."""
+        self._tell("raw")
+        rows = {"raw": {"publish": raw_broadcast(self._group, self._flat)}}
+        first = number % len(self.variants)
+        for place, variant in enumerate(self.variants[first:] + self.variants[:first]):
+            rows[variant.label] = self._publish(variant, version=1 + number * len(self.variants) + place)
+        return rows
+
+    def _publish(self, variant: Variant, version: int) -> dict[str, float]:
+        """``publish``: from the request to the last replica's answer. ``stall``: of that, what a learner without
+        anything else to do stands still. ``fenced``: what it stands still when the copy runs beside a forward pass."""
+        sender: Any = self._senders[variant.link]
+        sender.wire = replace(sender.wire, checksum=variant.checksum)
+        self.params[NORM].fill_(version)
+        started = time.perf_counter()
+        sender.begin_snapshot(version, self.params)
+        if variant.staging == "snapshot":
+            sender.fence()
+        stall = time.perf_counter() - started
         ticket = sender.ticket()
-        for pipe in pipes:
-            pipe.send(ticket)
-        transfer = sender.transfer(ticket).seconds
-        sums = [pipe.recv()[1] for pipe in pipes]
-        if sums != [float(version * HIDDEN)] * len(pipes):
-            raise AssertionError(f"version {version} arrived wrong: {sums}")
-        rows.append({"raw": raw, "stall": stall, "transfer": transfer, "publish": stall + transfer})
-        rows[-1]["fenced_stall"] = fenced_stall(sender, version, params)
-    return rows[1:]
+        taking = self._tell("take", variant.link, ticket)
+        stats = sender.transfer(ticket)
+        sums = self._ray.get(taking, timeout=TIMEOUT_SECONDS)
+        publish = time.perf_counter() - started
+        sender.release(version)
+        if sums != [float(version * self.shape.hidden)] * len(taking):
+            raise AssertionError(f"version {version} arrived wrong by {variant.label}: {sums}")
+        if variant.staging == "stream":
+            return {"publish": publish, "stall": publish, "transfer": stats.seconds, "fenced": publish}
+        fenced = self._fenced_stall(sender, version)
+        return {"publish": publish, "stall": stall, "transfer": publish - stall, "fenced": fenced}
+
+    def _fenced_stall(self, sender: WeightSender, version: int) -> float:
+        tokens = torch.randn(COMPUTE_TOKENS, self.shape.hidden)
+        started = time.perf_counter()
+        sender.begin_snapshot(version, self.params)
+        begun = time.perf_counter() - started
+        for i in range(self.shape.layers):
+            for part in ("gate_proj", "up_proj"):
+                tokens @ self.params[f"model.layers.{i}.mlp.{part}.weight"].T
+        return begun + sender.fence()
+
+    def close(self) -> None:
+        self._ray.get(self._tell("close"), timeout=TIMEOUT_SECONDS)
+        for sender in self._senders.values():
+            sender.close()
+        for peer in self._peers:
+            self._ray.kill(peer)
 
 
-def fenced_stall(sender: CollectiveSender, version: int, params: Mapping[str, torch.Tensor]) -> float:
-    """Seconds that a learner stands still when the copy runs beside the forward pass of its next microbatch."""
-    tokens = torch.randn(COMPUTE_TOKENS, HIDDEN)
-    started = time.perf_counter()
-    sender.begin_snapshot(version, params)
-    begun = time.perf_counter() - started
-    for i in range(LAYERS):
-        for part in ("gate_proj", "up_proj"):
-            tokens @ params[f"model.layers.{i}.mlp.{part}.weight"].T
-    return begun + sender.fence()
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One size; the first round warms up and is left out."""
+    with tempfile.TemporaryDirectory(prefix="weights-", dir=options.disk_path) as folder:
+        bench = Bench(SHAPES[name], variants(options.transports), options.receivers, options.bucket_mb, Path(folder))
+        try:
+            rounds = [bench.round(number) for number in range(options.repeats + 1)][1:]
+        finally:
+            bench.close()
+    return {"size": name, **summarize(rounds, bench.total, options.receivers)}
 
 
-def summarize(rows: Sequence[Mapping[str, float]], total: int, receivers: int) -> dict[str, Any]:
-    """Ratios of each round, because rounds on a busy machine differ more than the two sides of one round."""
-    ratios = sorted(row["raw"] / row["publish"] for row in rows)
-    shares = sorted(row["stall"] / row["transfer"] for row in rows)
-    fenced = sorted(row["fenced_stall"] / row["transfer"] for row in rows)
-    return {
-        "bytes": total,
-        "receivers": receivers,
-        "repeats": len(rows),
-        "bandwidth_ratio_median": statistics.median(ratios),
-        "bandwidth_ratio_min": ratios[0],
-        "bandwidth_ratio_max": ratios[-1],
-        "stall_share_median": statistics.median(shares),
-        "stall_share_max": shares[-1],
-        "fenced_stall_share_median": statistics.median(fenced),
-        "fenced_stall_share_max": fenced[-1],
-        "raw_gb_per_second": total / statistics.median(row["raw"] for row in rows) / 1e9,
-        "publish_gb_per_second": total / statistics.median(row["publish"] for row in rows) / 1e9,
-        "rounds": [dict(row) for row in rows],
-    }
+def _options(args: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench weights", description=__doc__)
+    parser.add_argument("--sizes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--transports", default="collective,object_store,disk")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--receivers", type=int, default=2)
+    parser.add_argument("--bucket-mb", type=float, default=32.0)
+    parser.add_argument("--learner-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--disk-path", default=None, help="where the disk's versions go; default: a temporary folder")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(list(args))
+    options.sizes, options.transports = options.sizes.split(","), options.transports.split(",")
+    for size in options.sizes:
+        check_choice("--sizes", size, tuple(SHAPES))
+    for transport in options.transports:
+        check_choice("--transports", transport, ("collective", "object_store", "disk"))
+    check_range("--repeats", options.repeats, low=1)
+    check_range("--receivers", options.receivers, low=1)
+    check_range("--bucket-mb", options.bucket_mb, low=0, exclusive_low=True)
+    check_range("--learner-threads", options.learner_threads, low=1)
+    check(
+        options.disk_path is None or Path(options.disk_path).is_dir(), f"--disk-path={options.disk_path} is no folder."
+    )
+    return options
 
 
 def run(args: Sequence[str] = ()) -> dict[str, Any]:
     """Run the benchmark with command-line ``args``; prints the ratios and returns what it writes to ``--out``."""
-    parser = argparse.ArgumentParser(prog="bench weights", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--receivers", type=int, default=2)
-    parser.add_argument("--bucket-mb", type=float, default=32.0)
-    parser.add_argument("--learner-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args(list(args))
+    import ray
+
+    options = _options(args)
     torch.set_num_threads(options.learner_threads)
-    params = smollm2_tensors()
-    manifest = build_manifest(params, int(options.bucket_mb * 2**20))
-    world_size = options.receivers + 1
-    sender = CollectiveSender(manifest, timeout_seconds=TIMEOUT_SECONDS)
-    endpoint = sender.listen()
-    host = endpoint.rpartition(":")[0]
-    store = dist.TCPStore(host, 0, None, True, timedelta(seconds=TIMEOUT_SECONDS), wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    pairs = [context.Pipe() for _ in range(options.receivers)]
-    processes = [
-        context.Process(
-            target=receiver_main,
-            args=(rank, world_size, endpoint, store.port, manifest.total_bytes, pair[1]),
-            daemon=True,
+    started_here = not ray.is_initialized()
+    if started_here:
+        ray.init(
+            include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, object_store_memory=4 * 2**30
         )
-        for rank, pair in enumerate(pairs, start=1)
-    ]
-    for process in processes:
-        process.start()
-    pipes = [pair[0] for pair in pairs]
-    sender.connect(endpoint, [f"g{rank}" for rank in range(1, world_size)], 0)
-    group = raw_group(store, 0, world_size, host)
-    flat = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-    rows = measure(sender, group, flat, params, pipes, options.repeats)
-    for pipe in pipes:
-        pipe.send(None)
-    for process in processes:
-        process.join(timeout=30)
-    sender.close()
-    result = {**summarize(rows, manifest.total_bytes, options.receivers), "learner_threads": options.learner_threads}
+    try:
+        sizes = [measure(name, options) for name in options.sizes]
+    finally:
+        if started_here:
+            ray.shutdown()
+    result = {"learner_threads": options.learner_threads, "bucket_mb": options.bucket_mb, "sizes": sizes}
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     report(result)
     return result
-
-
-def report(result: Mapping[str, Any]) -> None:
-    print(
-        f"publish of {result['bytes'] / 1e6:.0f} MB to {result['receivers']} receivers, {result['repeats']} rounds, "
-        f"{result['learner_threads']} learner thread(s)\n"
-        f"bandwidth, publish over raw gloo broadcast: {result['bandwidth_ratio_median']:.2f} "
-        f"({result['bandwidth_ratio_min']:.2f} to {result['bandwidth_ratio_max']:.2f}); "
-        f"{result['publish_gb_per_second']:.2f} and {result['raw_gb_per_second']:.2f} GB/s\n"
-        f"learner stall over transfer: {result['stall_share_median']:.3f} (largest {result['stall_share_max']:.3f}) "
-        f"with snapshot, {result['fenced_stall_share_median']:.3f} (largest {result['fenced_stall_share_max']:.3f}) "
-        f"with begin_snapshot and fence"
-    )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf evaluate [overrides]   held-out accuracy of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf report RUN...          draw the curves of one run or several
-  asyncrlhf bench NAME             overlap, trl, weights, straggler: ratios measured side by side
-  asyncrlhf doctor                 what this machine offers, and what would fail
+  asyncrlhf bench NAME             overlap, trl, weights, straggler, generation: ratios measured side by side
+  asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
 Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupted."""
 
@@ -50,7 +50,7 @@ def _bench(arguments: Sequence[str]) -> int:
 def _doctor(arguments: Sequence[str]) -> int:
     from asyncrlhf.cli.doctor import run
 
-    return run()
+    return run(arguments)
 
 
 # Imports wait for the choice: `asyncrlhf doctor` must answer where torch does not even import.

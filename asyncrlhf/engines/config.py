@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrlhf.validation import check, check_choice, check_range
 
@@ -41,6 +42,7 @@ class VllmConfig:
 
     ``dtype=auto`` is ``model.dtype``; ``max_model_len=0`` the model's context. ``kv_cache_gb=0``: on a CPU enough for
     all slots at full length (at most a quarter of the free memory), on GPUs what ``gpu_memory_utilization`` leaves.
+    ``enable_sleep_mode``: a replica that takes turns with the learner frees its GPUs' memory meanwhile.
     ``enforce_eager=None`` is true on a CPU, where compiling takes minutes, and false on GPUs. A replica has
     ``tensor_parallel_size * pipeline_parallel_size`` workers; what data parallelism is elsewhere is
     ``generator.replicas`` here.
@@ -54,6 +56,7 @@ class VllmConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool | None = None
     enable_prefix_caching: bool = True
+    enable_sleep_mode: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -75,11 +78,33 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Replicas that are alike, ``generator.groups.NAME``: what is null, or not named in ``fake`` and ``vllm``, is as
+    ``generator.*`` says. Sampling settings are common to all replicas."""
+
+    replicas: int = 1
+    max_replicas: int = 0
+    engine: str | None = None
+    slots: int | None = None
+    threads: int | None = None
+    gpus: float | None = None
+    virtual_step_seconds: float | None = None
+    fake: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GeneratorConfig:
-    """``slots``: responses one replica generates at once; ``threads``: CPU threads of one replica (0: Ray's choice)."""
+    """``slots``: responses one replica generates at once; ``threads``: CPU threads of one replica (0: Ray's choice).
+
+    ``replicas`` is a number, or a list of groups (:class:`GroupConfig`, each may have a ``name``); ``groups`` says the
+    same by name. ``max_replicas`` > ``replicas`` lets a Ray cluster that grows start more of them.
+    """
 
     engine: str = "hf"
-    replicas: int = 1
+    replicas: Any = 1
+    max_replicas: int = 0
+    groups: Any = None  # of GroupConfig by name
     slots: int = 128
     max_completion_length: int = 16
     temperature: float = 1.0
@@ -95,7 +120,7 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         check_choice("generator.engine", self.engine, ("hf", "vllm", "fake"))
-        check_range("generator.replicas", self.replicas, low=1)
+        check_range("generator.max_replicas", self.max_replicas, low=0)
         check_range("generator.slots", self.slots, low=1)
         check_range("generator.max_completion_length", self.max_completion_length, low=1)
         check_range("generator.temperature", self.temperature, low=0)
@@ -109,6 +134,10 @@ class GeneratorConfig:
             self.engine != "vllm" or self.gpus > 0 or self.vllm.pipeline_parallel_size == 1,
             f"generator.vllm.pipeline_parallel_size={self.vllm.pipeline_parallel_size} needs generator.gpus; "
             f"on a CPU vLLM has no pipeline stages.",
+        )
+        check(
+            self.engine != "vllm" or self.gpus > 0 or not self.vllm.enable_sleep_mode,
+            "generator.vllm.enable_sleep_mode=true needs generator.gpus; on a CPU vLLM has no sleep mode.",
         )
         check(
             self.engine != "vllm" or self.gpus == 0 or max(1.0, self.gpus) == self.vllm.workers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,6 +73,7 @@ class FakeEngine:
         self._clock = 0.0
         self._last_now: float | None = None  # None: the next step's time is a new beginning
         self._paused = False
+        self._asleep = False
 
     @property
     def version(self) -> int:
@@ -93,7 +94,7 @@ class FakeEngine:
             self._arrived.append(request)
 
     def step(self, now: float) -> StepOutput:
-        if self._paused:
+        if self._paused or self._asleep:
             return StepOutput()
         if self._last_now is not None:
             self._clock += max(0.0, now - self._last_now)
@@ -191,8 +192,24 @@ class FakeEngine:
     def resume(self) -> None:
         self._paused = False
 
+    @property
+    def asleep(self) -> bool:
+        return self._asleep
+
+    def sleep(self) -> None:
+        self._asleep = True
+        self._last_now = None
+
+    def wake(self) -> None:
+        self._asleep = False
+
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Only the version counts: there are no weights."""
+        self._version = version
+
+    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
+        for _ in buckets:
+            pass
         self._version = version
 
     def parameters(self) -> Mapping[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from asyncrlhf.engines.kv_cache import KVCache
 from asyncrlhf.engines.planning import choose_prefills, plan_score, plan_step
 from asyncrlhf.engines.sampling import sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable
-from asyncrlhf.engines.weights import load_named_weights, named_weights
+from asyncrlhf.engines.weights import load_named_buckets, load_named_weights, named_weights
 from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
 
 _SCORE_ELEMENTS = 2**26  # logits of one scoring pass
@@ -36,7 +36,7 @@ class HFEngine:
         embedding: Any = model.get_input_embeddings()
         model.train(False)
         self._model = model
-        self._device = model.device
+        self._device = model.device  # where it works; asleep the model lies in the host's memory
         self._forward = build_forward(model)
         heads = config.num_attention_heads
         self._cache = KVCache(
@@ -58,6 +58,8 @@ class HFEngine:
         self._donors: dict[bytes, int] = {}  # prompt -> a row that holds its keys and values under these weights
         self._version = version
         self._paused = False
+        self._asleep = False
+        self._capacity = 0  # of the cache when it fell asleep
 
     @property
     def version(self) -> int:
@@ -100,7 +102,7 @@ class HFEngine:
         for failure in self._failures:
             del self._order[failure.rollout_id]
         self._failures.clear()
-        if self._paused:
+        if self._paused or self._asleep:
             return StepOutput(finished)
         self._refill()
         table = self._table
@@ -210,18 +212,68 @@ class HFEngine:
     def resume(self) -> None:
         self._paused = False
 
+    @property
+    def asleep(self) -> bool:
+        return self._asleep
+
+    def sleep(self) -> None:
+        if self._asleep:
+            return
+        self._asleep = True
+        self._forget_keys()
+        self._capacity = self._cache.capacity
+        self._cache.release()
+        self._move("cpu")
+
+    def wake(self) -> None:
+        if not self._asleep:
+            return
+        self._asleep = False
+        self._move(self._device)
+        self._cache.reserve(self._capacity)
+
+    def _move(self, device: torch.device | str) -> None:
+        """Take the weights elsewhere; the forward pass, which holds views of them, is built anew."""
+        if self._model.device == torch.device(device):
+            return
+        self._model.to(device)  # type: ignore[arg-type]
+        self._forward = build_forward(self._model)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forget_keys(self) -> None:
+        """What is in flight is prefilled anew from its tokens in the next step."""
+        self._donors.clear()
+        self._table.ready[: self._table.count] = False
+
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         load_named_weights(self._model, weights)
+        self._loaded(version, cache)
+
+    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
+        load_named_buckets(self._model, buckets)
+        self._loaded(version, cache)
+
+    def _loaded(self, version: int, cache: CacheMode) -> None:
         self._version = version
-        self._donors.clear()
         if cache == "recompute":
-            self._table.ready[: self._table.count] = False
+            self._forget_keys()
+        self._donors.clear()
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return named_weights(self._model)
 
-    @torch.inference_mode()
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        if not self._asleep:
+            return self._score(token_ids)
+        self._move(self._device)
+        try:
+            return self._score(token_ids)
+        finally:
+            self._move("cpu")
+
+    @torch.inference_mode()
+    def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
         results: dict[int, FloatArray] = {i: np.zeros(0, np.float32) for i in range(len(token_ids))}
         for members in self._score_passes(token_ids):
             texts = [np.asarray(token_ids[i], np.int64) for i in members]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit waits for nobody's end
+RAY_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"  # vLLM's own; beside it VLLM_RAY_PER_WORKER_GPUS, 1 unless told
 CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries
 
 
@@ -53,6 +54,7 @@ class VllmCore:
         self.folder = str(settings.model_config.model)
         self.trust_remote_code = model.trust_remote_code
         self.in_process = settings.parallel_config.world_size == 1
+        self.can_sleep = config.vllm.enable_sleep_mode
         self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
 
     def generate(self, request: GenerationRequest, salt: str) -> None:
@@ -61,19 +63,7 @@ class VllmCore:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=request.seed & (2**63 - 1),
-            max_tokens=sampling.max_completion_length,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the request's stop tokens alone end it
-            logprobs=0,  # of the sampled token
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=salt)
         self._llm.add_request(str(request.rollout_id), prompt, params)
 
@@ -117,6 +107,17 @@ class VllmCore:
         if running or not self._llm.has_unfinished_requests():
             self._llm.reset_prefix_cache(reset_running_requests=running)
 
+    def sleep(self) -> None:
+        """vLLM's sleep level 1: the weights go to the host's memory, and all keys and values are dropped; requests stay
+        and are prefilled anew. Without ``enable_sleep_mode`` the devices keep everything."""
+        if self.can_sleep:
+            self._llm.sleep(level=1, mode="keep")
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        """Bring back what :meth:`sleep` took away. With the weights alone vLLM steps no request."""
+        if self.can_sleep:
+            self._llm.wake_up(["weights"] if weights_only else None)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by their checkpoint names, on the CPU, as the workers' kernels use them."""
         return merge_shares(self._llm.collective_rpc(worker_tensors))
@@ -149,13 +150,39 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "tensor_parallel_size": own.tensor_parallel_size,
         "pipeline_parallel_size": own.pipeline_parallel_size,
         "enable_expert_parallel": own.enable_expert_parallel,
-        "distributed_executor_backend": "uni" if own.workers == 1 else "mp",
+        "distributed_executor_backend": _executor(own.workers),
+        "enable_sleep_mode": own.enable_sleep_mode,
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
     }
     if own.kv_cache_gb or on_cpu:
         arguments["kv_cache_memory_bytes"] = int(own.kv_cache_gb * 2**30) or _cpu_cache_bytes(config, folder, model)
     return arguments
+
+
+def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
+    """The keywords of vLLM's ``SamplingParams`` that decide what a request samples and when it ends."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": request.seed & (2**63 - 1),
+        "max_tokens": sampling.max_completion_length,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # the request's stop tokens alone end it
+        "logprobs": 0,  # of the sampled token
+        "detokenize": False,
+    }
+
+
+def _executor(workers: int) -> str:
+    """Who runs the workers: this process the only one, child processes several, which must be on this machine. In a
+    placement group with a bundle a worker, Ray: whoever placed the replica names the bundles in the environment.
+    """
+    if workers == 1:
+        return "uni"
+    return "ray" if os.environ.get(RAY_BUNDLES) else "mp"
 
 
 def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from asyncrlhf.engines.base import CacheMode, StepOutput
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore
 from asyncrlhf.engines.weights import match_named_weights
+from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class VllmEngine:
         self._tokens = 0  # sampled and not yet reported
         self._scores = 0  # texts scored so far: names for the next ones
         self._paused = False
+        self._asleep = False
         # vLLM compiles a kernel at its first sampled token and at its first scored one: not in the run's time.
         self.score([np.arange(2)])
 
@@ -92,7 +95,7 @@ class VllmEngine:
         return None
 
     def step(self, now: float) -> StepOutput:
-        if not self._paused:
+        if not self._paused and not self._asleep:
             while self._queue and len(self._drafts) < self._slots:
                 request = self._queue.popleft()
                 self._drafts[str(request.rollout_id)] = _Draft(request)
@@ -158,13 +161,47 @@ class VllmEngine:
     def resume(self) -> None:
         self._paused = False
 
+    @property
+    def asleep(self) -> bool:
+        return self._asleep
+
+    def sleep(self) -> None:
+        if self._asleep:
+            return
+        self._core.drain(self._advance)
+        self._core.sleep()
+        self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._core.wake()
+            self._asleep = False
+
+    @contextmanager
+    def _awake(self, *, weights_only: bool) -> Iterator[None]:
+        """What a call on a sleeping engine needs, for as long as it runs."""
+        if not self._asleep:
+            yield
+            return
+        self._core.wake(weights_only=weights_only)
+        try:
+            yield
+        finally:
+            self._core.drain(self._advance)
+            self._core.sleep()
+
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         tensors = match_named_weights(self._skeleton, weights)
-        self._core.drain(self._advance)
-        self._take_back_unstarted()
-        self._core.update_weights(version, tensors)
-        self._version = version
-        self._core.forget_cache(running=cache == "recompute")
+        with self._awake(weights_only=True):
+            self._core.drain(self._advance)
+            self._take_back_unstarted()
+            self._core.update_weights(version, tensors)
+            self._version = version
+            self._core.forget_cache(running=cache == "recompute")
+
+    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
+        """vLLM's layerwise reload keeps a layer's tensors until all of them have come, beyond the life of a bucket."""
+        raise WeightSyncError("weights.staging=stream does not work with generator.engine=vllm; allowed: snapshot.")
 
     def _take_back_unstarted(self) -> None:
         """Requests without a token, which a full batch left waiting in vLLM, start anew: under the old salt they would
@@ -176,7 +213,8 @@ class VllmEngine:
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Copies, under the names of the checkpoint's parameters. A tied head is one more entry when what it multiplies
         with is not the embedding."""
-        held = self._core.tensors()
+        with self._awake(weights_only=True):
+            held = self._core.tensors()
         known = {name: held[name] for name, _ in self._skeleton.named_parameters() if name in held}
         for name, first in _tied(self._skeleton).items():
             if name in held and first in known and not torch.equal(held[name], known[first]):
@@ -184,6 +222,10 @@ class VllmEngine:
         return known
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        with self._awake(weights_only=False):
+            return self._score(token_ids)
+
+    def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
         results = [np.zeros(0, np.float32) for _ in token_ids]
         waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
         running: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,18 +20,30 @@ def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -
 
     Raises WeightSyncError that names what is missing, unknown or of another shape.
     """
-    own = dict(model.named_parameters())
-    first_name = {id(parameter): name for name, parameter in own.items()}
-    aliases = {name: first_name[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    own, aliases = dict(model.named_parameters()), _first_names(model)
     unknown = [name for name in weights if name not in aliases]
     given = {aliases[name]: tensor for name, tensor in weights.items() if name in aliases}
     given.update({name: tensor for name, tensor in weights.items() if name in own})
     missing = [name for name in own if name not in given]
-    shapes = [
+    _refuse(missing, unknown, _wrong_shapes(own, given))
+    return {name: given[name] for name in own}
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter, tied ones included, and the name that ``named_parameters`` gives it."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _wrong_shapes(own: Mapping[str, nn.Parameter], given: Mapping[str, torch.Tensor]) -> list[str]:
+    return [
         f"{name} is {tuple(given[name].shape)} instead of {tuple(parameter.shape)}"
         for name, parameter in own.items()
         if name in given and given[name].shape != parameter.shape
     ]
+
+
+def _refuse(missing: Sequence[str], unknown: Sequence[str], shapes: Sequence[str]) -> None:
     problems = [
         f"{kind}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
         for kind, names in (("missing", missing), ("unknown", unknown), ("wrong shape", shapes))
@@ -39,7 +51,6 @@ def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -
     ]
     if problems:
         raise WeightSyncError(f"The weights do not fit the engine's model ({'; '.join(problems)}).")
-    return {name: given[name] for name in own}
 
 
 def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
@@ -51,3 +62,21 @@ def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(given[name])
+
+
+@torch.no_grad()
+def load_named_buckets(model: nn.Module, buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """As :func:`load_named_weights`, one bucket after another, so that only one has to be in memory.
+
+    What does not fit is found when its bucket comes, and what is missing at the end: an error leaves the model with
+    some of the weights.
+    """
+    own, aliases = dict(model.named_parameters()), _first_names(model)
+    missing = dict.fromkeys(own)
+    for bucket in buckets:
+        given = {aliases[name]: tensor for name, tensor in bucket.items() if name in aliases}
+        _refuse([], [name for name in bucket if name not in aliases], _wrong_shapes(own, given))
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+            missing.pop(name, None)
+    _refuse(list(missing), [], [])

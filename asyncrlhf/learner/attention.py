@@ -77,6 +77,17 @@ class PackedLayout:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitLayout(PackedLayout):
+    """Of a rank that has a part of the packed tokens, and must ask others for attention over all of them."""
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """As :func:`packed_attention`, for the part's queries, keys and values."""
+        raise NotImplementedError
+
+
 class _Pad(torch.autograd.Function):
     """[T, ...] to [N * longest, ...]: a gather whose gradient is one too, as causal attention sends none to padding.
 
@@ -142,6 +153,9 @@ def packed_attention(
         raise ValueError(f"a model with {IMPLEMENTATION} attention was called without packed_layout")
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.path: attention with soft capping or attention sinks cannot be trained packed.")
+    if isinstance(packed_layout, SplitLayout):
+        window = {} if sliding_window is None else {"sliding_window": sliding_window}
+        return packed_layout.attend(module, query, key, value, scaling=scaling, **window)
     layout = packed_layout
     rows = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
     if layout.slots is not None:

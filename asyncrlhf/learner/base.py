@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from asyncrlhf.learner.shards import Shards
 from asyncrlhf.types import FloatArray, TrainBatch
 
 
@@ -24,7 +25,7 @@ class StepResult:
 
 
 class LearnerBackend(Protocol):
-    """One rank of the learner group. Every method but ``score`` is called on all ranks together."""
+    """One rank of the learner group. Every method is called on all ranks together, ``score`` only with ``shards``."""
 
     @property
     def policy_version(self) -> int:
@@ -35,8 +36,16 @@ class LearnerBackend(Protocol):
         """One learner step on this rank's share of the batch: raises ``policy_version`` by one, also when skipped."""
         ...
 
+    @property
+    def shards(self) -> Shards | None:
+        """How to read the policy's tensors where no rank holds them whole; None where each does."""
+        ...
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The policy's tensors by name, for publishing (tied tensors once, under their first name)."""
+        """The policy's tensors by name, for publishing (tied tensors once, under their first name).
+
+        With ``shards``: copies of all of them in rank 0's host memory, empty elsewhere.
+        """
         ...
 
     def before_update(self, callback: Callable[[], object]) -> None:

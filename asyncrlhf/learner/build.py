@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.base import LearnerBackend
 from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.deepspeed_backend import DeepSpeedBackend
 from asyncrlhf.learner.torch_backend import TorchBackend
 
-BACKENDS: dict[str, Callable[..., LearnerBackend]] = {"torch": TorchBackend}
+BACKENDS: dict[str, Callable[..., LearnerBackend]] = {"torch": TorchBackend, "deepspeed": DeepSpeedBackend}
 
 
 def build_learner(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range
 
 SCHEDULES = ("constant", "linear", "cosine")
+OFFLOADS = ("none", "cpu")
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
     """``token_budget``: packed tokens of one forward pass; ``threads``: CPU threads of one rank."""
 
-    backend: str = "torch"
+    backend: str = "torch"  # torch | deepspeed
     ranks: int = 1
+    sharding: str = "none"  # torch: none (each rank holds everything) | fsdp2
+    zero_stage: int = 0  # deepspeed: 1 shards the optimizer's states over the ranks, 2 gradients too, 3 weights too
+    zero_offload: str = "none"  # deepspeed: none | cpu, the optimizer's states lie and are updated in host memory
+    zero_offload_params: str = "none"  # deepspeed, stage 3: none | cpu, the weights lie there too
+    sequence_parallel_size: int = 1  # deepspeed: ranks that take one share of the batch together, token by token
     threads: int = 1
     gpus: float = 0.0  # GPUs of one rank; 0 runs it on the CPU
     learning_rate: float = 5e-5
@@ -33,11 +40,11 @@ class LearnerConfig:
     virtual_step_seconds: float = 0.1  # runtime=local: what one train step costs on the virtual clock
 
     def __post_init__(self) -> None:
-        check_choice("learner.backend", self.backend, ("torch",))
+        check_choice("learner.backend", self.backend, ("torch", "deepspeed"))
         check_choice("learner.lr_schedule", self.lr_schedule, SCHEDULES)
         check_choice("learner.mixed_precision", self.mixed_precision, ("none", "bfloat16", "float16"))
         check_range("learner.learning_rate", self.learning_rate, low=0)
-        for key in ("ranks", "threads", "token_budget", "max_skipped_steps"):
+        for key in ("ranks", "sequence_parallel_size", "threads", "token_budget", "max_skipped_steps"):
             check_range(f"learner.{key}", getattr(self, key), low=1)
         for key in (
             "gpus",
@@ -50,3 +57,64 @@ class LearnerConfig:
             check_range(f"learner.{key}", getattr(self, key), low=0)
         for key in ("adam_beta1", "adam_beta2"):
             check_range(f"learner.{key}", getattr(self, key), low=0, high=1, exclusive_high=True)
+        check_range("learner.zero_stage", self.zero_stage, low=0, high=3)
+        check_choice("learner.sharding", self.sharding, ("none", "fsdp2"))
+        check_choice("learner.zero_offload", self.zero_offload, OFFLOADS)
+        check_choice("learner.zero_offload_params", self.zero_offload_params, OFFLOADS)
+        check(
+            self.ranks % self.sequence_parallel_size == 0,
+            f"learner.sequence_parallel_size={self.sequence_parallel_size} does not divide learner.ranks={self.ranks}; "
+            "so many ranks at a time take one share of the batch.",
+        )
+        (self._check_deepspeed if self.backend == "deepspeed" else self._check_torch)()
+        check(
+            not (self.compile and self.sharded),
+            f"learner.compile does not work with {self.layout}, which gathers the weights module by module.",
+        )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no rank holds the weights whole, so that reading them takes all ranks."""
+        return self.zero_stage == 3 or self.sharding == "fsdp2"
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts a batch is dealt out."""
+        return self.ranks // self.sequence_parallel_size
+
+    @property
+    def layout(self) -> str:
+        """What decides over the files of a checkpoint, as a user would write it."""
+        if self.sharding != "none":
+            return f"learner.sharding={self.sharding}"
+        return f"learner.backend={self.backend}" + (f" learner.zero_stage={self.zero_stage}" if self.zero_stage else "")
+
+    def _check_torch(self) -> None:
+        deepspeed_alone = {"zero_stage": 0, "zero_offload": "none", "zero_offload_params": "none"}
+        for key, off in (deepspeed_alone | {"sequence_parallel_size": 1}).items():
+            value = getattr(self, key)
+            check(value == off, f"learner.{key}={value} needs learner.backend=deepspeed, not {self.backend}.")
+        check(
+            self.sharding == "none" or self.mixed_precision != "float16",
+            "learner.mixed_precision=float16 needs learner.sharding=none; allowed with fsdp2: none, bfloat16.",
+        )
+
+    def _check_deepspeed(self) -> None:
+        check(
+            importlib.util.find_spec("deepspeed"),
+            "learner.backend=deepspeed needs the package deepspeed, which is not installed: "
+            "pip install 'asyncrlhf[deepspeed]', or learner.backend=torch.",
+        )
+        check(
+            self.sharding == "none",
+            f"learner.sharding={self.sharding} needs learner.backend=torch; with deepspeed, learner.zero_stage shards.",
+        )
+        check(
+            self.mixed_precision != "float16",
+            "learner.mixed_precision=float16 needs learner.backend=torch; allowed with deepspeed: none, bfloat16.",
+        )
+        for key, least in (("zero_offload", 1), ("zero_offload_params", 3)):
+            check(
+                getattr(self, key) == "none" or self.zero_stage >= least,
+                f"learner.{key}=cpu needs learner.zero_stage of at least {least}, not {self.zero_stage}.",
+            )

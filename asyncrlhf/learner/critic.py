@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from asyncrlhf.learner.forward import PackedInputs, packed_hidden
+from asyncrlhf.learner.forward import PackedInputs, SequenceSplit, packed_hidden
 
 
 class ValueModel(nn.Module):
@@ -25,7 +25,19 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self._sequence: SequenceSplit | None = None
+
+    def split(self, sequence: SequenceSplit) -> None:
+        """As ``PackedPolicy.split``."""
+        self._sequence = sequence
 
     def forward(self, inputs: PackedInputs) -> torch.Tensor:
+        if self._sequence is None:
+            return self._alone(inputs)
+        local, own = self._sequence.stretch(inputs)
+        return self._sequence.together(self._alone(local), own, len(inputs.rows))
+
+    def _alone(self, inputs: PackedInputs) -> torch.Tensor:
         hidden = packed_hidden(self.trunk, inputs).index_select(0, inputs.rows)
-        return self.head(hidden).squeeze(-1).float()
+        # No view: FSDP2 puts a hook on what a module returns, which a change in place would take from it.
+        return self.head(hidden).float().sum(-1)

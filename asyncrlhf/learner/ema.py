@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -18,16 +19,16 @@ class EmaPolicy:
     a target network that is replaced now and then instead).
     """
 
-    def __init__(self, model: PreTrainedModel, decay: float) -> None:
-        self._source = model
+    def __init__(self, model: PreTrainedModel, decay: float, device: torch.device) -> None:
         self._decay = decay
-        self._copy: nn.Module = copy.deepcopy(model).eval().requires_grad_(False)
+        self._copy: nn.Module = nn.Module.to(copy.deepcopy(model).eval().requires_grad_(False), device)
         self.policy = PackedPolicy(self._copy)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def update(self) -> None:
-        for target, source in zip(self._copy.parameters(), self._source.parameters(), strict=True):
-            target.lerp_(source, 1.0 - self._decay)
+    def update(self, policy: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """``policy``: its named parameters, in the model's order."""
+        for target, (_, source) in zip(self._copy.parameters(), policy, strict=True):
+            target.lerp_(source.to(target), 1.0 - self._decay)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._copy.state_dict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,14 +72,31 @@ class TokenFacts(NamedTuple):
     collision: torch.Tensor  # [M] sum_v pi_v^2, detached; empty unless the policy was built to give it
 
 
+class SequenceSplit(Protocol):
+    """Shares one batch out over ranks, token by token."""
+
+    def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
+        """This rank's part, and which of the M predictions are made from it: [own] indices."""
+        ...
+
+    def together(self, part: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
+        """[count] from each rank's values [own]."""
+        ...
+
+
 class PackedPolicy(nn.Module):
     """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
 
     Logits are divided by ``temperature``, as in sampling, so that policy and behavior log-probs speak of the same
     distribution; top-k and top-p are not applied again. Dropout is switched off for the same reason.
+
+    ``chunked`` False holds all logits at once: for weights that each call of the output layer gathers from the ranks,
+    which must then make equally many.
     """
 
-    def __init__(self, model: PreTrainedModel, *, compile: bool = False, collision: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, compile: bool = False, collision: bool = False, chunked: bool = True
+    ) -> None:
         super().__init__()
         use_packed_attention(model)
         for module in model.modules():
@@ -91,13 +108,28 @@ class PackedPolicy(nn.Module):
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
         self._collision = collision
+        self._sequence: SequenceSplit | None = None
+        self._chunks = chunked
+
+    def split(self, sequence: SequenceSplit) -> None:
+        """Have each of a group of ranks, which are given the same inputs, pass a stretch of them."""
+        self._sequence = sequence
 
     def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
+        if self._sequence is None:
+            return self.alone(inputs, temperature)
+        local, own = self._sequence.stretch(inputs)
+        facts = self.alone(local, temperature)
+        given, missing = (facts, ()) if self._collision else (facts[:2], facts[2:])
+        return TokenFacts(*(self._sequence.together(fact, own, len(inputs.rows)) for fact in given), *missing)
+
+    def alone(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
+        """``forward`` without any other rank."""
         if not self._plain_head:
             return self._facts(self._full_logits(inputs), inputs.targets, temperature)
         hidden = self._hidden(inputs).index_select(0, inputs.rows)
         head = self.model.get_output_embeddings()
-        if len(hidden) * head.weight.shape[0] <= MAX_LOGITS:
+        if not self._chunks or len(hidden) * head.weight.shape[0] <= MAX_LOGITS:
             return self._facts(head(hidden), inputs.targets, temperature)
         return self._chunked(hidden, inputs.targets, temperature)
 

@@ -17,7 +17,7 @@ from asyncrlhf.algorithms.gates import m2_gate, sat_gate
 from asyncrlhf.algorithms.heads import pair, regress
 from asyncrlhf.algorithms.masked import masked_values, segment_sum
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.distributed import all_gather
+from asyncrlhf.learner.distributed import Peers, all_gather
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, span_of
 from asyncrlhf.learner.targets import Targets, correction_weight, proximal_of
 
@@ -35,13 +35,13 @@ def needs_policy(config: AlgorithmConfig) -> bool:
     return fills(config) and not (config.head == "pair" and config.pair_loss == "best")
 
 
-def sequence_ess_fraction(plan: StepPlan, proximal: torch.Tensor, ranks: int) -> float:
+def sequence_ess_fraction(plan: StepPlan, proximal: torch.Tensor, peers: Peers) -> float:
     """ESS of the step's sequences over their number, from the products of prox / mu, on all ranks and not cut."""
     tokens = plan.tokens
     mask, ids, count = tokens.loss_mask, tokens.sequence_ids, len(tokens.rewards)
     products = segment_sum(masked_values(proximal - tokens.behavior, mask).double(), ids, count)
     present = segment_sum(mask.long(), ids, count) > 0
-    shares = all_gather((products.cpu(), present.cpu()), ranks)
+    shares = all_gather((products.cpu(), present.cpu()), peers)
     return float(effective_sample_size(*(torch.cat(pieces) for pieces in zip(*shares, strict=True)))[1])
 
 
@@ -60,7 +60,7 @@ def fill(
     targets: Targets,
     policy: torch.Tensor,
     collision: torch.Tensor,
-    ranks: int,
+    peers: Peers,
 ) -> None:
     """Write the targets of ``update``.
 
@@ -72,7 +72,7 @@ def fill(
     part = _part(plan.tokens, span, sequences)
     if config.gate in ("m2", "sat"):
         assert targets.gate is not None
-        targets.gate[span] = _gate(config, policy - part.behavior, targets.advantages[span], part.loss_mask, ranks)
+        targets.gate[span] = _gate(config, policy - part.behavior, targets.advantages[span], part.loss_mask, peers)
     if not update:
         return
     if config.advantage == "opob":
@@ -103,11 +103,11 @@ def _part(tokens: ResponseTokens, span: slice, sequences: slice) -> ResponseToke
 
 
 def _gate(
-    config: AlgorithmConfig, log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ranks: int
+    config: AlgorithmConfig, log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, peers: Peers
 ) -> torch.Tensor:
     """This rank's part of the gate over the update's tokens of all ranks: [m] bool."""
     mine = tuple(x.cpu() for x in (masked_values(log_ratio, mask), advantages, mask))
-    shares = all_gather(mine, ranks)
+    shares = all_gather(mine, peers)
     ratios, gains, masks = (torch.cat(pieces) for pieces in zip(*shares, strict=True))
     if config.gate == "m2":
         keep = m2_gate(ratios, gains, masks, threshold=config.m2_threshold)
@@ -120,8 +120,7 @@ def _gate(
             eps_low=config.epsilon,
             eps_high=config.epsilon_high,
         )
-    rank = torch.distributed.get_rank() if ranks > 1 else 0
-    return keep.split([len(share[0]) for share in shares])[rank].to(mask.device)
+    return keep.split([len(share[0]) for share in shares])[peers.rank].to(mask.device)
 
 
 def _opob(

@@ -1,16 +1,18 @@
-"""Optimizer, learning-rate schedule and the guarded update of one set of weights."""
+"""Optimizer, learning-rate schedule, and what a backend asks of whatever applies the gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from asyncrlhf.learner.config import LearnerConfig
-from asyncrlhf.learner.distributed import all_sum
+from asyncrlhf.learner.plan import Microbatch
+from asyncrlhf.learner.shards import Shards, whole
 
 
 def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
@@ -31,9 +33,11 @@ def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
     return 1.0
 
 
-def build_optimizer(config: LearnerConfig, policy: nn.Module, critic: nn.Module | None) -> torch.optim.AdamW:
+def build_optimizer(config: LearnerConfig, policy: nn.Module | None, critic: nn.Module | None) -> torch.optim.AdamW:
     """Fused AdamW over float32 weights; norms and biases do not decay. Each group keeps its rate as ``base_lr``."""
-    groups = _groups(policy, config.learning_rate, config.weight_decay)
+    groups = []
+    if policy is not None:
+        groups += _groups(policy, config.learning_rate, config.weight_decay)
     if critic is not None:
         rate = config.critic_learning_rate or config.learning_rate
         groups += _groups(critic, rate, config.weight_decay)
@@ -48,49 +52,69 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-class Updater:
-    """The optimizer of one rank: scaled backward passes, and updates that all ranks make or skip together."""
+class Updater(Protocol):
+    """How policy and critic lie on the ranks, and how a gradient becomes an update there.
 
-    def __init__(
-        self, config: LearnerConfig, policy: nn.Module, critic: nn.Module | None, device: torch.device, ranks: int
-    ) -> None:
-        self._config, self._ranks = config, ranks
-        self._modules = [policy] if critic is None else [policy, critic]
-        self.optimizer = build_optimizer(config, policy, critic)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=config.mixed_precision == "float16")
+    ``policy`` and ``critic`` are what forward passes call. All ranks call each method together.
+    """
 
-    def before_update(self, callback: Callable[[], object]) -> None:
-        def hook(*_: object) -> None:
-            callback()
+    policy: nn.Module
+    critic: nn.Module | None
 
-        self.optimizer.register_step_pre_hook(hook)
+    @property
+    def shards(self) -> Shards | None:
+        """The policy's tensors where no rank holds them whole; None where each does."""
+        ...
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Data-parallel wrappers average over ranks; the loss is meant as a sum, hence times the ranks."""
-        self._scaler.scale(loss * self._ranks).backward()
+    def frozen(self, module: nn.Module) -> nn.Module:
+        """A module that is never updated, laid out over the ranks as the policy is."""
+        ...
+
+    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
+        """The passes without gradient that this rank makes for ``microbatches``; None is one over dummy data."""
+        ...
+
+    def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
+        """The passes with gradient of one update; each must end in :meth:`backward` before the next is asked for."""
+        ...
+
+    def begin(self) -> None:
+        """Forget the gradients of the update before."""
+        ...
+
+    def backward(self, module: nn.Module, loss: torch.Tensor) -> None:
+        """Add the gradient of ``loss`` [0-dim], which is one term of a sum over microbatches and ranks."""
+        ...
 
     def apply(self) -> float:
-        """Clip and apply the gradient; the policy's norm, or NaN when any rank found a gradient that is not finite."""
-        self._scaler.unscale_(self.optimizer)
-        norms = [clip_gradient(module.parameters(), self._config.max_grad_norm) for module in self._modules]
-        broken = sum((~torch.isfinite(norm)).float() for norm in norms)
-        skip = bool(all_sum(torch.as_tensor(broken), self._ranks))
-        if not skip:
-            self._scaler.step(self.optimizer)
-        self._scaler.update()
-        return math.nan if skip else float(norms[0])
+        """Clip and apply the gradient; the policy's norm, or NaN when it was not finite on any rank and was dropped."""
+        ...
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self._scaler.state_dict()}
+    def set_rate(self, factor: float) -> float:
+        """Scale every group's base rate by ``factor``; returns the policy's rate."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
+    def before_update(self, callback: Callable[[], object]) -> None: ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The policy's tensors by name; with shards, copies in rank 0's host memory, and nothing on other ranks."""
+        ...
+
+    def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
+        """Write model and optimizer, and ``state`` as ``checkpoint.write`` does; it must tell if there is a critic."""
+        ...
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError when what :meth:`save` wrote does not fit."""
+        ...
 
 
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """The gradient's norm before clipping, 0-dim; ``max_norm`` 0 only measures."""
-    return nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+    """The gradient's norm over all its shards before clipping, 0-dim; ``max_norm`` 0 only measures."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = whole(nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None]))
+    nn.utils.clip_grads_with_norm_(trained, max_norm or math.inf, norm)
+    return norm
 
 
 def _groups(module: nn.Module, rate: float, decay: float) -> list[dict]:

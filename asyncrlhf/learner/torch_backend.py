@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -15,25 +13,27 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrlhf.algorithms.step_size import sqrt_ess_factor
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner import checkpoint, lookahead
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.critic import ValueModel
-from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, data_parallel, reducing
+from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
 from asyncrlhf.learner.ema import EmaPolicy
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts
+from asyncrlhf.learner.forward import PackedPolicy, TokenFacts
+from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import export, merge, step_metrics
-from asyncrlhf.learner.optim import Updater, schedule_factor, set_learning_rate
+from asyncrlhf.learner.optim import Updater, schedule_factor
+from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
 from asyncrlhf.learner.record import StepRecord
+from asyncrlhf.learner.shards import Shards, gathered
 from asyncrlhf.learner.targets import Passes, Targets, build_targets
+from asyncrlhf.learner.torch_updater import TorchUpdater
 from asyncrlhf.learner.user_loss import UserLoss
 from asyncrlhf.types import FloatArray, TrainBatch
-
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchBackend:
@@ -73,21 +73,23 @@ class TorchBackend:
             raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
         self.config, self.algorithm, self.steps = config, algorithm, steps
         self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
+        self._peers, self.sequence_peers = deal_out(rank, ranks, config.sequence_parallel_size)
         self.temperature = temperature or 1.0
         self.constant_length = float(max_completion_length) if max_completion_length else None
         self._losses = MicrobatchLosses(algorithm, UserLoss(algorithm.loss.target) if algorithm.loss.target else None)
         self.model = model.float().train()
-        nn.Module.to(self.model, self.device)
-        self.policy = PackedPolicy(self.model, compile=config.compile, collision=algorithm.advantage == "opob")
+        if not config.sharded:  # the updater moves a part to the device as it cuts it
+            nn.Module.to(self.model, self.device)
+        opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
+        self.policy = PackedPolicy(self.model, compile=config.compile, collision=opob, chunked=not zero3)
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
-        self.ema = EmaPolicy(self.model, algorithm.ema_decay) if algorithm.anchor == "ema" else None
-        self.reference = _frozen(reference, self.device) if algorithm.needs_reference and reference else None
+        self.ema = EmaPolicy(self.model, algorithm.ema_decay, self.device) if algorithm.anchor == "ema" else None
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
-        self.updater = Updater(config, self.policy, self.critic, self.device, ranks)
-        self._policy_ddp = data_parallel(self.policy, ranks)
-        self._critic_ddp = None if self.critic is None else data_parallel(self.critic, ranks)
-        self._dummy = PackedInputs.dummy(self.device)
+            for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
+                trunk.gradient_checkpointing_enable()
+        self.updater = self._make_updater()
+        self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
+        self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self._version = 0
         self._skipped_in_a_row = 0
 
@@ -95,14 +97,19 @@ class TorchBackend:
     def policy_version(self) -> int:
         return self._version
 
+    @property
+    def shards(self) -> Shards | None:
+        return self.updater.shards
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return self.updater.parameters()
 
     def before_update(self, callback: Callable[[], object]) -> None:
         self.updater.before_update(callback)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
-        """One learner step on this rank's whole groups (``data.packing.shard``); an empty share is fine.
+        """One learner step on this rank's whole groups (``data.packing.shard``); an empty share is fine. Ranks that
+        share a share (``learner.sequence_parallel_size``) are given the same.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
         """
@@ -125,7 +132,7 @@ class TorchBackend:
             if iteration == 0 and targets.proximal is None:
                 targets.proximal = record.proximal = record.policy.clone()
         if self.ema is not None:
-            self.ema.update()
+            self.ema.update(gathered(self.shards) if self.shards else self.parameters().items())
         self._version += 1
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = self._metrics(plan, targets, record, losses) | rates
@@ -135,60 +142,30 @@ class TorchBackend:
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
         """Log-probs of each token given those before it, at temperature 1 whatever the learner's; [len-1] a text."""
-        scores: list[FloatArray] = []
-        for text in token_ids:
-            tokens = np.asarray(text, dtype=np.int64)
-            if len(tokens) < 2:
-                scores.append(np.zeros(0, dtype=np.float32))
-                continue
-            predicted = np.arange(len(tokens)) > 0
-            inputs = PackedInputs.build(tokens, np.array([0, len(tokens)]), predicted, self.device)
-            with torch.no_grad(), self._autocast():
-                facts = self.policy(inputs, 1.0)
-            scores.append(facts.logprobs.float().cpu().numpy())
-        return scores
+        policy = self.policy.alone if self.shards is None else self.updater.policy
+        return [self._passes.score(policy, text) for text in token_ids]
 
     def save(self, folder: Path) -> None:
         """``model/`` in ``from_pretrained`` format and ``trainer.pt`` from rank 0, ``rank-R.pt`` from each rank."""
-        state = self.updater.state_dict() | {
+        state = {
+            "layout": self.config.layout,
             "version": self._version,
             "skipped_in_a_row": self._skipped_in_a_row,
-            "critic": None if self.critic is None else self.critic.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
-        checkpoint.save(folder, self.model, state, self.rank)
+        self.updater.save(folder, state, self.rank)
         barrier(self.ranks)
 
     def load(self, folder: Path) -> None:
         """Go on from :meth:`save`, bit for bit; raises CheckpointError when a file is missing or does not fit."""
-        state = checkpoint.load(folder, self.model, self.rank)
-        parts = {"critic": ("advantage", self.critic), "ema": ("anchor", self.ema)}
-        for name, (setting, part) in parts.items():
-            saved = state.get(name)
-            if (saved is None) != (part is None):
-                raise CheckpointError(
-                    f"{folder}: the checkpoint and algorithm.{setting} disagree on whether there is a {name} model."
-                )
-            if part is not None and saved is not None:
-                part.load_state_dict(saved)
+        parts = {"critic": ("advantage", self.critic is not None), "ema": ("anchor", self.ema is not None)}
+        state = checkpoint.read(folder, self.config.layout, parts)
+        self.updater.load(folder, state)
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
         self._version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
-        self.updater.load_state_dict(state)
+        checkpoint.restore_random_state(folder, self.rank)
         barrier(self.ranks)
-
-    def _autocast(self) -> AbstractContextManager:
-        dtype = AUTOCAST.get(self.config.mixed_precision)
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-    def _facts(self, module: nn.Module, microbatch: Microbatch) -> TokenFacts:
-        with self._autocast():
-            facts: TokenFacts = module(microbatch.inputs, self.temperature)
-        return facts
-
-    @torch.no_grad()
-    def _look(self, microbatches: Sequence[Microbatch], record: StepRecord) -> None:
-        """Put what the present policy says of the microbatches on record."""
-        for microbatch in microbatches:
-            record.keep(microbatch.span, self._facts(self.policy, microbatch))
 
     @torch.no_grad()
     def _targets(self, plan: StepPlan, record: StepRecord) -> Targets:
@@ -196,45 +173,32 @@ class TorchBackend:
         algorithm = self.algorithm
         proximal = None
         if algorithm.minibatches > 1 or (algorithm.advantage == "vtrace" and self.ema is None):
-            self._look(plan.microbatches, record)
+            self._passes.look(plan.microbatches, record)
             proximal = record.proximal = record.policy.clone()
         passes = Passes(
-            ref=None if self.reference is None else self._logprobs(plan, self.reference),
-            ema=None if self.ema is None else self._logprobs(plan, self.ema.policy),
+            ref=None if self.reference is None else self._passes.all_logprobs(plan, self.reference),
+            ema=None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy),
             proximal=proximal,
-            values=None if self.critic is None else self._values(plan, self.critic),
+            values=None if self.critic is None else self._passes.all_values(plan),
         )
-        targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self.ranks))
+        targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self._peers))
         lookahead.new_targets(algorithm, targets)
         return targets
-
-    def _logprobs(self, plan: StepPlan, policy: nn.Module) -> torch.Tensor:
-        result = torch.zeros(len(plan.tokens.loss_mask), device=self.device)
-        for microbatch in plan.microbatches:
-            result[microbatch.span] = self._facts(policy, microbatch).logprobs.float()
-        return result
-
-    def _values(self, plan: StepPlan, critic: nn.Module) -> torch.Tensor:
-        result = torch.zeros(len(plan.tokens.loss_mask), device=self.device)
-        for microbatch in plan.microbatches:
-            with self._autocast():
-                result[microbatch.span] = critic(microbatch.inputs)
-        return result
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""
         counts = normaliser_counts(plan, self.algorithm.aggregate, self.constant_length)
-        return all_sum(torch.stack((counts, normaliser_counts(plan, "token", None))), self.ranks)
+        return all_sum(torch.stack((counts, normaliser_counts(plan, "token", None))), self._peers)
 
     def _set_rate(self, plan: StepPlan, proximal: torch.Tensor) -> dict[str, float]:
         """The schedule's rate, and what is used of it: less when few sequences carry the step (lr=sqrt_ess)."""
         factor = schedule_factor(self.config, self._version, self.steps)
-        scheduled = set_learning_rate(self.updater.optimizer, factor)
+        scheduled = self.updater.set_rate(factor)
         if self.algorithm.lr == "none":
             return {"learning_rate": scheduled, "effective_learning_rate": scheduled}
-        fraction = lookahead.sequence_ess_fraction(plan, proximal, self.ranks)
+        fraction = lookahead.sequence_ess_fraction(plan, proximal, self._peers)
         used = factor * sqrt_ess_factor(fraction, self.algorithm.lr_ess_base)
-        effective = set_learning_rate(self.updater.optimizer, used)
+        effective = self.updater.set_rate(used)
         return {"learning_rate": scheduled, "effective_learning_rate": effective}
 
     def _accumulate(
@@ -251,35 +215,36 @@ class TorchBackend:
         ``fresh``: the record holds what the present policy says of the minibatch. Policy and critic go one after the
         other, so that the collectives of the two come in one order on all ranks.
         """
-        self.updater.optimizer.zero_grad(set_to_none=True)
+        self.updater.begin()
         total = torch.zeros(2, device=self.device)
         training = [microbatch for microbatch in minibatch if microbatch.trains]
         idle = [microbatch for microbatch in minibatch if not microbatch.trains]
         if not fresh:
-            self._look(idle, record)
+            self._passes.look(idle, record)
         filled = not lookahead.fills(self.algorithm)
         # With one training pass in all, that pass is the last thing to be known of the update, and no other is needed.
         if not filled and (fresh or self.ranks > 1 or len(training) != 1):
             if lookahead.needs_policy(self.algorithm) and not fresh:
-                self._look(training, record)
+                self._passes.look(training, record)
             self._fill(plan, minibatch, targets, record)
             filled = True
-        for microbatch in reducing(self._policy_ddp, training):
-            facts = self._facts(self._policy_ddp, microbatch)
+        policy = self.updater.policy
+        for microbatch in self.updater.trains(policy, training):
+            facts = self._passes.facts(policy, microbatch)
+            if microbatch is None:
+                self.updater.backward(policy, (facts.logprobs.sum() + facts.entropies.sum()) * 0.0)
+                continue
             record.keep(microbatch.span, facts)
             if not filled:
                 self._fill(plan, minibatch, targets, record)
             loss = self._policy_loss(plan, microbatch, targets, record, facts, normalisers[0])
-            self.updater.backward(loss)
+            self.updater.backward(policy, loss)
             total[0] += loss.detach()
-        if not training:
-            dummy = self._policy_ddp(self._dummy, 1.0)
-            ((dummy.logprobs.sum() + dummy.entropies.sum()) * 0.0).backward()
         with torch.no_grad():
             for microbatch in idle:
                 self._policy_loss(plan, microbatch, targets, record, record.facts(microbatch.span), normalisers[0])
-        if self._critic_ddp is not None:
-            total[1] = self._accumulate_critic(self._critic_ddp, plan, training, targets, normalisers[1])
+        if self.updater.critic is not None:
+            total[1] = self._accumulate_critic(self.updater.critic, plan, training, targets, normalisers[1])
         return total
 
     def _policy_loss(
@@ -304,25 +269,25 @@ class TorchBackend:
         normaliser: torch.Tensor,
     ) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
-        for microbatch in reducing(critic, training):
-            with self._autocast():
-                values = critic(microbatch.inputs)
+        for microbatch in self.updater.trains(critic, training):
+            values = self._passes.values(critic, microbatch)
+            if microbatch is None:
+                self.updater.backward(critic, values.sum() * 0.0)
+                continue
             loss = critic_loss(self.algorithm, plan, microbatch, targets, values, normaliser)
-            self.updater.backward(loss * self.algorithm.value_coef)
+            self.updater.backward(critic, loss * self.algorithm.value_coef)
             total += loss.detach()
-        if not training:
-            (critic(self._dummy).sum() * 0.0).backward()
         return total
 
     @torch.no_grad()
     def _fill(self, plan: StepPlan, minibatch: Sequence[Microbatch], targets: Targets, record: StepRecord) -> None:
-        lookahead.fill(self.algorithm, plan, minibatch, targets, record.policy, record.collision, self.ranks)
+        lookahead.fill(self.algorithm, plan, minibatch, targets, record.policy, record.collision, self._peers)
 
     def _metrics(
         self, plan: StepPlan, targets: Targets, record: StepRecord, losses: list[torch.Tensor]
     ) -> dict[str, float]:
-        arrays = merge(all_gather(export(plan, targets, record), self.ranks))
-        policy, value = all_sum(torch.stack(losses), self.ranks).mean(dim=0).tolist()
+        arrays = merge(all_gather(export(plan, targets, record), self._peers))
+        policy, value = all_sum(torch.stack(losses), self._peers).mean(dim=0).tolist()
         metrics = step_metrics(arrays, self.algorithm) | {"loss": policy}
         return metrics if self.critic is None else metrics | {"value_loss": value}
 
@@ -334,6 +299,12 @@ class TorchBackend:
                 "(learner.max_skipped_steps); lower learner.learning_rate or look at the rewards."
             )
 
+    def _make_updater(self) -> Updater:
+        kind = FsdpUpdater if self.config.sharding == "fsdp2" else TorchUpdater
+        return kind(self.config, self.model, self.policy, self.critic, self.device, self.ranks)
 
-def _frozen(reference: PreTrainedModel, device: torch.device) -> PackedPolicy:
-    return PackedPolicy(nn.Module.to(reference, device).eval().requires_grad_(False))
+    def _frozen(self, reference: PreTrainedModel) -> nn.Module:
+        frozen = reference.eval().requires_grad_(False)
+        if not self.config.sharded:
+            nn.Module.to(frozen, self.device)
+        return self.updater.frozen(PackedPolicy(frozen))

@@ -21,9 +21,11 @@ from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.engines.config import GeneratorConfig
+from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.orchestrator.logging_config import LoggingConfig
 from asyncrlhf.rewards.config import FusionConfig, RewardConfig
 from asyncrlhf.transport.config import Tolerance, WeightsConfig, choose_tolerance
@@ -42,17 +44,6 @@ class CheckpointConfig:
         check_range("checkpoint.every", self.every, low=0)
         check_range("checkpoint.keep", self.keep, low=1)
         check(self.resume, "checkpoint.resume is empty; allowed: no, auto, or the folder of a checkpoint.")
-
-
-@dataclass(frozen=True)
-class RayConfig:
-    """``address``: an existing cluster (``auto`` finds it); empty starts Ray on this machine for the run."""
-
-    address: str = ""
-    object_store_mb: int = 512
-
-    def __post_init__(self) -> None:
-        check_range("ray.object_store_mb", self.object_store_mb, low=80)
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,7 @@ class RunConfig:
     fusion: FusionConfig = field(default_factory=FusionConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
@@ -95,7 +87,9 @@ class RunConfig:
         check_range("max_failure_fraction", self.max_failure_fraction, low=0, high=1)
         self._check_asynchrony()
         self._check_groups()
+        self._check_adapter()
         self._check_runtime()
+        self._check_streaming()
 
     def _check_groups(self) -> None:
         if self.algorithm.group_relative:
@@ -110,11 +104,24 @@ class RunConfig:
             f"algorithm.minibatches={self.algorithm.minibatches} is more than the {groups} groups of a batch.",
         )
         check(
-            self.learner.ranks <= groups,
-            f"learner.ranks={self.learner.ranks} is more than the {groups} groups of a batch.",
+            self.learner.shares <= groups,
+            f"learner.ranks={self.learner.ranks} makes {self.learner.shares} shares of a batch, which is more than the "
+            f"{groups} groups of a batch.",
         )
         temperature_matters = self.generator.temperature > 0
         check(temperature_matters, "generator.temperature=0 samples greedily and cannot be trained on; allowed: > 0.")
+
+    def _check_adapter(self) -> None:
+        rank = self.model.lora.r
+        check(
+            not rank or (self.learner.backend == "torch" and self.learner.sharding == "none"),
+            f"model.lora.r={rank} does not work with {self.learner.layout}; "
+            "allowed: learner.backend=torch learner.sharding=none.",
+        )
+        check(
+            not rank or self.algorithm.anchor != "ema",
+            f"model.lora.r={rank} does not work with algorithm.anchor=ema, which follows all of the weights.",
+        )
 
     def _check_asynchrony(self) -> None:
         validate_flow(
@@ -126,11 +133,55 @@ class RunConfig:
             purge_on_publish=self.algorithm.purge_on_publish,
         )
 
+    def _check_streaming(self) -> None:
+        if not self.weights.streams:
+            return
+        check(
+            self.runtime == "ray",
+            "weights.staging=stream does not work with runtime=local, whose parts share one memory; allowed: snapshot.",
+        )
+        check(
+            self.cluster.placement != "flatten" or self.weights.transport == "disk",
+            "weights.staging=stream has the learner's update wait for the generators, which sleep meanwhile with "
+            "cluster.placement=flatten; allowed: weights.staging=snapshot, or weights.transport=disk.",
+        )
+        engines = sorted({kind.config.engine for kind in replica_kinds(self.generator)} - {"hf", "fake"})
+        check(
+            not engines,
+            f"weights.staging=stream does not work with generator.engine={', '.join(engines)}, which wants whole "
+            "layers at once; allowed: hf, fake, or weights.staging=snapshot.",
+        )
+        check(
+            not self.model.lora.r,
+            f"weights.staging=stream has nothing to save with model.lora.r={self.model.lora.r}, where an adapter alone "
+            "is sent; allowed: snapshot.",
+        )
+
+    @property
+    def engine_dtypes(self) -> list[str]:
+        """What each kind of replica computes in; the fake engine in nothing. An adapter is merged into other weights,
+        so that it travels as it is whatever they are."""
+        if self.model.lora.r:
+            return []
+        kinds = [kind.config for kind in replica_kinds(self.generator) if kind.config.engine != "fake"]
+        own = [kind.vllm.dtype if kind.engine == "vllm" else "auto" for kind in kinds]
+        return [self.model.dtype if dtype == "auto" else dtype for dtype in own]
+
     def _check_runtime(self) -> None:
+        growing = any(kind.config.max_replicas for kind in replica_kinds(self.generator))
+        check(
+            not growing or self.runtime == "ray",
+            "max_replicas needs runtime=ray, for runtime=local has no cluster that grows; allowed: 0.",
+        )
+        check(
+            not (self.learner.sharded and self.weights.streams) or self.weights.transport == "disk",
+            f"weights.staging=stream sends live weights, which {self.learner.layout} must gather from all ranks first; "
+            "allowed: weights.staging=snapshot, or weights.transport=disk.",
+        )
         if self.runtime != "local":
             check(
                 self.weights.transport != "local",
-                "weights.transport=local needs runtime=local; allowed under Ray: auto, collective, object_store.",
+                "weights.transport=local needs runtime=local; allowed under Ray: auto, collective, object_store, disk.",
             )
             return
         check(self.learner.ranks == 1, f"runtime=local has one learner rank, not learner.ranks={self.learner.ranks}.")
@@ -142,7 +193,8 @@ class RunConfig:
     @property
     def audit_tolerance(self) -> Tolerance:
         """Mean |log-prob difference| between learner and engine at one version."""
-        exact = self.model.dtype == "float32" and self.learner.mixed_precision == "none"
+        computed = {self.model.dtype, self.weights.dtype, *self.engine_dtypes} - {"auto"}
+        exact = computed == {"float32"} and self.learner.mixed_precision == "none"
         return choose_tolerance(self.weights.audit_tolerance, exact)
 
 
@@ -201,7 +253,7 @@ def unknown_key(key: str) -> str:
             node = node[part]
             continue
         parent, wrong = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
-        if not isinstance(node, dict):
+        if node is not None and not isinstance(node, dict):
             return f"{key} is not a setting; {parent} holds a single value."
         if not node:
             return f"{key} is a new entry of {parent}; write it with two plus signs in front: ++{key}=VALUE."

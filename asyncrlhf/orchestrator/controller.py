@@ -12,6 +12,7 @@
                      publish before
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
     Recovery         a dead replica                                       whichever loop met the death
+    Growth           nothing: it looks now and then whether the cluster has room for a replica more
     RolloutLog       rollouts at their end                                LearnLoop
     watch            nothing: it looks now and then whether anything moved
 
@@ -36,12 +37,14 @@ from asyncrlhf.buffer.admission import build_gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, StallError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.checkpoint import CheckpointWriter, Saved
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.evaluation import HeldOut
+from asyncrlhf.orchestrator.growth import Growth
 from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.records import RunRecorder
@@ -50,6 +53,7 @@ from asyncrlhf.orchestrator.resume import restore, snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.scoring import Scoring
 from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.view import RunView
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.types import SamplingParams
@@ -105,6 +109,7 @@ class Controller:
         self._assembly = Assembly(self.state, self._log.discard, view.message)
         self._recovery = Recovery(self.state, runtime, view.message)
         self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._recovery.dead)
+        self._turns = Turns(self.state, runtime, self._publisher.idle, self._recovery.dead)
         self._scoring: Scoring | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accuracy: list[float] = []
@@ -118,15 +123,18 @@ class Controller:
         """Raises what made a loop fail; the parts are left to the caller's ``runtime.close()``."""
         state = self.state
         await self._runtime.start()
+        if self._runtime.sharing:
+            names = ", ".join(sorted(self._runtime.sharing))
+            self._view.message(f"Asleep while the learner trains on the same devices: {names}. Nothing overlaps there.")
         state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
         if self._saved is not None:
             await self._runtime.learner.load(self._saved.learner)
             restore(state, self._saved, self._source, self._log, self._runtime)
-        self._publisher.start(state.version, await self._runtime.learner.snapshot(self._publisher.next_probe()))
+        self._publisher.start(state.version, self._runtime.learner.snapshot(self._publisher.next_probe()))
         await self._publisher.idle()
         await self._evaluate()
         state.progressed()
-        learn = LearnLoop(state, self._runtime, self._assembly, self._publisher, self._log, self)
+        learn = LearnLoop(state, self._runtime, self._assembly, self._publisher, self._log, self, self._turns)
         self._view.begin()
         reason = await self._run_loops(learn)
         after = self._accuracy[-1] if reason == "done" and self._accuracy else None
@@ -137,10 +145,13 @@ class Controller:
         scoring = self._scoring = Scoring(self.state, self._assembly, self._runtime.rewards, self._recovery.dead)
         dispatcher = Dispatcher(self.state, self._source, self._sampling, self._recovery.dead)
         self._recovery.restarted = lambda replica: self._spawn(scoring.collect(replica), f"collect {replica.name}")
+        if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
+            growth = Growth(self.state, self._runtime, self._publisher, self._view.message, self._recovery.restarted)
+            self._spawn(growth.run(), "growth")
         main = asyncio.create_task(self._main(learn), name="learn")
         self._tasks.add(main)
         self._spawn(dispatcher.run(), "dispatch")
-        self._spawn(self._recovery.run(self._publisher), "recovery")
+        self._spawn(self._recovery.run(self._publisher, self._turns), "recovery")
         self._spawn(self._log.run(), "records")
         self._spawn(self._watch(learn), "watch")
         for replica in self.state.replicas:
@@ -197,7 +208,10 @@ class Controller:
             await self._save()
 
     async def _evaluate(self) -> float | None:
-        accuracy = await self._heldout.accuracy(self.state.replicas, self._runtime.rewards, self._recovery.dead)
+        # A share for a replica that is held back would have the run wait for it alone.
+        brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
+        asked = brisk or self.state.replicas
+        accuracy = await self._heldout.accuracy(asked, self._runtime.rewards, self._recovery.dead)
         if accuracy is not None:
             self._accuracy.append(accuracy)
             self._view.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")

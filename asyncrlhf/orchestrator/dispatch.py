@@ -10,8 +10,11 @@ from functools import partial
 from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.pacing import Pacing
 from asyncrlhf.orchestrator.state import GroupInProgress, Replica, RunState
 from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
+
+FIRST_PROBE_ID = -(2**40)  # far below the ids of evaluations, which count down from -1
 
 
 def request_seed(seed: int, rollout_id: int) -> int:
@@ -34,14 +37,19 @@ class Dispatcher:
         self._source = source
         self._sampling = sampling
         self._on_dead = on_dead
-        self._next_rollout_id = state.next_group_id * state.config.num_generations
+        self._pacing = Pacing(state, self._probe)
+        self._last_prompt: Prompt | None = None
+        self._next_probe_id = FIRST_PROBE_ID
 
     async def run(self) -> None:
         """Wait for room, then hand out all that fits at once."""
-        while True:
-            plan: dict[str, list[WorkItem]] = {}
-            await self._state.changed.wait_for(partial(self._plan, plan))
-            await asyncio.gather(*(self._submit(r, plan[r.name]) for r in self._state.replicas if r.name in plan))
+        try:
+            while True:
+                plan: dict[str, list[WorkItem]] = {}
+                await self._state.changed.wait_for(partial(self._plan, plan))
+                await asyncio.gather(*(self._submit(r, plan[r.name]) for r in self._state.replicas if r.name in plan))
+        finally:
+            self._pacing.close()
 
     async def _submit(self, replica: Replica, items: list[WorkItem]) -> None:
         try:
@@ -51,6 +59,7 @@ class Dispatcher:
 
     def _plan(self, plan: dict[str, list[WorkItem]]) -> bool:
         """Admit all that has room now and write it into ``plan``; the ledger knows of it before any replica does."""
+        self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
             return False  # a schedule is finished even so, for a resume could not make up for the version that is gone
         self._plan_requeued(plan)
@@ -69,7 +78,7 @@ class Dispatcher:
                 for r in self._state.replicas
                 if r.takes_work and (r.version == group.version if scheduled else r.version >= group.version)
             ]
-            replica = _most_free(able, beyond_slots=scheduled)
+            replica = _most_free(able) if scheduled else self._pacing.choose(able, 1)
             if replica is None:
                 continue
             self._state.requeue.remove(rollout_id)
@@ -80,20 +89,21 @@ class Dispatcher:
         return self._state.gate.room(replica.version) >= size and self._state.buffer.free >= size
 
     def _choose(self) -> Replica | None:
-        """The replica with most free slots. A scheduled batch goes round robin instead, beyond the slots if need be:
-        which sequences share an engine's batch must not depend on how fast a replica was."""
+        """The replica with most free slots among those that can finish in time. A scheduled batch goes round robin
+        instead, beyond the slots if need be: which sequences share an engine's batch must not depend on how fast a
+        replica was."""
         able = [r for r in self._state.replicas if r.takes_work]
         if self._state.scheduled:
             everyone = len(able) == sum(r.alive for r in self._state.replicas) and len({r.version for r in able}) == 1
             return able[self._state.next_group_id % len(able)] if everyone else None
-        return _most_free(able, beyond_slots=False)
+        return self._pacing.choose(able, self._state.config.num_generations)
 
     def _admit_group(self, replica: Replica, plan: dict[str, list[WorkItem]]) -> None:
         state, size = self._state, self._state.config.num_generations
         group_id, now = state.next_group_id, state.now()
         state.next_group_id += 1
         ids = list(range(group_id * size, (group_id + 1) * size))
-        prompt = self._source.next()
+        prompt = self._last_prompt = self._source.next()
         step = state.gate.admit(replica.version)
         state.buffer.reserve(size)
         state.groups[group_id] = GroupInProgress(group_id, prompt, now, step, replica.version, set(ids), set(ids))
@@ -108,14 +118,24 @@ class Dispatcher:
         request = GenerationRequest(rollout_id, group_id, prompt.token_ids, seed, self._sampling)
         self._state.ledger.start(rollout_id, replica.name, replica.version)
         replica.in_flight.add(rollout_id)
+        replica.pace.begin(rollout_id, self._state.now(), self._state.version - replica.version)
         plan.setdefault(replica.name, []).append(WorkItem(request, prompt))
 
+    async def _probe(self, replica: Replica) -> bool:
+        """One rollout outside of the ledger, as an evaluation's are: nothing waits for it and nothing trains on it."""
+        if self._last_prompt is None:
+            return False
+        seed = request_seed(self._state.config.seed, self._next_probe_id)
+        request = GenerationRequest(
+            self._next_probe_id, self._next_probe_id, self._last_prompt.token_ids, seed, self._sampling
+        )
+        self._next_probe_id -= 1
+        try:
+            return bool(await replica.handle.generate([WorkItem(request, self._last_prompt)]))
+        except ReplicaError as error:
+            self._on_dead(replica, error)
+            return False
 
-# Beyond its slots a replica holds this share of them in its queue, so that a freed slot need not wait for a message. A
-# small share: what waits behind a slow replica could have begun on a fast one.
-QUEUE_SHARE = 0.25
 
-
-def _most_free(replicas: list[Replica], beyond_slots: bool) -> Replica | None:
-    able = [r for r in replicas if beyond_slots or len(r.in_flight) < r.handle.slots * (1 + QUEUE_SHARE)]
-    return max(able, key=lambda r: r.handle.slots - len(r.in_flight), default=None)
+def _most_free(replicas: list[Replica]) -> Replica | None:
+    return max(replicas, key=lambda r: r.handle.slots - len(r.in_flight), default=None)

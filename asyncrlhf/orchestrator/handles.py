@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
 
@@ -44,6 +45,12 @@ class GeneratorHandle(Protocol):
         """Load what was received between two tokens; seconds that the engine stood still."""
         ...
 
+    async def sleep(self) -> None:
+        """Sample nothing until :meth:`wake` and leave the device to the learner; what is in flight stays."""
+        ...
+
+    async def wake(self) -> None: ...
+
     async def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]: ...
 
     async def digests(self) -> dict[str, str]:
@@ -53,8 +60,14 @@ class GeneratorHandle(Protocol):
     async def close(self) -> None: ...
 
 
+class WorkerLostError(ReplicaError):
+    """A part died and will not be started again."""
+
+
 class RewardHandle(Protocol):
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]: ...
+    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
+        """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -64,8 +77,9 @@ class LearnerHandle(Protocol):
 
     async def train(self, items: Sequence[TrainItem]) -> StepResult: ...
 
-    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
-        """Copy the present weights aside for publishing."""
+    def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
+        """Copy the present weights aside for publishing. What the learner is asked for after this call finds the copy
+        begun, whether the offer was awaited or not. ``probe``: texts that the offer is to score, for the audit."""
         ...
 
     async def ticket(self) -> Any:
@@ -76,8 +90,12 @@ class LearnerHandle(Protocol):
         """Send the snapshot to all connected receivers; TransferStats."""
         ...
 
-    async def digests(self) -> dict[str, str]:
-        """Checksums of the tensors in the newest snapshot, in the generators' dtype."""
+    async def release(self, version: int) -> None:
+        """No replica needs ``version`` any more: where live weights are streamed, their update goes on."""
+        ...
+
+    async def digests(self, dtype: str) -> dict[str, str]:
+        """Checksums of the tensors in the newest version sent, in an engine's dtype."""
         ...
 
     async def save(self, folder: Path) -> None: ...
@@ -99,6 +117,11 @@ class Runtime(Protocol):
     @property
     def learner(self) -> LearnerHandle: ...
 
+    @property
+    def sharing(self) -> Collection[str]:
+        """Names of the generators on the learner's devices, which take turns with it; empty without such."""
+        ...
+
     async def start(self) -> None: ...
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
@@ -107,6 +130,12 @@ class Runtime(Protocol):
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         """A fresh replica in a dead one's place, under the same name, holding no weights yet."""
+        ...
+
+    async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:
+        """One replica more, holding no weights yet, where ``max_replicas`` lets a kind of replica grow and the machines
+        have room; else None. ``present`` names those that the run counts on. Raises ReplicaError when it cannot start.
+        """
         ...
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:

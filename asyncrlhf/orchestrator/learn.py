@@ -9,11 +9,13 @@ from typing import Any, Protocol
 from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
+from asyncrlhf.learner.base import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.meters import Meters, StepTimes
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
 
@@ -38,6 +40,7 @@ class LearnLoop:
         publisher: WeightPublisher,
         log: RolloutLog,
         bookkeeping: Bookkeeping,
+        turns: Turns,
     ) -> None:
         self._state = state
         self._runtime = runtime
@@ -45,6 +48,7 @@ class LearnLoop:
         self._publisher = publisher
         self._log = log
         self._bookkeeping = bookkeeping
+        self._turns = turns
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(state)
         self._publish_due = False
@@ -64,7 +68,7 @@ class LearnLoop:
         """After the last step: wait until the generators hold the final weights."""
         await self._publisher.idle()
         if self._publish_due:
-            await self._publish()
+            self._publish()
             await self._publisher.idle()
 
     async def _next_batch(self) -> list[Taken] | None:
@@ -79,14 +83,15 @@ class LearnLoop:
             self._purge_if_published()
             taken = self._state.buffer.take(self._state.version, self._state.unfinished_versions())
             failed = self._publisher.failure is not None
-            return taken is not None or failed or (self._publish_due and not self._publisher.busy)
+            due = self._publish_due or self._publisher.wanted
+            return taken is not None or failed or (due and not self._publisher.busy)
 
         while True:
             await self._state.changed.wait_for(look)
             self._publisher.raise_if_failed()
             if taken is not None or self._state.stopping:
                 return taken
-            await self._publish()
+            self._publish()
 
     def _purge_if_published(self) -> None:
         """No batch is taken between a publish and the purge that it asks for."""
@@ -108,21 +113,20 @@ class LearnLoop:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
         started = state.now()
         self.training = True
-        training = asyncio.ensure_future(self._runtime.learner.train(items))
+        training = asyncio.ensure_future(self._train(items))
         await self._catch_up()
-        result = await training
+        result, begun, trained = await training
         self.training = False
-        trained = state.now() - started
         self._file(taken, version)
         self._log.used(taken, version)
         state.version = version + 1
         self._retire()
-        snapshot_seconds = await self._publish_if_due()
+        await self._publish_if_due()
         metrics = self._meters.step(
             version,
             taken,
             result,
-            StepTimes(waited, trained, snapshot_seconds),
+            StepTimes(waited + begun - started, trained, self._publisher.snapshot_seconds),
             self._publisher.last_seconds,
             self._publisher.mismatch_kl,
         )
@@ -131,6 +135,13 @@ class LearnLoop:
         self._unlogged = metrics
         if self._bookkeeping.is_boundary(state.version):
             await self._catch_up()
+
+    async def _train(self, items: list[TrainItem]) -> tuple[StepResult, float, float]:
+        """One step in the learner's turn; also when the turn began, and the seconds of the step."""
+        async with self._turns.learner():
+            begun = self._state.now()
+            result = await self._runtime.learner.train(items)
+            return result, begun, self._state.now() - begun
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
         """The bound of the next batches; what is over a smaller one is met as ``async.over_stale`` says."""
@@ -146,22 +157,22 @@ class LearnLoop:
             await self._log.hand_over()
             await self._bookkeeping.after_step(metrics)
 
-    async def _publish_if_due(self) -> float:
+    async def _publish_if_due(self) -> None:
         """Each version must go out in the scheduled modes; a free run that finds the last publish still under way puts
-        this one off rather than stand still. Seconds that the snapshot took."""
+        this one off rather than stand still."""
         state = self._state
         if state.version % state.config.weights.publish_every and state.version != state.config.steps:
-            return 0.0
+            return
         if state.scheduled:
             await self._publisher.idle()
         self._publish_due = self._publisher.busy
-        return 0.0 if self._publish_due else await self._publish()
+        if not self._publish_due:
+            self._publish()
 
-    async def _publish(self) -> float:
+    def _publish(self) -> None:
+        """Without waiting for the snapshot: the learner makes it before its next step, whichever call arrives first."""
         self._publish_due = False
-        offer = await self._runtime.learner.snapshot(self._publisher.next_probe())
-        self._publisher.start(self._state.version, offer)
-        return offer.seconds
+        self._publisher.start(self._state.version, self._runtime.learner.snapshot(self._publisher.next_probe()))
 
     def _file(self, taken: list[Taken], version: int) -> None:
         for item in taken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -123,6 +123,16 @@ class LocalGenerator:
         self._changed.notify()
         return 0.0
 
+    async def sleep(self) -> None:
+        self._check()
+        self._worker.sleep(asyncio.get_running_loop().time())
+        self._changed.notify()
+
+    async def wake(self) -> None:
+        self._check()
+        self._worker.wake()
+        self._changed.notify()
+
     async def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
         self._check()
         return self._worker.score(texts)
@@ -179,8 +189,10 @@ class LocalLearner:
         await asyncio.sleep(self._step_seconds)
         return result
 
-    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
-        return self.worker.snapshot(probe)
+    def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
+        offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        offered.set_result(self.worker.snapshot(probe))
+        return offered
 
     async def ticket(self) -> Ticket:
         return self.worker.require_sender().ticket()
@@ -188,8 +200,11 @@ class LocalLearner:
     async def transfer(self, ticket: Ticket) -> TransferStats:
         return self.worker.require_sender().transfer(ticket)
 
-    async def digests(self) -> dict[str, str]:
-        return self.worker.digests()
+    async def release(self, version: int) -> None:
+        self.worker.require_sender().release(version)
+
+    async def digests(self, dtype: str) -> dict[str, str]:
+        return self.worker.digests(dtype)
 
     async def save(self, folder: Path) -> None:
         self.worker.save(folder)
@@ -204,7 +219,15 @@ class LocalLearner:
 class LocalRuntime:
     """Give it to a controller inside :func:`~asyncrlhf.orchestrator.clock.run_virtual`."""
 
-    def __init__(self, generators: Sequence[GeneratorSpec], learner: LearnerSpec, reward: RewardSpec) -> None:
+    def __init__(
+        self,
+        generators: Sequence[GeneratorSpec],
+        learner: LearnerSpec,
+        reward: RewardSpec,
+        sharing: Collection[str] = (),
+    ) -> None:
+        """``sharing``: the generators that take turns with the learner."""
+        self.sharing = frozenset(sharing)
         self._specs = {spec.name: spec for spec in generators}
         self._learner_spec = learner
         self._reward_spec = reward
@@ -229,6 +252,10 @@ class LocalRuntime:
         fresh = self._generator(self._specs[dead.name])
         self.generators[:] = [fresh if g is dead else g for g in self.generators]
         return fresh
+
+    async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:
+        """None: one process has no machines that come later."""
+        return None
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         return fetch_local(payloads)

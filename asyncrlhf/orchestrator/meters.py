@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.learner.base import StepResult
+from asyncrlhf.orchestrator.replica_meters import REPLICA_PREFIX, ReplicaMeters
 from asyncrlhf.orchestrator.state import RunState
 
 # What depends on when things happened and not on what was computed: all that two runs of one seed in
@@ -30,8 +31,15 @@ TIMING_KEYS = frozenset(
         "buffer_age",
         "dropped",
         "rollouts_in_flight",
+        "generators_alive",
+        "generators_held_back",
     }
 )
+
+
+def is_timing(key: str) -> bool:
+    """Whether the metric depends on when things happened, as all figures of single replicas do."""
+    return key in TIMING_KEYS or key.startswith(REPLICA_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,7 @@ class Meters:
         self._state = state
         self._last = state.now()
         self._started = self._last - state.elapsed  # a resumed run's clock goes on where the first one stopped
-        self._busy = 0.0
-        self._tokens = 0
+        self._replicas = ReplicaMeters(state)
 
     def step(
         self,
@@ -71,6 +78,7 @@ class Meters:
             "policy_version": version + 1,
             "wall_time": now - self._started,
             **self._staleness(version, taken),
+            **_reward_parts(taken),
             "staleness_bound": self._state.bound,
             "replayed_fraction": sum(len(t.group) for t in taken if t.replayed) / samples,
             "ref_kl": math.nan,  # null in the records, unless there is a reference policy
@@ -86,7 +94,7 @@ class Meters:
             "wait_seconds": times.waited,
             **self._buffer(),
             "rollouts_in_flight": sum(len(r.in_flight) for r in self._state.replicas),
-            **self._generators(elapsed),
+            **self._replicas.step(elapsed),
         }
         self._last = now
         self._state.elapsed = now - self._started
@@ -117,10 +125,12 @@ class Meters:
             "dropped": self._state.ledger.counts()["dropped"],
         }
 
-    def _generators(self, elapsed: float) -> dict[str, float]:
-        busy = sum(r.busy_seconds for r in self._state.replicas)
-        tokens = sum(r.tokens for r in self._state.replicas)
-        share = (busy - self._busy) / (elapsed * len(self._state.replicas))
-        rate = (tokens - self._tokens) / elapsed
-        self._busy, self._tokens = busy, tokens
-        return {"generator_idle_fraction": 1.0 - min(1.0, max(0.0, share)), "generated_tokens_per_second": rate}
+
+def _reward_parts(taken: Sequence[Taken]) -> dict[str, float]:
+    """The mean of each part of the reward, where it has more than one."""
+    values: dict[str, list[float]] = {}
+    for item in taken:
+        for rollout in item.group.rollouts:
+            for name, value in rollout.reward_parts.items():
+                values.setdefault(name, []).append(value)
+    return {f"reward/{name}": float(np.mean(of)) for name, of in values.items()} if len(values) > 1 else {}

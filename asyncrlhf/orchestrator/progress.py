@@ -109,6 +109,10 @@ class Progress:
             facts.insert(1, ("staleness", f"{get('staleness_mean'):.1f}{worst}"))
         if get("buffer_size") is not None:
             facts.append(("buffer", f"{get('buffer_size'):.0f}" + (f"/{self._capacity}" if self._capacity else "")))
+        if get("generators_alive") is not None:
+            late = get("generators_held_back") or 0
+            note = f" ({late:.0f} held back)" if late else ""
+            facts.append(("generators", f"{get('generators_alive'):.0f}{note}"))
         facts.append(("ETA", self._eta()))
         return facts
 

@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
-from asyncrlhf.actors.learner import LearnerActor, LearnerSpec
-from asyncrlhf.actors.messages import Collected, Offer, RolloutBundle, TrainItem, WorkItem
-from asyncrlhf.actors.reward import RewardActor, RewardSpec
-from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.base import StepResult
-from asyncrlhf.orchestrator.config import RayConfig
+from asyncrlhf.actors.generator import GeneratorSpec
+from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.errors import ConfigError, ReplicaError
+from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
+from asyncrlhf.orchestrator.cores import CoreSplit, available_cores, keep_to, split_cores
 from asyncrlhf.orchestrator.handles import GeneratorHandle, RewardHandle
-from asyncrlhf.transport.base import LostReceiversError, Ticket, TransferStats
-from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
+from asyncrlhf.orchestrator.nodes import this_machine
+from asyncrlhf.orchestrator.placement import Plan, generator_part, make_plan, parts_of
+from asyncrlhf.orchestrator.ray_handles import RayGenerator, RayLearner, RayReward, ask, bundle
+from asyncrlhf.orchestrator.ray_placement import Placer, free_in_ray, ray_nodes
+from asyncrlhf.transport.base import LostReceiversError
+from asyncrlhf.types import Payload, Rollout
 
-START_SECONDS = 600.0
 # glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
 # the actors of a local run keep it (measured: a fifth more samples/s on the tiny model). Read when a process starts.
 MALLOC = {
@@ -34,187 +37,9 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(2 * 10**9),
     "MALLOC_TOP_PAD_": str(10**8),
 }
-CLOSE_SECONDS = 5.0
 
-
-async def ask(name: str, reference: Any) -> Any:
-    """Await an actor's answer. Its own exception comes out as it was raised; its death as a ReplicaError."""
-    try:
-        return await reference
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except RayActorError as error:
-        lines = str(error).strip().splitlines()
-        if error.actor_init_failed:  # the message is a traceback
-            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
-        raise ReplicaError(f"{name} died: {lines[0]}") from None
-    except RayError as error:
-        raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
-
-
-async def ask_to_start(name: str, reference: Any) -> Any:
-    """As :func:`ask`, but with an end: Ray itself waits for ever for CPUs or GPUs that no machine has."""
-    try:
-        return await asyncio.wait_for(ask(name, reference), START_SECONDS)
-    except TimeoutError:
-        total, free = ray.cluster_resources(), ray.available_resources()
-        offer = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-        raise ReplicaError(f"{name} did not start within {START_SECONDS:g} s; free in Ray: {offer}.") from None
-
-
-def bundle(payloads: Sequence[Payload]) -> tuple[list[Any], list[int]]:
-    """The distinct object references behind payloads, and each payload's place among them."""
-    places: dict[Any, int] = {}
-    order = [places.setdefault(p.ref, len(places)) for p in payloads]
-    return list(places), order
-
-
-class RayGenerator:
-    def __init__(self, spec: GeneratorSpec) -> None:
-        options = {"num_cpus": spec.generator.threads, "num_gpus": spec.generator.gpus, "max_concurrency": 8}
-        self.spec = spec
-        self.actor = ray.remote(GeneratorActor).options(**options).remote(spec)
-        self._submitted: list[Any] = []
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def slots(self) -> int:
-        return self.spec.generator.slots
-
-    async def ready(self) -> None:
-        await ask_to_start(self.name, self.actor.ready.remote())
-
-    async def submit(self, items: Sequence[WorkItem]) -> None:
-        """Waits for no answer: a replica that hangs must not keep work from the others. ``collect`` raises what it
-        raised."""
-        self._submitted.append(self.actor.submit.remote(items))
-
-    async def collect(self) -> Collected:
-        """The payload is a return value of its own: its owner is this process, so it outlives the replica."""
-        submitted, self._submitted = self._submitted, []
-        facts, payload = self.actor.collect.options(num_returns=2).remote()
-        collected: Collected = await ask(self.name, facts)
-        for reference in submitted:
-            await ask(self.name, reference)
-        now = asyncio.get_running_loop().time()
-        finished = [
-            replace(info, payload=Payload(payload, info.payload.index), generated_at=now) for info in collected.finished
-        ]
-        return replace(collected, finished=finished)
-
-    async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        gone: list[int] = await ask(self.name, self.actor.cancel.remote(rollout_ids))
-        return gone
-
-    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
-        rollouts: list[Rollout] = await ask(self.name, self.actor.generate.remote(items))
-        return rollouts
-
-    async def receive(self, ticket: Ticket) -> None:
-        await ask(self.name, self.actor.receive.remote(ticket))
-
-    async def join(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
-        """Enter the weight group of ``epoch``."""
-        await ask(self.name, self.actor.connect.remote(endpoint, rank, world_size, epoch))
-
-    async def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
-        seconds: float = await ask(self.name, self.actor.load.remote(version, cache))
-        return seconds
-
-    async def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
-        logprobs: list[FloatArray] = await ask(self.name, self.actor.score.remote(texts))
-        return logprobs
-
-    async def digests(self) -> dict[str, str]:
-        digests: dict[str, str] = await ask(self.name, self.actor.digests.remote())
-        return digests
-
-    async def close(self) -> None:
-        await _close(self.actor)
-
-
-class RayReward:
-    def __init__(self, spec: RewardSpec, number: int) -> None:
-        self._name = f"reward-{number}"
-        self.actor = ray.remote(RewardActor).options(num_cpus=0, max_restarts=3, max_task_retries=3).remote(spec)
-
-    async def ready(self) -> None:
-        await ask_to_start(self._name, self.actor.ready.remote())
-
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
-        references, places = bundle(payloads)
-        wanted = [(place, p.index) for place, p in zip(places, payloads, strict=True)]
-        results: list[RewardResult] = await ask(self._name, self.actor.score.remote(wanted, *references))
-        return results
-
-    async def close(self) -> None:
-        ray.kill(self.actor)
-
-
-class RayLearner:
-    """All ranks take part in every step; rank 0 alone sends weights."""
-
-    def __init__(self, spec: LearnerSpec) -> None:
-        ranks = spec.learner.ranks
-        options = {"num_cpus": spec.learner.threads, "num_gpus": spec.learner.gpus, "max_concurrency": 4}
-        remote = ray.remote(LearnerActor).options(**options)
-        self.ranks = [remote.remote(spec, rank, ranks) for rank in range(ranks)]
-
-    async def ready(self) -> None:
-        address = await ask_to_start("learner-0", self.ranks[0].rendezvous.remote())
-        setups = [ask_to_start(f"learner-{i}", rank.setup.remote(address)) for i, rank in enumerate(self.ranks)]
-        await asyncio.gather(*setups)
-
-    async def _all(self, call: Any) -> list[Any]:
-        references = [call(rank) for rank in self.ranks]
-        return await asyncio.gather(*(ask(f"learner-{i}", r) for i, r in enumerate(references)))
-
-    async def _first(self, reference: Any) -> Any:
-        return await ask("learner-0", reference)
-
-    async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        references, places = bundle([item.payload for item in items])
-        chosen = [
-            (place, item.payload.index, item.reward, item.weight, item.masked_before_version)
-            for place, item in zip(places, items, strict=True)
-        ]
-        results: list[StepResult] = await self._all(lambda rank: rank.train.remote(chosen, *references))
-        return results[0]
-
-    async def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
-        offer: Offer = await self._first(self.ranks[0].snapshot.remote(probe))
-        return offer
-
-    async def listen(self) -> str:
-        endpoint: str = await self._first(self.ranks[0].listen.remote())
-        return endpoint
-
-    async def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        await self._first(self.ranks[0].connect.remote(endpoint, receivers, epoch))
-
-    async def ticket(self) -> Ticket:
-        ticket: Ticket = await self._first(self.ranks[0].ticket.remote())
-        return ticket
-
-    async def transfer(self, ticket: Ticket) -> TransferStats:
-        stats: TransferStats = await self._first(self.ranks[0].transfer.remote(ticket))
-        return stats
-
-    async def digests(self) -> dict[str, str]:
-        digests: dict[str, str] = await self._first(self.ranks[0].digests.remote())
-        return digests
-
-    async def save(self, folder: Path) -> None:
-        await self._all(lambda rank: rank.save.remote(str(folder.resolve())))
-
-    async def load(self, folder: Path) -> None:
-        await self._all(lambda rank: rank.load.remote(str(folder.resolve())))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(_close(rank) for rank in self.ranks))
+KNOCK_SECONDS = 5.0
+ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
 
 
 def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -222,39 +47,49 @@ def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
         task.cancel()
 
 
-async def _close(actor: Any) -> None:
-    """Let it close what it holds open, then end its process whatever it answered."""
-    await asyncio.wait([asyncio.ensure_future(_quietly(actor))], timeout=CLOSE_SECONDS)
-    ray.kill(actor)
-
-
-async def _quietly(actor: Any) -> None:
-    try:
-        await actor.close.remote()
-    except RayError:
-        return  # it is gone already, which is what closing is for
+def _knock(address: str) -> None:
+    """Raise OSError or ValueError unless somebody listens there: Ray itself would try for minutes."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():
+            raise ValueError("it names no port")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 class RayRuntime:
     """Starts Ray for the run unless it runs already or ``ray.address`` names a cluster; stops what it started."""
 
     def __init__(
-        self, config: RayConfig, generators: Sequence[GeneratorSpec], learner: LearnerSpec, reward: RewardSpec
+        self,
+        cluster: ClusterConfig,
+        config: RayConfig,
+        generators: Sequence[GeneratorSpec],
+        learner: LearnerSpec,
+        reward: RewardSpec,
+        run_dir: Path | None = None,
     ) -> None:
+        """``run_dir``: where the learner will save, which its machine must see; None when it will not."""
+        self._cluster = cluster
         self._config = config
         self._generator_specs = list(generators)
         self._learner_spec = learner
         self._reward_spec = reward
+        self._run_dir = run_dir
+        self._parts = parts_of(generators, learner.learner, reward.reward)
+        self._placer: Placer
         self._owns_ray = False
+        self._cores: CoreSplit | None = None
+        self._cores_before: frozenset[int] = frozenset()
         self._endpoint = ""
         self._epoch = 0
+        self.sharing: frozenset[str] = frozenset()
         self.generators: list[GeneratorHandle] = []
         self.rewards: list[RewardHandle] = []
         self.learner: RayLearner
 
-    def _cpus(self) -> int:
-        learner = self._learner_spec.learner
-        return sum(s.generator.threads for s in self._generator_specs) + learner.ranks * learner.threads + 1
+    @property
+    def plan(self) -> Plan:
+        return self._placer.plan
 
     def _init_ray(self) -> None:
         if ray.is_initialized():
@@ -265,12 +100,23 @@ class RayRuntime:
             os.environ.setdefault(name, value)  # inherited by Ray's processes, and by nothing else that matters
         terminate = signal.getsignal(signal.SIGTERM)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-        if self._config.address:
-            ray.init(address=self._config.address, **common)
+        address = self._config.cluster
+        if address:
+            # Ray's processes of other nodes inherit nothing from this one.
+            common["runtime_env"] = {"env_vars": {name: os.environ[name] for name in MALLOC}}
+            try:
+                _knock(address)
+                ray.init(address=address, **common)
+            except (OSError, ValueError, RuntimeError) as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                raise ConfigError(
+                    f"ray.address={address} leads to no cluster: {reason}; allowed: auto, or HOST:PORT of its head."
+                ) from error
         else:
-            # As many logical CPUs as the parts ask for: a laptop with fewer cores shares them.
+            plan = make_plan(self._cluster.placement, self._parts, nodes=1)
+            self._set_cores_aside(plan)
             ray.init(
-                num_cpus=max(self._cpus(), os.cpu_count() or 1),
+                num_cpus=int(this_machine(plan, gpus=0).total["CPU"]),
                 include_dashboard=False,
                 object_store_memory=self._config.object_store_mb * 2**20,
                 **common,
@@ -279,14 +125,54 @@ class RayRuntime:
         signal.signal(signal.SIGTERM, terminate)
         self._owns_ray = True
 
+    def _set_cores_aside(self, plan: Plan) -> None:
+        """This process, and with it all that Ray starts, keeps off the learner's cores. Not where GPUs do the work, and
+        not for parts that take turns with the learner."""
+        learner = self._learner_spec.learner
+        if not self._config.dedicated_learner_cores or plan.sharing or plan.total("GPU"):
+            return
+        others = sum(part.cpus for part in self._parts if part.kind != "learner")
+        before = available_cores()
+        self._cores = split_cores(before, learner.ranks, learner.threads, others)
+        if self._cores is not None:
+            keep_to(self._cores.others)
+            self._cores_before = before
+
     async def start(self) -> None:
+        """Raises ConfigError, before any actor starts, for what this Ray can never hold."""
         self._init_ray()
-        self.learner = RayLearner(self._learner_spec)
-        self.rewards = [RayReward(self._reward_spec, i) for i in range(self._reward_spec.reward.workers)]
-        self.generators = [RayGenerator(spec) for spec in self._generator_specs]
+        seconds = self._cluster.start_timeout_seconds
+        nodes = len(ray_nodes())
+        plan = make_plan(self._cluster.placement, self._parts, nodes)
+        self._placer = Placer(plan, start_seconds=seconds, autoscaling=self._cluster.autoscaling)
+        await self._placer.reserve()
+        self.sharing = plan.sharing
+        options = self._placer.options
+        ranks = [options(f"learner-{i}") for i in range(self._learner_spec.learner.ranks)]
+        cores = self._cores.ranks if self._cores is not None else ()
+        self.learner = RayLearner(self._learner_spec, ranks, seconds, cores)
+        self.rewards = [
+            RayReward(self._reward_spec, i, options(f"reward-{i}"), seconds)
+            for i in range(self._reward_spec.reward.workers)
+        ]
+        self.generators = [self._generator(spec) for spec in self._generator_specs]
         parts = [self.learner, *self.rewards, *self.generators]
         await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
+        if nodes > 1:
+            await self._check_run_dir()
         self._endpoint = await self.learner.listen()
+
+    def _generator(self, spec: GeneratorSpec) -> RayGenerator:
+        return RayGenerator(spec, self._placer.options(spec.name), self._cluster.start_timeout_seconds)
+
+    async def _check_run_dir(self) -> None:
+        """The learner's ranks write checkpoints themselves: better to know now than at the first one."""
+        blind = await self.learner.blind(self._run_dir) if self._run_dir is not None else []
+        if blind:
+            raise ConfigError(
+                f"run_dir={self._run_dir} does not exist on the learner's machine {', '.join(blind)}, which writes the "
+                "checkpoints; give a run_dir on a file system that all nodes share."
+            )
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
         """Raises LostReceiversError naming those that died or hung: they are not waited for, all others are."""
@@ -317,10 +203,48 @@ class RayRuntime:
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         assert isinstance(dead, RayGenerator)
         ray.kill(dead.actor)
-        fresh = RayGenerator(dead.spec)
+        await self._wait_for_room(dead.name)
+        fresh = self._generator(dead.spec)
         await fresh.ready()
         self.generators[:] = [fresh if g is dead else g for g in self.generators]
         return fresh
+
+    async def _wait_for_room(self, name: str) -> None:
+        """What a dead process held is free in a moment; what a dead node held is gone, and no reason to wait long."""
+        deadline = time.monotonic() + ROOM_SECONDS
+        while not await asyncio.to_thread(self._placer.stands, name):
+            if time.monotonic() > deadline:
+                raise ReplicaError(f"{name} has no machine to start on again; free in Ray: {free_in_ray()}")
+            await asyncio.sleep(ROOM_SECONDS / 40)
+
+    async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:
+        """A lost replica's name is free again. Whether there is room is asked of Ray at this moment."""
+        wanted = self._lacking(present)
+        spec = await asyncio.to_thread(lambda: next((s for s in wanted if self._has_room(s)), None))
+        if spec is None:
+            return None
+        if spec.name not in self.plan.seats:
+            await self._placer.add(generator_part(spec))
+        fresh = self._generator(spec)
+        await fresh.ready()
+        self.generators[:] = [*(g for g in self.generators if g.name != fresh.name), fresh]
+        return fresh
+
+    def _lacking(self, present: Collection[str]) -> list[GeneratorSpec]:
+        """Of each kind the first replica that ``max_replicas`` allows and the run lacks."""
+        found: dict[str, GeneratorSpec] = {}
+        for spec in self._generator_specs:
+            prefix = spec.name.rpartition("-")[0]
+            names = (f"{prefix}-{number}" for number in range(spec.generator.max_replicas))
+            free = next((name for name in names if name not in present), None)
+            if free is not None:
+                found.setdefault(prefix, replace(spec, name=free))
+        return list(found.values())
+
+    def _has_room(self, spec: GeneratorSpec) -> bool:
+        if spec.name in self.plan.seats:
+            return self._placer.stands(spec.name)
+        return self._placer.has_room(generator_part(spec))
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         references, places = bundle(payloads)
@@ -337,5 +261,8 @@ class RayRuntime:
             return
         parts = [*self.generators, *self.rewards, *([self.learner] if hasattr(self, "learner") else [])]
         await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
+        if hasattr(self, "_placer"):
+            self._placer.close()
         if self._owns_ray:
             ray.shutdown()
+        keep_to(self._cores_before)

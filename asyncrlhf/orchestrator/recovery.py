@@ -8,6 +8,7 @@ from collections.abc import Callable
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
 
@@ -38,7 +39,7 @@ class Recovery:
         self._dead.put_nowait(replica)
         self._state.progressed()
 
-    async def run(self, publisher: WeightPublisher) -> None:
+    async def run(self, publisher: WeightPublisher, turns: Turns) -> None:
         """Restart the dead, one after another; out of restarts the run goes on with the replicas that are left."""
         while True:
             replica = await self._dead.get()
@@ -55,7 +56,8 @@ class Recovery:
             self._refuse_lost_version(replica, publisher)
             replica.restarts += 1
             try:
-                replica.handle = await self._runtime.restart(replica.handle)
+                async with turns.start_of(replica):
+                    replica.handle = await self._runtime.restart(replica.handle)
             except ReplicaError as error:
                 self._bury(replica, error)
                 continue

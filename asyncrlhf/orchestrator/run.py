@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
+from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.checkpoint import Saved, find_checkpoint, read_checkpoint
@@ -26,15 +28,20 @@ from asyncrlhf.orchestrator.config import RunConfig, to_plain
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
 from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.nodes import shortage, this_machine
+from asyncrlhf.orchestrator.normalize import normalized
+from asyncrlhf.orchestrator.placement import Plan, make_plan, parts_of
 from asyncrlhf.orchestrator.progress import Progress
 from asyncrlhf.orchestrator.records import RunRecorder
 from asyncrlhf.orchestrator.summary import build_summary
 from asyncrlhf.orchestrator.view import RunView
 from asyncrlhf.orchestrator.wandb_sink import WandbSink
-from asyncrlhf.rewards.scorer import build_scorer, preflight
+from asyncrlhf.rewards.build import check_rewards
 from asyncrlhf.tasks.base import Task
 from asyncrlhf.tasks.build import build_task
+from asyncrlhf.transport.config import WeightsConfig, resolve_dtype
 from asyncrlhf.types import SamplingParams
+from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 
@@ -59,8 +66,8 @@ def prepare(config: RunConfig) -> Prepared:
     tokenizer = load_tokenizer(config.model)
     completion = config.generator.max_completion_length
     task = _fitting_task(config, tokenizer)
-    scorer = build_scorer(config.reward, task, completion)
-    preflight(scorer, (task.heldout() or [task.train_source(config.seed).next()])[0])
+    first = (task.heldout() or [task.train_source(config.seed).next()])[0]
+    check_rewards(config.reward, tokenizer, lambda: task, completion, first)
     if config.algorithm.loss.target:
         load_loss(config.algorithm.loss.target)
     given = Path(config.run_dir) if config.run_dir else None
@@ -96,16 +103,27 @@ def _fitting_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task
 
 def _check_devices(config: RunConfig) -> None:
     """Ray would wait for ever for a GPU that this machine does not have; a cluster's are its own business."""
-    wanted = config.generator.gpus * config.generator.replicas + config.learner.gpus * config.learner.ranks
-    if wanted == 0 or (config.runtime == "ray" and (config.ray.address or os.environ.get("RAY_ADDRESS"))):
+    plan = placement_plan(config)
+    if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
         return
     found = torch.cuda.device_count()
-    # The local runtime keeps all of its parts in one process, where they share the first GPU.
-    if found == 0 or (config.runtime == "ray" and wanted > found):
-        raise ConfigError(
-            f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g} need {wanted:g} GPUs "
-            f"in all; torch sees {found} on this machine, and ray.address names no cluster."
-        )
+    if config.runtime == "local":
+        # All parts are in one process, where they share the first GPU.
+        check(found, "runtime=local with generator.gpus or learner.gpus needs a GPU, and torch sees none here.")
+        return
+    lacking = shortage(plan, [this_machine(plan, found)])
+    if lacking is not None:
+        raise ConfigError(f"{lacking.rstrip('.')}, and ray.address names no cluster.{_flatten_hint(config, found)}")
+
+
+def _flatten_hint(config: RunConfig, gpus: int) -> str:
+    """What to do with too few GPUs, where taking turns on them is enough."""
+    try:
+        plan = placement_plan(replace(config, cluster=replace(config.cluster, placement="flatten")))
+    except ConfigError:
+        return ""
+    fits = shortage(plan, [this_machine(plan, gpus)]) is None
+    return " With cluster.placement=flatten generators and learner would take turns on them." if fits else ""
 
 
 def new_run_dir(name: str) -> Path:
@@ -118,18 +136,46 @@ def new_run_dir(name: str) -> Path:
     return folder
 
 
-def build_runtime(config: RunConfig) -> Runtime:
-    """The parts' specs, hosted as ``runtime`` says."""
-    generators = [
-        GeneratorSpec(f"generator-{i}", config.generator, config.model, config.runtime, config.weights)
-        for i in range(config.generator.replicas)
+def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
+    """``weights`` with what it leaves to the run: the dtype on the way, and the folder of ``transport=disk``, which is
+    made here. Raises ConfigError when that cannot be done."""
+    weights = replace(config.weights, dtype=resolve_dtype(config.weights.dtype, config.engine_dtypes) or "auto")
+    if weights.transport != "disk":
+        return weights
+    folder = (Path(weights.disk_path) if weights.disk_path else (run_dir or Path()) / "weights").absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"weights.disk_path={folder} cannot be made: {error}.") from error
+    check(os.access(folder, os.W_OK | os.X_OK), f"weights.disk_path={folder} cannot be written.")
+    return replace(weights, disk_path=str(folder))
+
+
+def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
+    """The replicas that a run starts with; ``weights`` as ``wire_settings`` gives it."""
+    return [
+        GeneratorSpec(kind.replica(number), kind.config, config.model, config.runtime, weights or config.weights)
+        for kind in replica_kinds(config.generator)
+        for number in range(kind.config.replicas)
     ]
+
+
+def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
+    """Which part sits on which device of a Ray with so many nodes; raises ConfigError with one sentence."""
+    parts = parts_of(generator_specs(config), config.learner, config.reward)
+    return make_plan(config.cluster.placement, parts, nodes)
+
+
+def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
+    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go."""
+    weights = wire_settings(config, run_dir)
+    generators = generator_specs(config, weights)
     learner = LearnerSpec(
         learner=config.learner,
         algorithm=config.algorithm,
         model=config.model,
         runtime=config.runtime,
-        weights=config.weights,
+        weights=weights,
         temperature=config.generator.temperature,
         max_completion_length=config.generator.max_completion_length,
         steps=config.steps,
@@ -139,10 +185,10 @@ def build_runtime(config: RunConfig) -> Runtime:
     if config.runtime == "local":
         from asyncrlhf.orchestrator.local_runtime import LocalRuntime
 
-        return LocalRuntime(generators, learner, reward)
+        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing)
     from asyncrlhf.orchestrator.ray_runtime import RayRuntime
 
-    return RayRuntime(config.ray, generators, learner, reward)
+    return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -192,10 +238,11 @@ class _Job:
         self._recorder = recorder
         self._view = view
         self._controller: Controller | None = None
+        self._taking_turns: Collection[str] = ()
 
     async def main(self) -> Outcome:
         prepared, config = self._prepared, self._prepared.config
-        runtime = build_runtime(config)
+        runtime = normalized(build_runtime(config, prepared.run_dir), config.reward)
         heldout = HeldOut(prepared.task.heldout(), prepared.sampling, runtime)
         source = prepared.task.train_source(config.seed)
         controller = self._controller = Controller(
@@ -215,13 +262,14 @@ class _Job:
         finally:
             if restore is not None:
                 restore()
+            self._taking_turns = runtime.sharing
             await controller.close()
             await runtime.close()
 
     def summary(self, reason: str, outcome: Outcome | None) -> dict[str, Any]:
         config = self._prepared.config
         counts = self._controller.state.ledger.counts() if self._controller is not None else {"admitted_total": 0}
-        return build_summary(
+        summary = build_summary(
             self._prepared.run_dir,
             ledger=counts,
             seed=config.seed,
@@ -231,6 +279,7 @@ class _Job:
             heldout_before=outcome.heldout_before if outcome is not None else None,
             heldout_after=outcome.heldout_after if outcome is not None else None,
         )
+        return {**summary, "taking_turns": sorted(self._taking_turns)}
 
 
 def _on_interrupt(controller: Controller, view: RunView) -> Any:

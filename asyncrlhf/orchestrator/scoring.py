@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrlhf.errors import ReplicaError
+from asyncrlhf.errors import ReplicaError, RewardError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.handles import RewardHandle
+from asyncrlhf.orchestrator.handles import RewardHandle, WorkerLostError
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.types import RolloutInfo
+from asyncrlhf.types import RewardResult, RolloutInfo
+
+# A rollout in so many calls that ended with their worker's death is what kills workers.
+DEATHS_ALLOWED = 1
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,15 @@ class Scoring:
         self._on_dead = on_dead
         self._ready: deque[Waiting] = deque()
         self._held: list[Waiting] = []
+        self._suspects: deque[Waiting] = deque()  # they shared a call with a worker's death, and are scored alone
+        self._deaths: dict[int, int] = {}  # by rollout id
+        self._in_hand: set[int] = set()  # ids in calls under way
 
     @property
     def queued(self) -> list[int]:
-        """Rollout ids that wait for a reward worker."""
-        return [w.info.rollout_id for w in self._ready] + [w.info.rollout_id for w in self._held]
+        """Rollout ids that wait for a reward worker, or for its answer."""
+        waiting = [*self._suspects, *self._ready, *self._held]
+        return sorted(self._in_hand) + [w.info.rollout_id for w in waiting]
 
     async def collect(self, replica: Replica) -> None:
         """Take what this replica finishes, for as long as it lives."""
@@ -91,18 +98,66 @@ class Scoring:
         self._ready.extend(ready)
 
     async def score(self, worker: RewardHandle) -> None:
-        """One reward worker: micro-batches of up to ``fusion.max_batch``, gathered for ``fusion.max_wait_ms``."""
-        fusion = self._state.config.fusion
+        """One reward worker: micro-batches of up to ``fusion.max_batch``, gathered for ``fusion.max_wait_ms``.
+
+        Returns when the worker is lost and others are left; raises ReplicaError when it was the last one, and
+        RewardError for the first rollout without a score where ``reward.on_failure`` is ``stop``.
+        """
         while True:
-            await self._state.changed.wait_for(lambda: self._ready)
-            more_to_come = any(r.in_flight for r in self._state.replicas)
-            if len(self._ready) < fusion.max_batch and fusion.max_wait_ms > 0 and more_to_come:
-                await asyncio.sleep(fusion.max_wait_ms / 1000)
-            count = min(len(self._ready), fusion.max_batch)
-            batch = [self._ready.popleft() for _ in range(count)]
+            await self._state.changed.wait_for(lambda: self._ready or self._suspects)
+            batch = await self._next_batch()
             if not batch:
                 continue
-            results = {r.rollout_id: r for r in await worker.score([w.info.payload for w in batch])}
-            for waiting in batch:
-                self._assembly.scored(waiting.info, waiting.at_version, results[waiting.info.rollout_id])
-            self._state.progressed()
+            ids = {w.info.rollout_id for w in batch}
+            self._in_hand |= ids
+            try:
+                results = await worker.score([w.info.payload for w in batch])
+            except WorkerLostError as error:
+                self._lose(worker, batch, error)
+                return
+            except ReplicaError as error:
+                self._suspect(batch, error)
+                continue
+            finally:
+                self._in_hand -= ids
+            self._file(batch, {r.rollout_id: r for r in results})
+
+    async def _next_batch(self) -> list[Waiting]:
+        if self._suspects:
+            return [self._suspects.popleft()]
+        fusion = self._state.config.fusion
+        more_to_come = any(r.in_flight for r in self._state.replicas)
+        if len(self._ready) < fusion.max_batch and fusion.max_wait_ms > 0 and more_to_come:
+            await asyncio.sleep(fusion.max_wait_ms / 1000)
+        return [self._ready.popleft() for _ in range(min(len(self._ready), fusion.max_batch))]
+
+    def _file(self, batch: list[Waiting], results: dict[int, RewardResult]) -> None:
+        stop = self._state.config.reward.on_failure == "stop"
+        for waiting in batch:
+            rollout_id = waiting.info.rollout_id
+            self._deaths.pop(rollout_id, None)
+            self._assembly.scored(waiting.info, waiting.at_version, results[rollout_id])
+            error = results[rollout_id].error
+            if stop and error is not None:
+                raise RewardError(f"Rollout {rollout_id} got no reward (reward.on_failure=stop): {error}")
+        self._state.progressed()
+
+    def _lose(self, worker: RewardHandle, batch: list[Waiting], error: ReplicaError) -> None:
+        """Go on with the workers that are left."""
+        self._workers.remove(worker)
+        if not self._workers:
+            raise ReplicaError(f"No reward worker is left: {error}")
+        self._suspect(batch, error)
+
+    def _suspect(self, batch: list[Waiting], error: ReplicaError) -> None:
+        """Score each rollout of a call that died once more, alone; one that had its second chance has failed."""
+        self._assembly.message(f"{error} Its {len(batch)} rollouts are scored again, one by one.")
+        for waiting in batch:
+            rollout_id = waiting.info.rollout_id
+            self._deaths[rollout_id] = self._deaths.get(rollout_id, 0) + 1
+            if self._deaths[rollout_id] <= DEATHS_ALLOWED:
+                self._suspects.append(waiting)
+                continue
+            cause = f"Its reward worker died {self._deaths.pop(rollout_id)} times with it: {error}"
+            self._file([waiting], {rollout_id: RewardResult(rollout_id, None, error=cause)})
+        self._state.progressed()

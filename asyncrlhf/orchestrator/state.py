@@ -13,6 +13,7 @@ from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.handles import GeneratorHandle
+from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.types import Prompt, ScoredRollout
 
 
@@ -47,6 +48,7 @@ class Replica:
     restarts: int = 0
     busy_seconds: float = 0.0  # of replicas that took its place before, too
     tokens: int = 0
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def name(self) -> str:

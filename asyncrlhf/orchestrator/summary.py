@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrlhf.orchestrator.records import METRICS_FILE, read_metrics
+from asyncrlhf.orchestrator.replica_meters import REPLICA_PREFIX
 
 PACKAGES = ("asyncrlhf", "torch", "transformers", "ray", "numpy", "hydra-core", "pyarrow", "wandb", "vllm", "deepspeed")
 _NAMED_FAILURES = 5
@@ -61,6 +62,7 @@ def build_summary(
             "bound": staleness_bound,
         },
         "timings": timing_means(rows),
+        "generators": replica_means(rows),
         "ledger": ledger_totals(ledger),
         "git": git_state(Path(__file__).resolve().parent),
         "packages": package_versions(),
@@ -102,11 +104,48 @@ def reward_ends(rows: Metrics) -> dict[str, Any]:
 
 def timing_means(rows: Metrics) -> dict[str, float]:
     """Means over the run: rates and fractions weighted by each step's wall time, seconds a step unweighted."""
-    keys = sorted({key for row in rows for key in row if key.endswith(_TIMING_ENDINGS)})
+    named = {key for row in rows for key in row if not key.startswith(REPLICA_PREFIX)}
+    keys = sorted(key for key in named if key.endswith(_TIMING_ENDINGS))
     means = {
         key: (mean(values(rows, key)) if key.endswith("_seconds") else time_weighted_mean(rows, key)) for key in keys
     }
     return {key: value for key, value in means.items() if value is not None}
+
+
+def replica_means(rows: Metrics) -> dict[str, dict[str, float]]:
+    """What each replica did over the steps that it was there, by its name; empty for a run with a single one.
+
+    ``rollouts`` and ``tokens_per_second`` are what it made, trained or not; ``held_back_fraction`` is its share of the
+    steps without work, because it was too late for the staleness bound; ``restarts`` the last count.
+    """
+    kept: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    previous = 0.0
+    for row in rows:
+        weight = max(0.0, (row.get("wall_time") or previous) - previous)
+        previous += weight
+        for key, value in row.items():
+            if key.startswith(REPLICA_PREFIX) and value is not None:
+                _, name, figure = key.split("/", 2)
+                kept.setdefault(name, {}).setdefault(figure, []).append((float(value), weight))
+    return {name: _replica_row(figures) for name, figures in kept.items()}
+
+
+def _replica_row(figures: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
+    def weighted(figure: str) -> float:
+        pairs = figures.get(figure, [])
+        total = sum(weight for _, weight in pairs)
+        return sum(v * w for v, w in pairs) / total if total else mean([v for v, _ in pairs]) or 0.0
+
+    return {
+        "rollouts": sum(value for value, _ in figures.get("rollouts", [])),
+        "tokens_per_second": weighted("tokens_per_second"),
+        "idle_fraction": weighted("idle_fraction"),
+        "latency": weighted("latency"),
+        "lag": weighted("lag"),
+        "in_flight": weighted("in_flight"),
+        "held_back_fraction": weighted("held_back"),
+        "restarts": figures["restarts"][-1][0] if "restarts" in figures else 0.0,
+    }
 
 
 def time_weighted_mean(rows: Metrics, key: str) -> float | None:
@@ -169,7 +208,10 @@ def plain_words(summary: Mapping[str, Any]) -> str:
         lines.append(f"{failures:,} rollout{'s' * (failures > 1)} failed ({reasons}) and never reached training.")
     lines.append(f"Everything is in {summary['run_dir']}; `asyncrlhf report {summary['run_dir']}` draws its curves.")
     buffer = io.StringIO()
-    Console(file=buffer, width=100, color_system=None).print(ledger_table(ledger))
+    console = Console(file=buffer, width=100, color_system=None)
+    if summary.get("generators"):
+        console.print(replica_table(summary["generators"]))
+    console.print(ledger_table(ledger))
     return "\n".join(line for line in lines if line) + "\n\n" + buffer.getvalue().rstrip() + "\n"
 
 
@@ -186,6 +228,33 @@ def ledger_table(ledger: Mapping[str, Any]) -> Table:
     table.add_row("left when the run ended", f"{ledger['left']:,}", end_section=True)
     verdict = "adds up" if ledger["adds_up"] else "DOES NOT ADD UP: please report this"
     table.add_row(f"admitted ({verdict})", f"{ledger['admitted']:,}")
+    return table
+
+
+REPLICA_COLUMNS = ("rollouts", "tokens/s", "idle", "seconds a rollout", "lag", "held back", "restarts")
+
+
+def replica_cells(figures: Mapping[str, float]) -> list[str]:
+    """One replica's figures as text, under ``REPLICA_COLUMNS``."""
+    return [
+        f"{figures['rollouts']:,.0f}",
+        f"{figures['tokens_per_second']:,.0f}",
+        f"{figures['idle_fraction']:.0%}",
+        f"{figures['latency']:.3g}",
+        f"{figures['lag']:.1f}",
+        f"{figures['held_back_fraction']:.0%}",
+        f"{figures['restarts']:.0f}",
+    ]
+
+
+def replica_table(replicas: Mapping[str, Mapping[str, float]]) -> Table:
+    """One row a generator: which of them is the straggler."""
+    table = Table(title="Generators", title_justify="left")
+    table.add_column("name")
+    for column in REPLICA_COLUMNS:
+        table.add_column(column, justify="right")
+    for name, figures in replicas.items():
+        table.add_row(name, *replica_cells(figures))
     return table
 
 

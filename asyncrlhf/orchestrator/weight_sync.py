@@ -10,10 +10,11 @@ import numpy as np
 
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.engines.base import CacheMode
+from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.transport.audit import compare, differing_tensors, judge, probe_tokens
+from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
 from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.types import FloatArray
 
@@ -39,16 +40,27 @@ class WeightPublisher:
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
         self._probe = [probe_tokens(vocab_size, PROBE_LENGTH, seed) for seed in range(PROBE_TEXTS)]
+        kinds = replica_kinds(state.config.generator)
+        self._audited = {kind.prefix for kind in kinds if kind.config.engine != "fake"}  # a fake engine has no weights
         self._lock = asyncio.Lock()
-        self._rejoining = False
+        self._rejoining = 0
+        self._streams = state.config.weights.streams
+        self._joining: list[Replica] = []  # weights.staging=stream: those that wait for the next publish
         self.last_seconds = 0.0
+        self.snapshot_seconds = 0.0  # that the learner stood still for the newest snapshot
         self.mismatch_kl = 0.0
         self.waiting_for = ""
 
     @property
     def busy(self) -> bool:
         """Whether weights are on their way, so that no new snapshot may take the place of the present one."""
-        return self._publishing or self._rejoining
+        return self._publishing or self._rejoining > 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a replica waits for a publish, of the present version if need be: where live weights are streamed
+        there is no snapshot that could be sent between two of them."""
+        return bool(self._joining)
 
     @property
     def _publishing(self) -> bool:
@@ -58,11 +70,10 @@ class WeightPublisher:
         """The probe texts when the coming publish is to be audited."""
         every = self._state.config.weights.audit_every
         due = self._publishes == 0 or (every > 0 and self._publishes % every == 0)
-        audited = self._state.config.generator.engine != "fake"
-        return self._probe if due and audited else None
+        return self._probe if due and self._audited else None
 
-    def start(self, version: int, offer: Offer) -> None:
-        """Publish in the background; the caller made sure that nothing else is under way."""
+    def start(self, version: int, offer: Awaitable[Offer]) -> None:
+        """Publish in the background what the learner was asked to offer; nothing else may be under way."""
         assert not self._publishing, "a publish is still under way"
         self.raise_if_failed()
         self._publishes += 1
@@ -89,17 +100,52 @@ class WeightPublisher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _publish(self, version: int, offer: Offer) -> None:
+    async def _publish(self, version: int, offered: Awaitable[Offer]) -> None:
         started = self._state.now()
-        async with self._lock:
-            members = [r for r in self._state.replicas if r.alive]
-            await self._send(members)
-            await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
-            self._state.published_version = version
-            if offer.probe_logprobs is not None:
-                await self._audit(members, version, offer.probe_logprobs)
+        try:
+            offer = await offered
+            self.snapshot_seconds = offer.seconds
+            async with self._lock:
+                members = [r for r in self._state.replicas if r.alive]
+                if self._streams:
+                    await self._publish_stream(members, version, offer)
+                else:
+                    await self._send(members)
+                    await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
+                    await self._loaded(members, version, offer)
+        finally:
+            if self._streams:
+                await self._release(version)  # whatever happened: the learner's next update waits for it
         self.last_seconds = self._state.now() - started
         self._state.progressed()
+
+    async def _loaded(self, members: list[Replica], version: int, offer: Offer) -> None:
+        self._state.published_version = version
+        if offer.probe_logprobs is not None:
+            await self._audit(members, version, offer.probe_logprobs)
+
+    async def _publish_stream(self, members: list[Replica], version: int, offer: Offer) -> None:
+        """All replicas stand still before the first bucket is sent, and load as the buckets come. The learner's next
+        update waits until then."""
+        joining = list(self._joining)
+        members[:] = [r for r in members if r.version != version]  # a joiner may be all that is missing
+        try:
+            await asyncio.gather(*(self._wait_to_load(replica, version) for replica in members))
+            for replica in joining:
+                replica.alive = True
+            members[:] = [r for r in [*members, *joining] if r.alive]
+            await self._send(members)
+            await self._loaded(members, version, offer)
+        finally:
+            for replica in members:
+                replica.draining = False
+            self._joining = [r for r in self._joining if r not in joining]
+
+    async def _release(self, version: int) -> None:
+        try:
+            await self._runtime.learner.release(version)
+        except ReplicaError:
+            return  # the learner's death ends the run where its step is waited for
 
     async def _send(self, members: list[Replica]) -> None:
         """Transfer the newest snapshot to all members. A member that dies or hangs on the way leaves ``members``, and
@@ -178,8 +224,16 @@ class WeightPublisher:
     async def _receive(self, replica: Replica, ticket: Any) -> None:
         try:
             await replica.handle.receive(ticket)
+            if self._streams:
+                await replica.handle.load(ticket.version, self._cache_mode)
+                replica.version = ticket.version
         except ReplicaError as error:
             self._on_dead(replica, error)
+
+    @property
+    def _cache_mode(self) -> CacheMode:
+        interrupt = not self._state.scheduled and self._state.config.async_.on_weight_update == "interrupt"
+        return "recompute" if interrupt else "keep"
 
     async def _within(self, replica: Replica, what: str, answer: Awaitable[T]) -> T:
         """A replica that hangs in the engine is named, as one that hangs in the transfer is."""
@@ -191,6 +245,20 @@ class WeightPublisher:
 
     async def _load(self, replica: Replica, version: int) -> None:
         """Load as ``async.on_weight_update`` says; only now does the gate count the replica at this version."""
+        await self._wait_to_load(replica, version)
+        try:
+            if replica.alive:
+                loading = replica.handle.load(version, self._cache_mode)
+                await self._within(replica, f"load version {version}", loading)
+                replica.version = version
+        except ReplicaError as error:
+            self._on_dead(replica, error)
+        finally:
+            replica.draining = False
+        self._state.progressed()
+
+    async def _wait_to_load(self, replica: Replica, version: int) -> None:
+        """Where ``async.on_weight_update`` says so, until the replica has nothing in flight."""
         mode = "drain" if self._state.scheduled else self._state.config.async_.on_weight_update
         if mode == "drain":
             # A scheduled batch must be generated whole by its version: wait for its admission as well as for its end.
@@ -199,16 +267,6 @@ class WeightPublisher:
             replica.draining = not self._state.scheduled
             await self._state.changed.wait_for(lambda: not replica.alive or drained())
             self.waiting_for = ""
-        try:
-            if replica.alive:
-                cache: CacheMode = "recompute" if mode == "interrupt" else "keep"
-                await self._within(replica, f"load version {version}", replica.handle.load(version, cache))
-                replica.version = version
-        except ReplicaError as error:
-            self._on_dead(replica, error)
-        finally:
-            replica.draining = False
-        self._state.progressed()
 
     def _schedule_done(self) -> bool:
         state = self._state
@@ -218,6 +276,9 @@ class WeightPublisher:
 
     async def rejoin(self, replica: Replica) -> None:
         """Bring a restarted replica to the version that the others hold. It may die over it, and is reported then."""
+        if self._streams:
+            await self._join_next(replica)
+            return
         await self._state.changed.wait_for(lambda: not self._publishing)
         self.raise_if_failed()
         # A snapshot newer than the last publish goes to all together first: nobody may get ahead of a schedule.
@@ -225,13 +286,20 @@ class WeightPublisher:
             await self._state.changed.wait_for(lambda: self._publishing)
             await self._state.changed.wait_for(lambda: not self._publishing)
             self.raise_if_failed()
-        self._rejoining = True
+        self._rejoining += 1
         try:
             async with self._lock:
                 await self._rejoin(replica, self._state.published_version)
         finally:
-            self._rejoining = False
+            self._rejoining -= 1
             self._state.progressed()
+
+    async def _join_next(self, replica: Replica) -> None:
+        """Be part of the next publish; the learner's loop makes one at once when nothing else is to be done."""
+        self._joining.append(replica)
+        self._state.changed.notify()
+        await self._state.changed.wait_for(lambda: replica not in self._joining)
+        self.raise_if_failed()
 
     async def _rejoin(self, replica: Replica, version: int) -> None:
         replica.alive = True
@@ -248,7 +316,7 @@ class WeightPublisher:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while
         rounding does not."""
         tolerance = self._state.config.audit_tolerance
-        for replica in [r for r in members if r.alive]:
+        for replica in [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]:
             try:
                 scored = await self._within(replica, "score the audit's probe", replica.handle.score(self._probe))
             except ReplicaError as error:
@@ -258,7 +326,8 @@ class WeightPublisher:
             self.mismatch_kl = result.mismatch_kl
             if result.mean_abs <= tolerance.suspicious:
                 continue
-            theirs, ours = await replica.handle.digests(), await self._runtime.learner.digests()
+            theirs = await replica.handle.digests()
+            ours = await self._runtime.learner.digests(floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)
 
 

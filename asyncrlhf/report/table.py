@@ -9,7 +9,16 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
-from asyncrlhf.orchestrator.summary import duration, mean, reward_ends, time_weighted_mean, values
+from asyncrlhf.orchestrator.summary import (
+    REPLICA_COLUMNS,
+    duration,
+    mean,
+    replica_cells,
+    replica_means,
+    reward_ends,
+    time_weighted_mean,
+    values,
+)
 from asyncrlhf.report.load import Group, Run, config_differences
 
 MISSING = "-"
@@ -26,7 +35,7 @@ class Table:
 
 def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
     """The tables that these runs call for, in the order to show them."""
-    tables = [_results(runs), _ledger(runs)]
+    tables = [_results(runs), _ledger(runs), *_replicas(runs)]
     if any(len(group.runs) > 1 for group in groups):
         tables.insert(0, _seeds(groups))
     differences = config_differences(runs)
@@ -100,6 +109,14 @@ def _ledger(runs: Sequence[Run]) -> Table:
         counts = [f"{ledger['admitted']:,}", f"{ledger['trained']:,}", dropped, failed, f"{ledger['left']:,}"]
         rows.append([run.label, *counts, "yes" if ledger["adds_up"] else "NO"])
     return Table("Rollouts: admitted = trained + dropped + failed + left", header, rows)
+
+
+def _replicas(runs: Sequence[Run]) -> list[Table]:
+    """One row a generator, for the runs that had several."""
+    rows = [
+        [run.label, name, *replica_cells(figures)] for run in runs for name, figures in replica_means(run.rows).items()
+    ]
+    return [Table("Generators", ["run", "generator", *REPLICA_COLUMNS], rows)] if rows else []
 
 
 def _seeds(groups: Sequence[Group]) -> Table:

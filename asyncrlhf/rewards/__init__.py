@@ -1,1 +1,1 @@
-"""Reward functions: task rules and a user's own."""
+"""Rewards: task rules, functions of the user, reward models, judges, remote endpoints, and sums of them."""

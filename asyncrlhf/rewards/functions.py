@@ -1,20 +1,18 @@
-"""Where reward functions come from: the task's own rule, or a Python function of the user's."""
+"""Scores from functions of this process: the task's own rule, and the length of the response."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from asyncrlhf.errors import ConfigError
-from asyncrlhf.plugins import load_function
-from asyncrlhf.rewards.base import RewardFunction
+from asyncrlhf.errors import RewardError
+from asyncrlhf.rewards.base import RewardFunction, Score, columns_of
+from asyncrlhf.rewards.guard import call_function
 from asyncrlhf.tasks.base import Task
-from asyncrlhf.types import Prompt
-
-COLUMNS = ("answer", "metadata", "completion_ids")
+from asyncrlhf.types import Prompt, Rollout
 
 
 def task_reward(task: Task) -> RewardFunction:
@@ -32,14 +30,62 @@ def task_reward(task: Task) -> RewardFunction:
     return reward
 
 
-def load_target(target: str) -> RewardFunction:
-    """The function that ``package.module:function`` names; the working directory is looked in too."""
-    where, function = f"reward.target={target}", load_function("reward.target", target)
-    try:
-        inspect.signature(function).bind(prompts=[], completions=[], **{column: [] for column in COLUMNS})
-    except TypeError as error:
-        raise ConfigError(
-            f"{where} cannot be called with prompts, completions and the columns {', '.join(COLUMNS)} ({error}); "
-            "write it as f(prompts, completions, **columns)."
-        ) from error
-    return function
+class FunctionSource:
+    """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is left behind, for
+    Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`)."""
+
+    def __init__(self, function: RewardFunction, timeout_seconds: float) -> None:
+        self._function = function
+        self._timeout = timeout_seconds
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        columns = columns_of(rollouts)
+        scores: list[Score] = call_with_timeout(lambda: call_function(self._function, columns), self._timeout)
+        return scores
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class LengthSource:
+    """The number of response tokens, for a sum that weighs it."""
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        return [float(len(r.response_ids)) for r in rollouts]
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def call_with_timeout(
+    call: Callable[[], Any],
+    seconds: float,
+    who: str = "The reward function",
+    on_timeout: Callable[[], None] | None = None,
+) -> Any:
+    """What ``call`` returns, or the RewardError that it raises; a RewardError when it takes longer than ``seconds``."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = call()
+        except RewardError as error:
+            outcome["error"] = error
+
+    # A daemon thread: one that never returns must not keep the process alive.
+    thread = threading.Thread(target=run, daemon=True, name="reward")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        if on_timeout is not None:
+            on_timeout()
+        raise RewardError(late(who, seconds))
+    if "error" in outcome:
+        raise outcome["error"]
+    if "value" not in outcome:
+        raise RewardError(f"{who} ended its thread.")
+    return outcome["value"]
+
+
+def late(who: str, seconds: float) -> str:
+    return f"{who} took longer than reward.timeout_seconds={seconds:g}."

@@ -60,7 +60,7 @@ def judge(result: AuditResult, tolerance: Tolerance, differing: Sequence[str], r
 
 
 def tensor_digests(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, str]:
-    """A checksum of each tensor's dtype, shape and bytes; equal in every process for equal tensors.
+    """A checksum of each tensor's dtype, shape and bytes, the dtype in front; equal in every process for equal tensors.
 
     ``dtype``: that of the floating tensors on the other side, to which they are rounded first.
     """
@@ -70,8 +70,14 @@ def tensor_digests(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None
             tensor = tensor.to(dtype)
         digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
         digest.update(as_bytes(tensor.detach().cpu()).data)
-        digests[name] = digest.hexdigest()
+        digests[name] = f"{str(tensor.dtype).removeprefix('torch.')}:{digest.hexdigest()}"
     return digests
+
+
+def floating_dtype(digests: Mapping[str, str]) -> str:
+    """The dtype of the floating tensors behind ``digests``, which is the one to round the other side's to first."""
+    kinds = (digest.partition(":")[0] for digest in digests.values())
+    return next((kind for kind in kinds if kind.startswith(("float", "bfloat"))), "float32")
 
 
 def differing_tensors(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

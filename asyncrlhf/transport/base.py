@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import WeightManifest
@@ -36,18 +34,24 @@ def _rebuild(sentence: str, receivers: Mapping[str, str]) -> LostReceiversError:
 class Ticket:
     """The right to receive one published version; small, and picklable by whatever carries it to the receivers.
 
-    ``refs``: where the buckets lie, for the transports that do not stream them.
+    ``refs``: where the buckets lie, for the transports that do not stream them. ``checksums``: one a bucket; empty
+    without ``weights.checksum``, and where weights are streamed from live parameters, whose checksums travel along.
+    ``delta``: a receiver keeps the buckets whose checksum it holds already.
     """
 
     version: int
     epoch: int
     manifest: WeightManifest
     refs: tuple[Any, ...] = ()
+    checksums: tuple[int, ...] = ()
+    delta: bool = False
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """``seconds`` of the transfer, payload ``bytes`` to each receiver, ``stall_seconds`` the learner stood still."""
+    """``seconds`` of the transfer, payload ``bytes`` sent to each receiver (with ``weights.delta`` fewer than the
+    model's), ``stall_seconds`` the learner stood still.
+    """
 
     seconds: float
     bytes: int
@@ -55,9 +59,7 @@ class TransferStats:
 
 
 class WeightSender(Protocol):
-    """Lives beside the learner. The training thread calls ``snapshot``, or ``begin_snapshot`` and ``fence``; another
-    thread calls the rest.
-    """
+    """Lives beside the learner. The training thread calls ``begin_snapshot`` and ``fence``; another calls the rest."""
 
     def listen(self, host: str = "") -> str:
         """Open the rendezvous and return its endpoint, ``host:port``; an empty text where none is needed."""
@@ -70,38 +72,37 @@ class WeightSender(Protocol):
         """
         ...
 
-    def snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> float:
-        """Copy ``params`` aside as ``version``; waits for a transfer that still reads the snapshot before.
-
-        Returns the seconds that the learner stood still. Raises WeightSyncError naming a tensor that does not fit.
-        """
-        ...
-
     def begin_snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
-        """Start ``snapshot`` in the background. ``params`` must not change before ``fence`` has returned."""
+        """Have ``params`` stand for ``version`` from now on. They must not change before ``fence`` has returned."""
         ...
 
     def fence(self) -> float:
-        """Wait for the snapshot that was begun, before the parameters change: at the head of an optimizer step.
+        """Wait until nothing reads the parameters any more, before they change: at the head of an optimizer step.
 
-        Returns the seconds waited, 0 when none was begun. Raises what ``snapshot`` raises.
+        For a snapshot that is its copy's end; where live parameters are streamed it is ``release``. Returns the seconds
+        waited, 0 when none was begun. Raises WeightSyncError naming a tensor that does not fit.
         """
         ...
 
+    def release(self, version: int) -> None:
+        """Nobody needs ``version`` from the live parameters any more: whoever waits at ``fence`` goes on."""
+        ...
+
     def ticket(self) -> Ticket:
-        """The ticket of the newest snapshot, to be handed to every receiver."""
+        """The ticket of the newest version, to be handed to every receiver."""
         ...
 
     def transfer(self, ticket: Ticket) -> TransferStats:
-        """Send the snapshot; blocks until every receiver of the group has it.
+        """Send the version; blocks until every receiver of the group has it (``collective``), or until receivers can
+        fetch it (``local``, ``object_store``, ``disk``: a receiver has it when its own call returns).
 
         Raises LostReceiversError naming the receivers that died, refused or did not answer within the time-out. The
         group is gone then: ``connect`` a new epoch with the survivors.
         """
         ...
 
-    def export(self) -> tuple[Ticket, list[NDArray[np.uint8]]]:
-        """A copy of the newest snapshot's buckets, for a replica that joins late (``views_of`` unpacks it)."""
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What the newest version holds, for comparison; of live parameters before ``release`` only."""
         ...
 
     def close(self) -> None: ...
@@ -117,7 +118,16 @@ class WeightReceiver(Protocol):
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
         """Take part in the transfer of ``ticket``. Returns views on staging memory, valid until the next call.
 
-        Raises WeightSyncError when the ticket is not what the sender sends, or the sender is lost.
+        Raises WeightSyncError when the ticket is not what the sender sends, the sender is lost, or a bucket's checksum
+        differs.
+        """
+        ...
+
+    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        """As ``receive``, one bucket after another (``weights.staging=stream``); a bucket's tensors are valid until the
+        next one is asked for. Nothing is received before the first is asked for.
+
+        An error on the way leaves the version incomplete: whoever loaded the buckets before it must not use them.
         """
         ...
 

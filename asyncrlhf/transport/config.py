@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range
 
-TRANSPORTS = ("auto", "collective", "object_store", "local")
+TRANSPORTS = ("auto", "collective", "object_store", "disk", "local")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+STAGINGS = ("snapshot", "stream")
+STREAMING = ("auto", "collective", "disk")  # transports that can send without a copy of the whole model
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,18 @@ def choose_tolerance(asked: float, exact: bool) -> Tolerance:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """``transport=auto``: ``local`` in the local runtime, ``collective`` under Ray."""
+    """``transport=auto``: ``local`` in the local runtime, ``collective`` under Ray. ``dtype=auto``: that of the engines
+    where all replicas share one, else the learner's own.
+    """
 
     transport: str = "auto"
     publish_every: int = 1  # learner steps
     bucket_mb: float = 32.0
+    dtype: str = "auto"  # of floating tensors on their way
+    checksum: bool = True  # one a bucket, verified by every receiver
+    delta: bool = False  # send only the buckets that changed since the receivers' last version
+    staging: str = "snapshot"  # stream: two buckets of memory on each side, and the learner's next update waits
+    disk_path: str = ""  # transport=disk; empty: the run directory's folder `weights`
     audit_every: int = 50  # publishes; 0 audits at start-up only
     audit_tolerance: float = 0.0  # mean |log-prob difference|; 0: 1e-3, in half precision 1 if all arrived
     timeout_seconds: float = 120.0
@@ -46,6 +57,41 @@ class WeightsConfig:
         check_choice("weights.transport", self.transport, TRANSPORTS)
         check_range("weights.publish_every", self.publish_every, low=1)
         check_range("weights.bucket_mb", self.bucket_mb, low=0, exclusive_low=True)
+        check_choice("weights.dtype", self.dtype, DTYPES)
+        check_choice("weights.staging", self.staging, STAGINGS)
         check_range("weights.audit_every", self.audit_every, low=0)
         check_range("weights.audit_tolerance", self.audit_tolerance, low=0)
         check_range("weights.timeout_seconds", self.timeout_seconds, low=0, exclusive_low=True)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        check(
+            self.checksum or not self.delta,
+            "weights.delta=true finds what changed by the buckets' checksums; it needs weights.checksum=true.",
+        )
+        check(
+            self.staging == "snapshot" or not self.delta,
+            "weights.delta=true needs the copies that weights.staging=stream does without; allowed: snapshot.",
+        )
+        check(
+            self.staging == "snapshot" or self.transport in STREAMING,
+            f"weights.staging=stream does not work with weights.transport={self.transport}; "
+            f"allowed: {', '.join(STREAMING)}.",
+        )
+        check(
+            self.transport == "disk" or not self.disk_path,
+            f"weights.disk_path={self.disk_path} is read by weights.transport=disk alone, not by {self.transport}.",
+        )
+
+    @property
+    def streams(self) -> bool:
+        return self.staging == "stream"
+
+
+def resolve_dtype(asked: str, engines: Sequence[str]) -> str:
+    """The dtype on the way: ``asked``, or for ``auto`` the one that all ``engines`` compute in. Empty where they differ
+    or there are none: the learner's own, which loses nothing.
+    """
+    if asked != "auto":
+        return asked
+    return engines[0] if len(set(engines)) == 1 else ""

@@ -33,6 +33,11 @@ class Line:
         self.local_host: str = connection.getsockname()[0]
         self.remote_host: str = connection.getpeername()[0]
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message was read already, which ``select`` does not see."""
+        return b"\n" in self._buffer
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -93,7 +98,8 @@ def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, s
     lost: dict[str, str] = {}
     deadline = time.monotonic() + seconds
     while waiting and (remaining := deadline - time.monotonic()) > 0:
-        readable = select.select(list(waiting.values()), [], [], remaining)[0]
+        read_already = [line for line in waiting.values() if line.has_message]
+        readable = read_already or select.select(list(waiting.values()), [], [], remaining)[0]
         for name in [name for name, line in waiting.items() if line in readable]:
             try:
                 message = waiting.pop(name).poll(1.0)

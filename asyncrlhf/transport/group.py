@@ -26,6 +26,12 @@ def choose_backend(identities: list[str]) -> str:
     return "nccl" if alone and all(i.startswith("cuda") for i in identities) and dist.is_nccl_available() else "gloo"
 
 
+def _last_resort(seconds: float) -> float:
+    """Longer than the control lines wait: these know who is silent, while a broadcast that gives up first would have an
+    innocent receiver report it."""
+    return 2 * seconds + 2
+
+
 class BroadcastGroup:
     """Rank 0 broadcasts to all others. ``host``: this rank's address as the others reach it (gloo)."""
 
@@ -38,14 +44,14 @@ class BroadcastGroup:
         self._group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds)
+            options._timeout = timedelta(seconds=_last_resort(seconds))
             with torch.cuda.device(device):
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             gloo = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=host)]
-            options._timeout = timedelta(seconds=seconds)
+            options._timeout = timedelta(seconds=_last_resort(seconds))
             options._threads = GLOO_THREADS
             self._group = gloo(store, rank, size, options)
 
@@ -55,6 +61,25 @@ class BroadcastGroup:
         options.rootRank = 0
         with self._own_stream():
             self._works = [self._group.broadcast([tensor], options) for tensor in tensors]
+
+    def start(self, tensor: torch.Tensor) -> int:
+        """Start one more broadcast after those under way; returns its place for ``completed`` and ``wait_one``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with self._own_stream():
+            self._works.append(self._group.broadcast([tensor], options))
+        return len(self._works) - 1
+
+    def completed(self, place: int) -> bool:
+        """Whether one broadcast has ended, well or not; never blocks."""
+        return bool(self._works[place].is_completed())
+
+    def wait_one(self, place: int) -> None:
+        """As ``wait``, for one broadcast."""
+        with self._own_stream():
+            self._works[place].wait()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def finished(self) -> bool:
         """Whether every broadcast has ended, well or not; never blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.base import Ticket, TransferStats
 from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
 from asyncrlhf.transport.snapshot import SnapshotHolder
-from asyncrlhf.types import WeightManifest
+from asyncrlhf.transport.staging import Staging, payload_bytes
 
 
 class LocalSender(SnapshotHolder):
@@ -28,11 +28,13 @@ class LocalSender(SnapshotHolder):
     def ticket(self) -> Ticket:
         self.settle()
         with self.lock:
-            return Ticket(self._newest(), self.epoch, self.manifest, (self.buckets,))
+            return self.new_ticket((self.buckets,))
 
     def transfer(self, ticket: Ticket) -> TransferStats:
         """Nothing travels before a receiver copies; the receivers may live in the calling thread."""
-        return TransferStats(0.0, self.manifest.total_bytes, self.stall_seconds)
+        payload = payload_bytes(self.manifest, self.outgoing())
+        self.sent = ticket.checksums
+        return TransferStats(0.0, payload, self.stall_seconds)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -42,33 +44,23 @@ class LocalReceiver:
     """Copies the snapshot into staging memory of its own."""
 
     def __init__(self) -> None:
-        self._staging: FlatBuckets | None = None
+        self._staged = Staging()
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
         """A local receiver needs no group."""
+        self._staged.name = name
 
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
-        self._staging = staging_for(ticket.manifest, self._staging)
+        staging, wanted = self._staged.begin(ticket)
         (source,) = ticket.refs
         difference = manifest_difference(ticket.manifest, source.manifest)
         if difference is not None:
             raise WeightSyncError(f"Version {ticket.version} does not fit its ticket's manifest: {difference}.")
-        self._staging.copy_buckets(source.tensors)
-        return self._staging.views()
+        staging.copy_buckets([source.tensors[i] for i in wanted], wanted)
+        return self._staged.finish(ticket)
+
+    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        raise WeightSyncError("The local transport has nothing to stream: the snapshot is in this process.")
 
     def close(self) -> None:
-        self._staging = None
-
-
-def staging_for(
-    manifest: WeightManifest, staging: FlatBuckets | None, device: torch.device | str = "cpu"
-) -> FlatBuckets:
-    """``staging`` itself, or new memory the first time. Raises WeightSyncError when the layout is another one: a run
-    publishes one model, so that a changed layout is somebody's mistake.
-    """
-    if staging is None:
-        return FlatBuckets(manifest, device)
-    difference = manifest_difference(staging.manifest, manifest)
-    if difference is not None:
-        raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
-    return staging
+        self._staged.drop()

@@ -11,27 +11,37 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.gather import portions, whole
 from asyncrlhf.types import TensorEntry, WeightManifest
 
 ALIGNMENT = 16  # bytes; every dtype of torch can be viewed at such an offset
 COPY_PIECE_BYTES = 8 << 20  # small enough to share the work evenly, large enough that a call costs nothing
 
 
-def build_manifest(params: Mapping[str, torch.Tensor], bucket_bytes: int) -> WeightManifest:
+def wire_dtype(dtype: torch.dtype, cast: torch.dtype | None) -> torch.dtype:
+    """What a tensor of ``dtype`` travels as: ``cast`` for floating ones where it is given, else as it is."""
+    return cast if cast is not None and dtype.is_floating_point else dtype
+
+
+def build_manifest(
+    params: Mapping[str, torch.Tensor], bucket_bytes: int, cast: torch.dtype | None = None
+) -> WeightManifest:
     """Lay out ``params`` in order, each at a 16-byte boundary, in buckets of at most ``bucket_bytes`` bytes.
 
-    A tensor larger than that gets a bucket of its own. Raises WeightSyncError when there is nothing to send.
+    Names, shapes and dtypes are read, no values. Floating tensors travel as ``cast`` where it is given. A tensor larger
+    than a bucket gets one of its own. Raises WeightSyncError when there is nothing to send.
     """
     if not params:
         raise WeightSyncError("There are no parameters to publish.")
     entries: list[TensorEntry] = []
     sizes = [0]
     for name, tensor in params.items():
-        nbytes = -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        dtype = wire_dtype(tensor.dtype, cast)
+        nbytes = -(-tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if sizes[-1] and sizes[-1] + nbytes > bucket_bytes:
             sizes.append(0)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name, tuple(tensor.shape), dtype, len(sizes) - 1, sizes[-1]))
+        text = str(dtype).removeprefix("torch.")
+        entries.append(TensorEntry(name, tuple(tensor.shape), text, len(sizes) - 1, sizes[-1]))
         sizes[-1] += nbytes
     return WeightManifest(tuple(entries), tuple(sizes))
 
@@ -65,13 +75,14 @@ def views_of(manifest: WeightManifest, buckets: Sequence[torch.Tensor]) -> dict[
     sizes = tuple(bucket.numel() for bucket in buckets)
     if sizes != manifest.bucket_bytes:
         raise WeightSyncError(f"Buckets of {sizes} bytes do not fit a manifest of {manifest.bucket_bytes} bytes.")
-    views = {}
-    for entry in manifest.tensors:
-        dtype = getattr(torch, entry.dtype)
-        nbytes = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-        piece = buckets[entry.bucket][entry.offset : entry.offset + nbytes]
-        views[entry.name] = piece.view(dtype).view(entry.shape)
-    return views
+    return {entry.name: view_of(entry, buckets[entry.bucket]) for entry in manifest.tensors}
+
+
+def view_of(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
+    """One tensor as a view on the memory of its bucket (uint8 [bytes])."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    nbytes = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
+    return bucket[entry.offset : entry.offset + nbytes].view(dtype).view(entry.shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -99,45 +110,59 @@ class FlatBuckets:
         """The tensors by name, as views on the buckets."""
         return dict(self._views)
 
-    @torch.no_grad()
-    def copy_from(self, params: Mapping[str, torch.Tensor]) -> None:
+    def copy_from(self, params: Mapping[str, torch.Tensor], cast: torch.dtype | None = None) -> None:
         """Copy every tensor's present value in, with torch's intra-op thread count; returns when the copies are done.
 
-        Raises WeightSyncError naming the first tensor that is missing, unknown, or of another shape or dtype.
+        ``cast``: what the manifest was built with. Raises WeightSyncError naming the first tensor that is missing,
+        unknown, or of another shape or dtype.
         """
-        self._check(params)
-        pieces: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
-        for name, view in self._views.items():
-            source = params[name].detach()
-            if source.device.type == "cpu" and view.device.type == "cpu":
-                pieces.extend(_pieces(as_bytes(view), as_bytes(source)))
-            else:
-                view.copy_(source, non_blocking=True)
-        copy_pieces(pieces, torch.get_num_threads())
-        if any(param.device.type == "cuda" for param in params.values()):
-            torch.cuda.current_stream().synchronize()
+        check_params(self.manifest, params, cast)
+        for names in portions(self.manifest, params):
+            with whole(params, names) as tensors:
+                copy_tensors({name: self._views[name] for name in names}, tensors)
 
-    def copy_buckets(self, buckets: Sequence[torch.Tensor | NDArray[np.uint8]]) -> None:
-        """Overwrite the buckets with others of the same sizes; raises WeightSyncError when the sizes differ."""
-        sizes = tuple(len(bucket) for bucket in buckets)
-        if sizes != self.manifest.bucket_bytes:
-            raise WeightSyncError(
-                f"Buckets of {sizes} bytes do not fit a manifest of {self.manifest.bucket_bytes} bytes."
-            )
-        for own, other in zip(self.tensors, buckets, strict=True):
+    def copy_buckets(
+        self, buckets: Sequence[torch.Tensor | NDArray[np.uint8]], indices: Sequence[int] | None = None
+    ) -> None:
+        """Overwrite the buckets ``indices`` (all) with others; raises WeightSyncError when the sizes differ."""
+        chosen = range(len(self.tensors)) if indices is None else indices
+        sizes = [len(bucket) for bucket in buckets]
+        wanted = [self.manifest.bucket_bytes[index] for index in chosen]
+        if sizes != wanted:
+            raise WeightSyncError(f"Buckets of {sizes} bytes do not fit a manifest of {wanted} bytes.")
+        for index, other in zip(chosen, buckets, strict=True):
             if isinstance(other, torch.Tensor):
-                own.copy_(other)
+                self.tensors[index].copy_(other)
             else:
-                np.copyto(own.numpy(), other)
+                np.copyto(self.tensors[index].numpy(), other)
 
-    def _check(self, params: Mapping[str, torch.Tensor]) -> None:
-        same = len(params) == len(self._views) and all(
-            name in params and params[name].shape == view.shape and params[name].dtype == view.dtype
-            for name, view in self._views.items()
-        )
-        if not same:
-            difference = manifest_difference(self.manifest, build_manifest(params, 1))
-            raise WeightSyncError(f"The parameters do not fit the manifest: {difference}.")
+
+def check_params(manifest: WeightManifest, params: Mapping[str, torch.Tensor], cast: torch.dtype | None = None) -> None:
+    """Raise WeightSyncError that names the first of ``params`` which is not what ``manifest`` was built from."""
+    same = len(params) == len(manifest.tensors) and all(
+        (given := params.get(entry.name)) is not None
+        and given.shape == entry.shape
+        and wire_dtype(given.dtype, cast) == getattr(torch, entry.dtype)
+        for entry in manifest.tensors
+    )
+    if not same:
+        difference = manifest_difference(manifest, build_manifest(params, 1, cast))
+        raise WeightSyncError(f"The parameters do not fit the manifest: {difference}.")
+
+
+@torch.no_grad()
+def copy_tensors(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Copy into each target its source, cast to the target's dtype; returns when the copies are done."""
+    pieces: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+    for name, target in targets.items():
+        source = sources[name].detach()
+        if source.device.type == "cpu" and target.device.type == "cpu" and source.dtype == target.dtype:
+            pieces.extend(_pieces(as_bytes(target), as_bytes(source)))
+        else:
+            target.copy_(source, non_blocking=True)
+    copy_pieces(pieces, torch.get_num_threads())
+    if any(sources[name].device.type == "cuda" or target.device.type == "cuda" for name, target in targets.items()):
+        torch.cuda.current_stream().synchronize()
 
 
 def _pieces(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:

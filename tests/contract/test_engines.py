@@ -185,6 +185,39 @@ def test_a_paused_engine_samples_nothing_and_then_goes_on(make_engine: MakeEngin
         np.testing.assert_array_equal(result.response_ids, done[rollout_id].response_ids)
 
 
+def test_a_sleeping_engine_takes_calls_and_goes_on_after_the_wake(make_engine: MakeEngine) -> None:
+    requests = make_requests(6, longest=14, stops=())
+    engine = make_engine(4)
+    text = [np.arange(2, 12)]
+    before = engine.score(text)[0]
+    clock = Clock(engine)
+    engine.submit(requests[:5])
+    done = {result.rollout_id: result for _ in range(3) for result in clock.step(small=True)}
+    engine.sleep()
+    engine.sleep()
+    assert engine.asleep
+    engine.submit(requests[5:])
+    engine.load_weights(7, engine.parameters(), "keep")
+    engine.load_weights(8, engine.parameters(), "recompute")
+    np.testing.assert_allclose(engine.score(text)[0], before, atol=1e-5)
+    in_flight = engine.in_flight()
+    assert set(in_flight) | set(done) == set(range(6))
+    for _ in range(5):
+        assert engine.step(clock.now).finished == []
+        clock.now += 50.0
+    engine.wake()
+    engine.wake()
+    assert not engine.asleep and engine.in_flight() == in_flight
+    done |= clock.drain()
+    whole = make_engine(4)
+    whole.submit(requests)
+    for rollout_id, result in Clock(whole).drain().items():
+        np.testing.assert_array_equal(result.response_ids, done[rollout_id].response_ids)
+        np.testing.assert_allclose(result.behavior_logprobs, done[rollout_id].behavior_logprobs, atol=1e-5)
+    assert {version for result in done.values() for version in result.policy_versions.tolist()} == {0, 8}
+    assert set(done[5].policy_versions.tolist()) == {8}
+
+
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 def test_tags_change_exactly_at_the_load(make_engine: MakeEngine, cache: str) -> None:
     engine = make_engine(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,13 +34,31 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+SETTINGS = {
+    "torch": {"backend": "torch"},
+    "fsdp2": {"backend": "torch", "sharding": "fsdp2"},
+    "zero2": {"backend": "deepspeed", "zero_stage": 2},
+    "zero3": {"backend": "deepspeed", "zero_stage": 3},
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=needs_deepspeed if settings["backend"] == "deepspeed" else ())
+        for name, settings in SETTINGS.items()
+    ]
+)
 def make(request: pytest.FixtureRequest) -> Make:
     def build(algorithm: AlgorithmConfig | None = None, **learner: object) -> LearnerBackend:
-        config = LearnerConfig(backend=request.param, **({"learning_rate": 1e-2, "token_budget": 40} | learner))
+        config = LearnerConfig(**({"learning_rate": 1e-2, "token_budget": 40} | SETTINGS[request.param] | learner))
         return build_learner(config, algorithm or AlgorithmConfig(), llama, steps=20)
 
     return build
+
+
+def test_every_backend_is_held_to_this() -> None:
+    assert {settings["backend"] for settings in SETTINGS.values()} == set(BACKENDS)
 
 
 def snapshot(learner: LearnerBackend) -> dict[str, torch.Tensor]:

@@ -195,23 +195,8 @@ def test_other_sampling_modes_run_to_the_end(tmp_path: Path, sampling: str) -> N
     assert (done.trained.staleness <= 4).all()
 
 
-def half_failing(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    rewards = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if completion and sum(map(ord, prompt + completion)) % 10 == 0:
-            raise ValueError("cannot judge this")
-        rewards.append(float(len(completion)))
-    return rewards
-
-
-def always_failing(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    if any("=" not in c and c != columns["answer"][0] for c in completions):  # type: ignore[index]
-        raise ValueError("never satisfied")
-    return [1.0] * len(prompts)
-
-
 def test_single_failures_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
-    target = "reward.target=tests.integration.test_local_loop:half_failing"
+    target = "reward.target=tests.reward_functions:half_failing"
     done = run(tmp_path, *FAKE, "steps=20", "reward.kind=python", target)
     done.assert_ledger_whole()
     failed = done.rollouts[done.rollouts.state == "failed"]
@@ -221,7 +206,7 @@ def test_single_failures_are_counted_and_the_run_goes_on(tmp_path: Path) -> None
 
 
 def test_mass_failure_ends_the_run_with_its_cause(tmp_path: Path) -> None:
-    target = "reward.target=tests.integration.test_local_loop:always_failing"
+    target = "reward.target=tests.reward_functions:always_failing"
     with pytest.raises(AsyncRLHFError, match=r"of the last 16 rollouts failed .* never satisfied"):
         run(tmp_path, *FAKE, "steps=20", "reward.kind=python", target, "generator.fake.correct_probability=0.1")
 

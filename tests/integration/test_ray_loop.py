@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.ray_runtime import RayLearner
+from asyncrlhf.orchestrator.ray_handles import RayLearner
 from tests.loop import FAKE, Finished
 from tests.loop import run as local_run
 from tests.ray_run import before, run, strike, watch

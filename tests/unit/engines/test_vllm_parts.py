@@ -33,6 +33,7 @@ class LateCore:
         self.batch_queue: deque[list[Any]] = deque()
         self._left: dict[str, int] = {}
         self._weights, self._paused = 0, False
+        self.calls: list[str] = []  # of sleep and wake
         self._llm = SimpleNamespace(engine_core=SimpleNamespace(engine_core=self))
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
@@ -80,6 +81,36 @@ class LateCore:
 
     def forget_cache(self, *, running: bool) -> None:
         assert not running
+
+    def sleep(self) -> None:
+        assert not self.batch_queue, "asleep with batches on their way"
+        self.calls.append("sleep")
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        self.calls.append("weights" if weights_only else "all")
+
+
+def test_a_sleeper_drains_first_and_brings_back_what_a_call_needs() -> None:
+    core = LateCore()
+    engine = VllmEngine(core, slots=4)  # type: ignore[arg-type]
+    weights = {name: torch.zeros(p.shape) for name, p in engine._skeleton.named_parameters()}
+    sampling = SamplingParams(max_completion_length=9)
+    engine.submit([GenerationRequest(i, 0, np.array([3, 4]), i, sampling) for i in range(2)])
+    for _ in range(4):
+        engine.step(0.0)
+    assert core.batch_queue
+    engine.sleep()
+    engine.load_weights(1, weights, "keep")
+    engine.score([np.arange(4)])
+    assert core.calls == ["sleep", "weights", "sleep", "all", "sleep"]
+    engine.wake()
+    done: list[Any] = []
+    while engine.in_flight():
+        done += engine.step(0.0).finished
+    assert core.calls[-1] == "all" and len(core.calls) == 6
+    for result in done:
+        assert set(result.policy_versions.tolist()) == {0, 1}
+        np.testing.assert_array_equal(result.response_ids, result.policy_versions)
 
 
 def test_tags_are_right_when_batches_come_late() -> None:
@@ -132,6 +163,17 @@ def test_settings_reach_vllm_under_its_names() -> None:
     assert "kv_cache_memory_bytes" not in arguments
 
 
+def test_who_runs_several_workers_depends_on_where_the_replica_was_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = VllmConfig(tensor_parallel_size=2)
+    config = GeneratorConfig(engine="vllm", gpus=2, vllm=own)
+    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "0,1")
+    assert engine_arguments(config, ModelConfig())["distributed_executor_backend"] == "ray"
+    one = GeneratorConfig(engine="vllm", gpus=1)
+    assert engine_arguments(one, ModelConfig())["distributed_executor_backend"] == "uni"
+    monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES")
+    assert engine_arguments(config, ModelConfig())["distributed_executor_backend"] == "mp"
+
+
 def test_a_cpu_replica_has_room_for_all_slots_at_full_length() -> None:
     arguments = engine_arguments(GeneratorConfig(engine="vllm", slots=3, vllm=VllmConfig(block_size=32)), ModelConfig())
     assert arguments["enforce_eager"] and arguments["enable_chunked_prefill"] is False
@@ -145,6 +187,7 @@ def test_a_cpu_replica_has_room_for_all_slots_at_full_length() -> None:
     [
         ({"gpus": 1.0, "vllm": VllmConfig(tensor_parallel_size=2)}, "generator.gpus=1 is not the 2 "),
         ({"gpus": 4.0}, "generator.gpus=4 is not the 1 "),
+        ({"vllm": VllmConfig(enable_sleep_mode=True)}, "enable_sleep_mode=true needs generator.gpus"),
         ({"vllm": VllmConfig(pipeline_parallel_size=2)}, "pipeline_parallel_size=2 needs generator.gpus"),
     ],
 )

@@ -13,29 +13,20 @@ import torch
 
 from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.rewards.base import Score, ServiceError
+from asyncrlhf.rewards.build import build_scorer, check_rewards, preflight
 from asyncrlhf.rewards.config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer, build_scorer, overlong_penalty, preflight
+from asyncrlhf.rewards.functions import FunctionSource
+from asyncrlhf.rewards.scorer import Scorer, WeightedSource, overlong_penalty
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.types import Prompt, Rollout
-
-
-def rollout(rollout_id: int, text: str, *, length: int = 3, finish: Any = "stop", answer: str | None = "a") -> Rollout:
-    return Rollout(
-        rollout_id=rollout_id,
-        group_id=0,
-        prompt=Prompt("p", f"prompt {rollout_id}", np.array([1]), answer=answer, metadata={"number": rollout_id}),
-        response_ids=np.arange(length),
-        behavior_logprobs=np.zeros(length, dtype=np.float32),
-        policy_versions=np.zeros(length, dtype=np.int64),
-        finish_reason=finish,
-        response_text=text,
-        generator_id="g",
-    )
+from tests.unit.rewards.worlds import rollout
 
 
 def scorer(function: Callable[..., Any], max_length: int = 16, **settings: Any) -> Scorer:
-    return Scorer(function, RewardConfig(**settings), max_length)
+    config = RewardConfig(**settings)
+    return Scorer({"score": WeightedSource(FunctionSource(function, config.timeout_seconds))}, config, max_length)
 
 
 def by_length(completions: Sequence[str], **_: Any) -> list[float]:
@@ -163,8 +154,9 @@ def test_an_overlong_buffer_wider_than_a_response_is_refused() -> None:
 
 
 def test_the_task_rule_is_a_reward_function_like_any_other() -> None:
-    task = ArithmeticTask(TaskConfig(), load_tokenizer(ModelConfig()))
-    built = build_scorer(RewardConfig(), task, 16)
+    tokenizer = load_tokenizer(ModelConfig())
+    task = ArithmeticTask(TaskConfig(), tokenizer)
+    built = build_scorer(RewardConfig(), tokenizer, lambda: task, 16)
     prompt = task.heldout()[0]
     right = rollout(1, str(prompt.answer), answer=prompt.answer)
     wrong = rollout(2, "0", answer=prompt.answer)
@@ -196,3 +188,89 @@ def test_preflight_probes_with_the_reference_answer_or_the_text(answer: str | No
 
     preflight(scorer(function), Prompt("p", "text", np.array([1, 2]), answer=answer))
     assert seen == [probe]
+
+
+class Fixed:
+    """A source with one score or failure a rollout id; remembers what it was asked."""
+
+    def __init__(self, scores: dict[int, Score], whole: RewardError | None = None) -> None:
+        self.by_id = scores
+        self.whole = whole
+        self.asked: list[list[int]] = []
+        self.closed = False
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        self.asked.append([r.rollout_id for r in rollouts])
+        if self.whole is not None:
+            raise self.whole
+        return [self.by_id[r.rollout_id] for r in rollouts]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def a_sum(**sources: tuple[float, Fixed]) -> Scorer:
+    parts = {name: {"kind": "task", "weight": weight} for name, (weight, _) in sources.items()}
+    config = RewardConfig(kind="sum", parts=parts, missing_eos_penalty=0.25)
+    weighted = {name: WeightedSource(source, weight) for name, (weight, source) in sources.items()}
+    return Scorer(weighted, config, 16)
+
+
+def test_a_sum_is_weighted_and_shows_each_part_as_it_was_scored() -> None:
+    one, two = Fixed({1: 2.0, 2: -1.0}), Fixed({1: 10.0, 2: 4.0})
+    both = a_sum(helpful=(0.5, one), length=(-0.1, two))
+    first, second = both.score([rollout(1, "x"), rollout(2, "y", finish="length")])
+    assert first.parts == {"helpful": 2.0, "length": 10.0, "missing_eos": 0.0}
+    assert first.reward == pytest.approx(0.5 * 2.0 - 0.1 * 10.0)
+    assert second.reward == pytest.approx(-0.5 - 0.4 - 0.25)
+    both.close()
+    assert one.closed and two.closed
+
+
+def test_a_rollout_that_one_part_fails_has_no_reward_and_costs_the_other_parts_nothing() -> None:
+    cheap, dear = Fixed({1: 1.0, 2: RewardError("too long"), 3: 1.0}), Fixed({1: 5.0, 3: RewardError("no number")})
+    results = a_sum(cheap=(1.0, cheap), dear=(1.0, dear)).score([rollout(i, "x") for i in (1, 2, 3)])
+    assert [r.reward for r in results] == [6.0, None, None]
+    assert results[1].error == "reward.parts.cheap: too long"
+    assert results[2].error == "reward.parts.dear: no number"
+    assert dear.asked == [[1, 3]]
+
+
+def test_a_service_that_is_down_is_not_asked_for_each_rollout_again() -> None:
+    down, odd = Fixed({}, ServiceError("nobody answers")), Fixed({}, RewardError("a wrong number of scores"))
+    assert [r.error for r in a_sum(a=(1.0, down)).score([rollout(1, "x"), rollout(2, "y")])] == [
+        "reward.parts.a: nobody answers"
+    ] * 2
+    assert down.asked == [[1, 2]]
+    a_sum(a=(1.0, odd)).score([rollout(1, "x"), rollout(2, "y")])
+    assert odd.asked == [[1, 2], [1], [2]]
+
+
+def test_a_sum_is_built_from_its_settings() -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    task = ArithmeticTask(TaskConfig(), tokenizer)
+    parts = {
+        "rule": {},
+        "short": {"kind": "length", "weight": -0.5},
+        "mine": {"kind": "python", "target": "tests.reward_functions:obeys", "weight": 2},
+    }
+    config = RewardConfig(kind="sum", parts=parts)
+    prompt = task.heldout()[0]
+    check_rewards(config, tokenizer, lambda: task, 16, prompt)
+    built = build_scorer(config, tokenizer, lambda: task, 16)
+    text = str(prompt.answer)
+    (result,) = built.score([rollout(1, text, answer=prompt.answer, length=5)])
+    built.close()
+    assert result.parts == {"rule": 1.0, "short": 5.0, "mine": float(len(text))}
+    assert result.reward == 1.0 - 2.5 + 2.0 * len(text)
+
+
+def test_a_part_that_cannot_be_built_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrlhf.rewards import build
+
+    first = Fixed({})
+    monkeypatch.setitem(build.BUILDERS, "length", lambda *_: first)
+    parts = {"a": {"kind": "length"}, "b": {"kind": "python", "target": "tests.reward_functions:nobody"}}
+    with pytest.raises(ConfigError, match=r"reward\.parts\.b\.target=tests\.reward_functions:nobody.* has no 'nobody'"):
+        build_scorer(RewardConfig(kind="sum", parts=parts), load_tokenizer(ModelConfig()), lambda: None, 16)  # type: ignore
+    assert first.closed

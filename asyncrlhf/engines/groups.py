@@ -1,0 +1,124 @@
+"""Resolves ``generator.replicas`` and ``generator.groups`` into kinds of replicas, each with a config of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from asyncrlhf.engines.config import GeneratorConfig, GroupConfig
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Replicas that are alike. ``config`` is what each of them gets: its ``replicas`` is their number at the start,
+    and it has no groups."""
+
+    prefix: str
+    config: GeneratorConfig
+
+    def replica(self, number: int) -> str:
+        """The name of the ``number``-th replica, from 0: ``generator-0``, or ``generator-fast-0`` in group ``fast``."""
+        return f"{self.prefix}-{number}"
+
+
+def replica_kinds(config: GeneratorConfig) -> list[Kind]:
+    """The kinds in the order given; raises ConfigError with one sentence for what cannot be read as groups."""
+    listed = config.replicas
+    if isinstance(listed, int) and not isinstance(listed, bool):
+        check(listed >= 1, f"generator.replicas={listed} is out of range; allowed: >= 1, or a list of groups.")
+        if config.groups is None:
+            return [Kind("generator", _sized(config, listed, config.max_replicas, "generator"))]
+        check(listed == 1, f"generator.replicas={listed} says nothing beside generator.groups; set it in each group.")
+        groups = _from_mapping(config.groups)
+    else:
+        groups = _from_list(listed)
+        check(
+            config.groups is None,
+            "generator.replicas is a list and generator.groups is given too; allowed: one of the two.",
+        )
+    check(
+        config.max_replicas == 0,
+        f"generator.max_replicas={config.max_replicas} says nothing beside groups; set it in each group.",
+    )
+    return [Kind(f"generator-{name}", _resolve(config, name, group)) for name, group in groups.items()]
+
+
+def _from_mapping(named: Any) -> dict[str, GroupConfig]:
+    check(
+        isinstance(named, Mapping) and named and all(isinstance(entry, Mapping) for entry in named.values()),
+        f"generator.groups={named} are no groups by name; allowed: null, or such as "
+        "{fast:{replicas:2},slow:{slots:16}}.",
+    )
+    return {str(name): overlay(GroupConfig(), entry, f"generator.groups.{name}") for name, entry in named.items()}
+
+
+def _from_list(listed: Any) -> dict[str, GroupConfig]:
+    """``[{...},{...}]`` as named groups; a group without a ``name`` is called by its place: g0, g1, ..."""
+    check(
+        isinstance(listed, list) and listed and all(isinstance(entry, Mapping) for entry in listed),
+        f"generator.replicas={listed} is no number and no list of groups; allowed: a whole number >= 1, or a list such "
+        "as [{name:fast,replicas:2},{name:slow,slots:16}].",
+    )
+    groups: dict[str, GroupConfig] = {}
+    for place, entry in enumerate(listed):
+        name = str(entry.get("name", f"g{place}"))
+        check(name not in groups, f"generator.replicas has two groups named {name}; allowed: different names.")
+        settings = {str(key): value for key, value in entry.items() if key != "name"}
+        groups[name] = overlay(GroupConfig(), settings, f"generator.replicas[{place}]")
+    return groups
+
+
+def _resolve(config: GeneratorConfig, name: str, group: GroupConfig) -> GeneratorConfig:
+    where = f"generator.groups.{name}"
+    check(_NAME.fullmatch(name), f"{where}: a group's name has letters, digits and underscores, and a letter first.")
+    changes = {key: value for key in _INHERITED if (value := getattr(group, key)) is not None}
+    fake = overlay(config.fake, group.fake, f"{where}.fake")
+    vllm = overlay(config.vllm, group.vllm, f"{where}.vllm")
+    try:
+        merged = dataclasses.replace(config, replicas=1, groups=None, fake=fake, vllm=vllm, **changes)
+    except ConfigError as error:
+        raise ConfigError(f"In {where}: {error}") from None
+    return _sized(merged, group.replicas, group.max_replicas, where)
+
+
+def _sized(config: GeneratorConfig, replicas: int, most: int, where: str) -> GeneratorConfig:
+    check(replicas >= 1, f"{where}.replicas={replicas} is out of range; allowed: >= 1.")
+    check(
+        most == 0 or most >= replicas,
+        f"{where}.max_replicas={most} is less than {where}.replicas={replicas}; "
+        f"allowed: 0 (no more than at the start) or >= {replicas}.",
+    )
+    return dataclasses.replace(config, replicas=replicas, max_replicas=most)
+
+
+def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:
+    """``base``, a frozen dataclass of settings, with ``changes`` in it; raises ConfigError naming the key."""
+    names = [f.name for f in fields(base)]  # type: ignore[arg-type]
+    for key, value in changes.items():
+        if key not in names:
+            close = difflib.get_close_matches(str(key), names, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise ConfigError(f"{where}.{key} is not a setting{hint}; allowed in {where}: {', '.join(sorted(names))}.")
+        node = OmegaConf.structured(base)
+        OmegaConf.set_readonly(node, False)
+        try:
+            base = OmegaConf.to_object(OmegaConf.merge(node, {key: value}))  # type: ignore[assignment]
+        except OmegaConfBaseException as error:
+            kind = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(f"{where}.{key}={value} is of the wrong kind: {kind}.") from None
+        except ConfigError as error:
+            raise ConfigError(f"In {where}: {error}") from None
+    return base

@@ -1,0 +1,279 @@
+"""DeepSpeed beneath the train step: ZeRO engines for policy and critic, exact sums over ragged microbatches."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from asyncrlhf.errors import CheckpointError
+from asyncrlhf.learner import checkpoint
+from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.distributed import barrier, init_single_process_group, padded
+from asyncrlhf.learner.export import export_model
+from asyncrlhf.learner.forward import PackedInputs, TokenFacts
+from asyncrlhf.learner.optim import build_optimizer, clip_gradient, set_learning_rate
+from asyncrlhf.learner.plan import Microbatch
+from asyncrlhf.learner.shards import Shards, on_host
+
+FOLDER = "deepspeed"  # of a checkpoint: what the engines write
+
+
+class _OneTensor(nn.Module):
+    """A policy that gives its facts as one tensor [2 or 3, M].
+
+    ZeRO-3 hooks every tensor that a module returns and counts the backward passes through each. Ranks whose losses
+    use different ones of them would gather in different orders, and wait for each other for ever.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, inputs: PackedInputs, temperature: float) -> torch.Tensor:
+        facts: TokenFacts = self.policy(inputs, temperature)
+        return torch.stack([fact for fact in facts if len(fact)])
+
+
+class _Unpacked:
+    """Calls the engine around a ``_OneTensor`` and gives its facts back one by one."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __call__(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
+        logprobs, entropies, *rest = self.engine(inputs, temperature).unbind(0)
+        return TokenFacts(logprobs, entropies, rest[0].detach() if rest else logprobs.new_empty(0))
+
+
+class ZeroShards:
+    """Of a model that a ZeRO-3 engine has partitioned."""
+
+    def __init__(self, model: nn.Module, gathered: Callable[..., contextlib.AbstractContextManager]) -> None:
+        self._model, self._gathered = model, gathered
+
+    def layout(self) -> Mapping[str, torch.Tensor]:
+        return {
+            name: torch.empty(tuple(parameter.ds_shape), dtype=parameter.dtype, device="meta")
+            for name, parameter in self._model.named_parameters()
+        }
+
+    @contextlib.contextmanager
+    def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
+        parameters = dict(self._model.named_parameters())
+        chosen = {name: parameters[name] for name in names}
+        with self._gathered(list(chosen.values())):
+            yield {name: parameter.detach() for name, parameter in chosen.items()}
+
+
+class DeepSpeedUpdater:
+    """The ``Updater`` over ``deepspeed.initialize``: one engine for the policy, one for the critic.
+
+    The loss is a sum that is normalised already, so nothing may divide it again: DeepSpeed averages over ranks, hence
+    the factor, and is told where an update ends instead of counting microbatches. From stage 2 on a backward pass is
+    collective, at stage 3 every forward pass is: ranks with fewer microbatches make passes over dummy data.
+
+    Policy and critic drop a gradient that is not finite each for itself, except at stage 0, where they do it together.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        model: PreTrainedModel,
+        policy: nn.Module,
+        critic: nn.Module | None,
+        device: torch.device,
+        ranks: int,
+    ) -> None:
+        init_single_process_group(device)
+        self._deepspeed = _import_deepspeed(device)
+        # Over torch's group, and before anything asks DeepSpeed how many ranks there are.
+        self._deepspeed.init_distributed(auto_mpi_discovery=False)
+        self._config, self._model, self._ranks, self._device = config, model, ranks, device
+        self._rank = torch.distributed.get_rank()
+        self._stage = config.zero_stage
+        self._settings = engine_settings(config, ranks, device, model.config.get_text_config().hidden_size)
+        self._callbacks: list[Callable[[], object]] = []
+        engine = self._engine(_OneTensor(policy), build_optimizer(config, policy, None))
+        self._engines = {"policy": engine}
+        self.policy: Any = _Unpacked(engine)
+        self.critic: Any = None
+        if critic is not None:
+            self.critic = self._engines["critic"] = self._engine(critic, build_optimizer(config, None, critic))
+
+    @property
+    def shards(self) -> Shards | None:
+        return ZeroShards(self._model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
+
+    def frozen(self, module: nn.Module) -> Any:
+        return _Unpacked(self._engine(_OneTensor(module), None)) if self._stage == 3 else module
+
+    def ulysses(self) -> Any:
+        """DeepSpeed's attention for sequence parallelism over transformers' models."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        return UlyssesSPAttentionHF
+
+    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
+        return padded(microbatches, self._device, self._ranks) if self._stage == 3 else microbatches
+
+    def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
+        engine = self._engine_of(module)
+        passes: list[Microbatch | None] = [*microbatches]
+        if self._stage >= 2:
+            passes = padded(microbatches, self._device, self._ranks)
+        passes = passes or [None]
+        for index, microbatch in enumerate(passes):
+            engine.set_gradient_accumulation_boundary(index == len(passes) - 1)
+            yield microbatch
+
+    def begin(self) -> None:
+        """Nothing is left to forget: an update, made or dropped, clears its gradients."""
+
+    def backward(self, module: Any, loss: torch.Tensor) -> None:
+        self._engine_of(module).backward(loss * self._ranks, scale_wrt_gas=False)
+
+    def apply(self) -> float:
+        self._settle()
+        if self._stage == 0:
+            return self._apply_whole()
+        for engine in self._engines.values():
+            engine.step()
+        if any(engine.optimizer.overflow for engine in self._engines.values()):
+            return math.nan
+        return float(self._engines["policy"].get_global_grad_norm())
+
+    def set_rate(self, factor: float) -> float:
+        rates = [set_learning_rate(engine.optimizer, factor) for engine in self._engines.values()]
+        return rates[0]
+
+    def before_update(self, callback: Callable[[], object]) -> None:
+        self._callbacks.append(callback)
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        if self.shards is not None:
+            return on_host(self.shards, self._rank)
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
+        """``deepspeed/`` for resuming, and ``model/`` as transformers saves it."""
+        own = {"critic": None if self.critic is None else True, "ranks": self._ranks}
+        checkpoint.write(folder, state | own, rank)
+        barrier(self._ranks)
+        for name, engine in self._engines.items():
+            engine.save_checkpoint(str(folder / FOLDER), tag=name, save_latest=False)
+        export_model(self._model, folder / checkpoint.MODEL, self.shards, rank)
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        if state["ranks"] != self._ranks:
+            raise CheckpointError(
+                f"{folder}: the checkpoint's shards are those of learner.ranks={state['ranks']}; they cannot be read "
+                f"with learner.ranks={self._ranks}, but the weights alone can, by "
+                f"model.path={folder / checkpoint.MODEL}."
+            )
+        for name, engine in self._engines.items():
+            try:
+                found, _ = engine.load_checkpoint(str(folder / FOLDER), tag=name)
+            except (RuntimeError, OSError, AssertionError) as error:
+                raise CheckpointError(f"{folder / FOLDER} does not hold this run's {name}: {error}") from error
+            if found is None:
+                raise CheckpointError(f"{folder / FOLDER / name} is missing: not a whole learner checkpoint.")
+
+    def _engine(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        buffers = [
+            (owner, name, buffer.to(self._device, copy=True))
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
+        if self._stage == 3:
+            self._partition(module)
+        engine, *_ = self._deepspeed.initialize(
+            model=module, optimizer=optimizer, config=self._settings, dist_init_required=False
+        )
+        for owner, name, buffer in buffers:
+            setattr(owner, name, buffer)  # bfloat16 would round the frequencies of rotary embeddings
+        return engine
+
+    def _partition(self, module: nn.Module) -> None:
+        """Cut up the weights one by one on their way to the device; ``initialize`` would move all of them there first.
+
+        Whole decoder layers are gathered later on. Inside one, autograd's order depends on the shape of the batch, and
+        ranks that gather in different orders wait for each other for ever.
+        """
+        if self._model._no_split_modules:
+            self._deepspeed.utils.set_z3_leaf_modules(module, list(self._model._no_split_modules))
+        dtype = torch.bfloat16 if "bf16" in self._settings else torch.float32
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self._deepspeed.zero.Init(module=module, config_dict_or_path=self._settings, dtype=dtype)
+
+    def _apply_whole(self) -> float:
+        """Stage 0 has no guard and measures no norm of its own; after the reduction all ranks see the same."""
+        limit = self._config.max_grad_norm
+        norms = [clip_gradient(engine.module.parameters(), limit) for engine in self._engines.values()]
+        finite = all(bool(torch.isfinite(norm)) for norm in norms)
+        for engine in self._engines.values():
+            if finite:
+                engine.step()
+            else:
+                engine.zero_grad()
+        return float(norms[0]) if finite else math.nan
+
+    def _settle(self) -> None:
+        """A snapshot may still be read from what is about to change."""
+        for callback in self._callbacks:
+            callback()
+
+    def _engine_of(self, module: Any) -> Any:
+        return module.engine if isinstance(module, _Unpacked) else module
+
+
+def engine_settings(config: LearnerConfig, ranks: int, device: torch.device, hidden_size: int) -> dict[str, Any]:
+    """DeepSpeed's config. bfloat16 trains bfloat16 weights over sharded float32 masters from stage 1 on, and at stage
+    0, which would hold its gradients in bfloat16, float32 weights under autocast."""
+    stage = config.zero_stage
+    zero: dict[str, Any] = {"stage": stage}
+    pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    if config.zero_offload == "cpu":
+        zero["offload_optimizer"] = pinned
+    if config.zero_offload_params == "cpu":
+        zero["offload_param"] = pinned
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 10 * hidden_size  # norms and biases stay whole
+    settings: dict[str, Any] = {
+        # More than 1, so that DeepSpeed makes room for accumulation; the updater says where an update ends.
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": 2 * ranks,
+        "gradient_clipping": config.max_grad_norm if stage else 0.0,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW updates on the host too, with nothing to compile
+    }
+    if config.mixed_precision == "bfloat16":
+        if stage:
+            settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        else:
+            settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return settings
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """The package, which asks the environment at import what it runs on. A Ray actor sees its own GPU alone: 0."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # takes seconds, and only this backend needs it
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed's business, and torch says it again at every call.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    return deepspeed

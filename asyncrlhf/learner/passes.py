@@ -1,0 +1,83 @@
+"""Forward passes over planned microbatches: autocast, records, dummies where all ranks must pass together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrlhf.learner.forward import PackedInputs, TokenFacts
+from asyncrlhf.learner.optim import Updater
+from asyncrlhf.learner.plan import Microbatch, StepPlan
+from asyncrlhf.learner.record import StepRecord
+from asyncrlhf.types import FloatArray
+
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ForwardPasses:
+    """``precision``: a ``learner.mixed_precision``. Policies are what ``Updater`` gives, or modules like them."""
+
+    def __init__(self, updater: Updater, temperature: float, precision: str, device: torch.device) -> None:
+        self._updater, self._temperature, self._device = updater, temperature, device
+        self._dtype = AUTOCAST.get(precision)
+        self._dummy = PackedInputs.dummy(device)
+
+    def facts(self, policy: Any, microbatch: Microbatch | None) -> TokenFacts:
+        """Of the microbatch's response tokens; of a dummy for None."""
+        with self._autocast():
+            inputs = self._dummy if microbatch is None else microbatch.inputs
+            facts: TokenFacts = policy(inputs, self._temperature)
+        return facts
+
+    def values(self, critic: Any, microbatch: Microbatch | None) -> torch.Tensor:
+        with self._autocast():
+            values: torch.Tensor = critic(self._dummy if microbatch is None else microbatch.inputs)
+        return values
+
+    @torch.no_grad()
+    def look(self, microbatches: Sequence[Microbatch], record: StepRecord) -> None:
+        """Put what the present policy says of the microbatches on record."""
+        for microbatch in self._updater.looks(microbatches):
+            facts = self.facts(self._updater.policy, microbatch)
+            if microbatch is not None:
+                record.keep(microbatch.span, facts)
+
+    @torch.no_grad()
+    def all_logprobs(self, plan: StepPlan, policy: Any) -> torch.Tensor:
+        """What a frozen policy says of the rank's response tokens: [M]."""
+        result = torch.zeros(len(plan.tokens.loss_mask), device=self._device)
+        for microbatch in self._updater.looks(plan.microbatches):
+            facts = self.facts(policy, microbatch)
+            if microbatch is not None:
+                result[microbatch.span] = facts.logprobs.float()
+        return result
+
+    @torch.no_grad()
+    def all_values(self, plan: StepPlan) -> torch.Tensor:
+        """The critic's values of the rank's response tokens: [M]."""
+        result = torch.zeros(len(plan.tokens.loss_mask), device=self._device)
+        for microbatch in self._updater.looks(plan.microbatches):
+            values = self.values(self._updater.critic, microbatch)
+            if microbatch is not None:
+                result[microbatch.span] = values
+        return result
+
+    @torch.no_grad()
+    def score(self, policy: Any, text: np.ndarray) -> FloatArray:
+        """Log-probs [len-1] of each token given those before it, at temperature 1."""
+        tokens = np.asarray(text, dtype=np.int64)
+        if len(tokens) < 2:
+            return np.zeros(0, dtype=np.float32)
+        inputs = PackedInputs.build(tokens, np.array([0, len(tokens)]), np.arange(len(tokens)) > 0, self._device)
+        with self._autocast():
+            facts: TokenFacts = policy(inputs, 1.0)
+        scores: FloatArray = facts.logprobs.float().cpu().numpy()
+        return scores
+
+    def _autocast(self) -> AbstractContextManager:
+        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)

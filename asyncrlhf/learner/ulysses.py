@@ -1,0 +1,130 @@
+"""Sequence parallelism: ranks that share one batch each take a stretch of its tokens, and some heads in attention.
+
+Ulysses (Jacobs et al., 2309.14509): every layer but attention works token by token, so a rank needs its stretch alone;
+for attention an all-to-all turns stretches of all heads into all tokens of some heads, and another one back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.attention import PackedLayout, SplitLayout, packed_attention
+from asyncrlhf.learner.distributed import Peers
+from asyncrlhf.learner.forward import PackedInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stretch(SplitLayout):
+    """This rank's tokens of a packed batch; ``position_ids`` are theirs."""
+
+    whole: PackedLayout
+    exchange: Any  # deepspeed's UlyssesSPAttentionHF around ``_some_heads``
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        out, _ = self.exchange(
+            module, query, key, value, None, position_ids=self.position_ids, whole=self.whole, **options
+        )
+        return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the group. All ranks make the same of it, so that the gradient of one is that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class SequenceParallel:
+    """Splits packed inputs over ``peers``, the ranks that hold the same batch, and puts their answers together.
+
+    Raises ConfigError when the attention heads cannot be dealt out evenly.
+    """
+
+    def __init__(self, model: PreTrainedModel, peers: Peers, ulysses: Any) -> None:
+        """``ulysses``: the class ``UlyssesSPAttentionHF`` of deepspeed, whose communication must be set up."""
+        self._peers = peers
+        config = model.config.get_text_config()
+        heads, size = config.num_attention_heads, peers.ranks
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if heads % size or (kv_heads % size and size % kv_heads):
+            raise ConfigError(
+                f"learner.sequence_parallel_size={size} cannot deal out this model's {heads} attention heads and "
+                f"{kv_heads} key-value heads; allowed: a divisor of {heads} that divides {kv_heads} or is its multiple."
+            )
+        self._exchange = ulysses(
+            attn=_some_heads,
+            batch_size=1,
+            attn_head_count=heads,
+            attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_head_count=kv_heads,
+            num_hidden_layers=config.num_hidden_layers,
+            process_group=peers.group,
+            seq_length_is_variable=True,
+        )
+
+    def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
+        """This rank's tokens, and which of the M predictions are made from them: [own] indices."""
+        count = inputs.token_ids.shape[1]
+        size = -(-count // self._peers.ranks)
+        first = self._peers.rank * size
+
+        def part(values: torch.Tensor) -> torch.Tensor:
+            return F.pad(values, (0, size * self._peers.ranks - count))[:, first : first + size]
+
+        own = torch.nonzero((inputs.rows >= first) & (inputs.rows < first + size)).squeeze(1)
+        layout = _Stretch(
+            count=inputs.layout.count,
+            longest=inputs.layout.longest,
+            position_ids=part(inputs.layout.position_ids),
+            whole=inputs.layout,
+            exchange=self._exchange,
+        )
+        local = replace(
+            inputs,
+            token_ids=part(inputs.token_ids),
+            rows=inputs.rows[own] - first,
+            targets=inputs.targets[own],
+            layout=layout,
+        )
+        return local, own
+
+    def together(self, part: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
+        """[count] from each rank's values [own]."""
+        group = self._peers.group
+        assert group is not None
+        total: torch.Tensor = _Sum.apply(part.new_zeros(count).index_copy(0, own, part), group)
+        return total
+
+
+def _some_heads(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    whole: PackedLayout,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over all tokens and this rank's heads: [1, heads, padded T, D] to [1, padded T, heads, D]."""
+    count, padded = whole.position_ids.shape[1], query.shape[2]
+    options.pop("position_ids")
+    q, k, v = (x[:, :, :count] for x in (query, key, value))
+    out, _ = packed_attention(module, q, k, v, attention_mask, packed_layout=whole, **options)
+    return F.pad(out, (0, 0, 0, 0, 0, padded - count)), None

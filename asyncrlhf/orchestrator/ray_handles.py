@@ -1,0 +1,310 @@
+"""The parts of a Ray run as the controller sees them: one handle an actor (or a group of ranks)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
+from asyncrlhf.actors.learner import LearnerActor, LearnerSpec
+from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.reward import RewardActor, RewardSpec
+from asyncrlhf.actors.where import Where
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.learner.base import StepResult
+from asyncrlhf.orchestrator.handles import WorkerLostError
+from asyncrlhf.orchestrator.ray_placement import free_in_ray
+from asyncrlhf.transport.base import Ticket, TransferStats
+from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
+
+START_SECONDS = 600.0
+Options = Mapping[str, Any]  # Ray's, of one actor: what it asks for and where it sits
+CLOSE_SECONDS = 5.0
+
+
+async def ask(name: str, reference: Any) -> Any:
+    """Await an actor's answer. Its own exception comes out as it was raised; its death as a ReplicaError."""
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayActorError as error:
+        lines = str(error).strip().splitlines()
+        if error.actor_init_failed:  # the message is a traceback
+            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
+        raise ReplicaError(f"{name} died: {lines[0]}") from None
+    except RayError as error:
+        raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+
+
+async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:
+    """As :func:`ask`, but with an end: Ray itself waits for ever for CPUs or GPUs that no machine has."""
+    try:
+        return await asyncio.wait_for(ask(name, reference), seconds)
+    except TimeoutError:
+        raise ReplicaError(f"{name} did not start within {seconds:g} s; free in Ray: {free_in_ray()}.") from None
+
+
+def bundle(payloads: Sequence[Payload]) -> tuple[list[Any], list[int]]:
+    """The distinct object references behind payloads, and each payload's place among them."""
+    places: dict[Any, int] = {}
+    order = [places.setdefault(p.ref, len(places)) for p in payloads]
+    return list(places), order
+
+
+class RayGenerator:
+    def __init__(
+        self, spec: GeneratorSpec, options: Options | None = None, start_seconds: float = START_SECONDS
+    ) -> None:
+        own = {"num_cpus": spec.generator.threads, "num_gpus": spec.generator.gpus} if options is None else options
+        self.spec = spec
+        self.actor = ray.remote(GeneratorActor).options(max_concurrency=8, **own).remote(spec)
+        self._start_seconds = start_seconds
+        self._submitted: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def slots(self) -> int:
+        return self.spec.generator.slots
+
+    async def ready(self) -> None:
+        await ask_to_start(self.name, self.actor.ready.remote(), self._start_seconds)
+
+    async def submit(self, items: Sequence[WorkItem]) -> None:
+        """Waits for no answer: a replica that hangs must not keep work from the others. ``collect`` raises what it
+        raised."""
+        self._submitted.append(self.actor.submit.remote(items))
+
+    async def collect(self) -> Collected:
+        """The payload is a return value of its own: its owner is this process, so it outlives the replica."""
+        submitted, self._submitted = self._submitted, []
+        facts, payload = self.actor.collect.options(num_returns=2).remote()
+        collected: Collected = await ask(self.name, facts)
+        for reference in submitted:
+            await ask(self.name, reference)
+        now = asyncio.get_running_loop().time()
+        finished = [
+            replace(info, payload=Payload(payload, info.payload.index), generated_at=now) for info in collected.finished
+        ]
+        return replace(collected, finished=finished)
+
+    async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        gone: list[int] = await ask(self.name, self.actor.cancel.remote(rollout_ids))
+        return gone
+
+    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+        rollouts: list[Rollout] = await ask(self.name, self.actor.generate.remote(items))
+        return rollouts
+
+    async def receive(self, ticket: Ticket) -> None:
+        await ask(self.name, self.actor.receive.remote(ticket))
+
+    async def join(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
+        """Enter the weight group of ``epoch``."""
+        await ask(self.name, self.actor.connect.remote(endpoint, rank, world_size, epoch))
+
+    async def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
+        seconds: float = await ask(self.name, self.actor.load.remote(version, cache))
+        return seconds
+
+    async def sleep(self) -> None:
+        await ask(self.name, self.actor.sleep.remote())
+
+    async def wake(self) -> None:
+        await ask(self.name, self.actor.wake.remote())
+
+    async def where(self) -> Where:
+        place: Where = await ask(self.name, self.actor.where.remote())
+        return place
+
+    async def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
+        logprobs: list[FloatArray] = await ask(self.name, self.actor.score.remote(texts))
+        return logprobs
+
+    async def digests(self) -> dict[str, str]:
+        digests: dict[str, str] = await ask(self.name, self.actor.digests.remote())
+        return digests
+
+    async def close(self) -> None:
+        await _close(self.actor)
+
+
+class RayReward:
+    """Started anew when it dies, here and not by Ray, whose retries would hide which call was the death of it."""
+
+    def __init__(self, spec: RewardSpec, number: int, options: Options, start_seconds: float) -> None:
+        self._name = f"reward-{number}"
+        self._options = options
+        self._start_seconds = start_seconds
+        self._spec = spec
+        self._deaths = 0  # since the last answer
+        self.actor = self._start()
+
+    def _start(self) -> Any:
+        return ray.remote(RewardActor).options(**self._options).remote(self._spec)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def ready(self) -> None:
+        await ask_to_start(self._name, self.actor.ready.remote(), self._start_seconds)
+
+    async def where(self) -> Where:
+        place: Where = await ask(self._name, self.actor.where.remote())
+        return place
+
+    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
+        references, places = bundle(payloads)
+        wanted = [(place, p.index) for place, p in zip(places, payloads, strict=True)]
+        try:
+            results: list[RewardResult] = await ask(self._name, self.actor.score.remote(wanted, *references))
+        except ReplicaError as error:
+            await self._revive(error)
+            if self._deaths > 1:
+                raise
+            return await self.score(payloads)  # it may have been any death: once more before the rollouts are blamed
+        self._deaths = 0
+        return results
+
+    async def _revive(self, error: ReplicaError) -> None:
+        self._deaths += 1
+        ray.kill(self.actor)
+        if self._deaths > self._spec.reward.max_restarts:
+            raise WorkerLostError(f"{error} It is not started again (reward.max_restarts).") from error
+        self.actor = self._start()
+        try:
+            await self.ready()
+        except ReplicaError as failure:
+            raise WorkerLostError(f"{failure} It had died before: {error}") from failure
+
+    async def close(self) -> None:
+        ray.kill(self.actor)
+
+
+class RayLearner:
+    """All ranks take part in every step; rank 0 alone sends weights."""
+
+    def __init__(
+        self,
+        spec: LearnerSpec,
+        options: Sequence[Options],
+        start_seconds: float,
+        cores: Sequence[Collection[int]] = (),
+    ) -> None:
+        """``options``: of each rank; ``cores``: of each rank, where they have cores of their own."""
+        ranks, self._sharded = spec.learner.ranks, spec.learner.sharded
+        remote = ray.remote(LearnerActor)
+        self.ranks = [
+            remote.options(max_concurrency=4, **own).remote(spec, rank, ranks, cores[rank] if cores else ())
+            for rank, own in enumerate(options)
+        ]
+        self._snapshots = [0] * ranks  # asked of each rank so far
+        self._start_seconds = start_seconds
+
+    async def ready(self) -> None:
+        """Raises ReplicaError naming the rank that does not start."""
+        seconds = self._start_seconds
+        address = await ask_to_start("learner-0", self.ranks[0].rendezvous.remote(), seconds)
+        setups = [
+            ask_to_start(f"learner-{i}", rank.setup.remote(address), seconds) for i, rank in enumerate(self.ranks)
+        ]
+        await asyncio.gather(*setups)
+
+    async def where(self) -> list[Where]:
+        """Of each rank."""
+        return await self._all(lambda rank: rank.where.remote())
+
+    async def blind(self, folder: Path) -> list[str]:
+        """Addresses of the ranks' machines on which the folder does not exist."""
+        seen = await self._all(lambda rank: rank.sees.remote(str(folder.resolve())))
+        places = await self.where()
+        return sorted({place.address for place, sees in zip(places, seen, strict=True) if not sees})
+
+    async def _all(self, call: Any) -> list[Any]:
+        return await self._answers([call(rank) for rank in self.ranks])
+
+    async def _answers(self, references: Sequence[Any]) -> list[Any]:
+        return await asyncio.gather(*(ask(f"learner-{i}", r) for i, r in enumerate(references)))
+
+    async def _first(self, reference: Any) -> Any:
+        return await ask("learner-0", reference)
+
+    async def train(self, items: Sequence[TrainItem]) -> StepResult:
+        references, places = bundle([item.payload for item in items])
+        chosen = [
+            (place, item.payload.index, item.reward, item.weight, item.masked_before_version)
+            for place, item in zip(places, items, strict=True)
+        ]
+        calls = zip(self.ranks, self._snapshots, strict=True)
+        results: list[StepResult] = await self._answers(
+            [rank.train.remote(chosen, snapshots, *references) for rank, snapshots in calls]
+        )
+        return results[0]
+
+    def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
+        """Rank 0's offer; of all ranks where they hold shards. A rank works off several calls at a time, in any order:
+        those that come later say how many snapshots they follow."""
+        asked = self.ranks if self._sharded else self.ranks[:1]
+        for number in range(len(asked)):
+            self._snapshots[number] += 1
+        return self._first_answer([rank.snapshot.remote(probe) for rank in asked])
+
+    async def _first_answer(self, references: Sequence[Any]) -> Any:
+        return (await self._answers(references))[0]
+
+    async def listen(self) -> str:
+        endpoint: str = await self._first(self.ranks[0].listen.remote())
+        return endpoint
+
+    async def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
+        await self._first(self.ranks[0].connect.remote(endpoint, receivers, epoch))
+
+    async def ticket(self) -> Ticket:
+        ticket: Ticket = await self._first(self.ranks[0].ticket.remote())
+        return ticket
+
+    async def transfer(self, ticket: Ticket) -> TransferStats:
+        stats: TransferStats = await self._first(self.ranks[0].transfer.remote(ticket))
+        return stats
+
+    async def release(self, version: int) -> None:
+        await self._first(self.ranks[0].release.remote(version))
+
+    async def digests(self, dtype: str) -> dict[str, str]:
+        digests: dict[str, str] = await self._first(self.ranks[0].digests.remote(dtype))
+        return digests
+
+    async def save(self, folder: Path) -> None:
+        path = str(folder.resolve())
+        calls = zip(self.ranks, self._snapshots, strict=True)
+        await self._answers([rank.save.remote(path, snapshots) for rank, snapshots in calls])
+
+    async def load(self, folder: Path) -> None:
+        await self._all(lambda rank: rank.load.remote(str(folder.resolve())))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(_close(rank) for rank in self.ranks))
+
+
+async def _close(actor: Any) -> None:
+    """Let it close what it holds open, then end its process whatever it answered."""
+    await asyncio.wait([asyncio.ensure_future(_quietly(actor))], timeout=CLOSE_SECONDS)
+    ray.kill(actor)
+
+
+async def _quietly(actor: Any) -> None:
+    try:
+        await actor.close.remote()
+    except RayError:
+        return  # it is gone already, which is what closing is for

@@ -1,0 +1,92 @@
+"""Turn-taking on shared devices: the generators on the learner's devices sleep while it trains.
+
+learner    ──train──┐        ┌──train──┐        A step's weights are loaded by generators that are awake, so the
+                    │ wake   │ sleep   │        next turn begins only when they hold them; a replica that died is
+generator  (sleeps) └─sample─┘ (sleeps)└─…      started again between two turns, when the device is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.state import Replica, RunState
+
+
+class Turns:
+    """Does nothing for replicas with devices of their own.
+
+    ``published``: waits until no weights are on their way. ``on_dead``: hears of a replica that died or hung when it
+    was asked to sleep or wake; nobody waits for it longer than ``weights.timeout_seconds``.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        runtime: Runtime,
+        published: Callable[[], Awaitable[None]],
+        on_dead: Callable[[Replica, ReplicaError], None],
+    ) -> None:
+        self._state = state
+        self._runtime = runtime
+        self._published = published
+        self._on_dead = on_dead
+        self._starting: set[str] = set()
+        self._fresh: set[str] = set()  # started again; not counted as alive before they have weights
+        self.training = False
+
+    @asynccontextmanager
+    async def learner(self) -> AsyncIterator[None]:
+        """The learner's turn: no generator on its devices samples inside. When it fails they sleep on; the run ends."""
+        if not self._runtime.sharing:
+            yield
+            return
+        await self._settled()
+        self.training = True
+        try:
+            await self._all("sleep", lambda replica: replica.handle.sleep())
+            yield
+        finally:
+            self.training = False
+        await self._all("wake", lambda replica: replica.handle.wake())
+        self._state.changed.notify()
+
+    @asynccontextmanager
+    async def start_of(self, replica: Replica) -> AsyncIterator[None]:
+        """A fresh replica loads its model: the device is the generators' inside."""
+        if replica.name not in self._runtime.sharing:
+            yield
+            return
+        await self._state.changed.wait_for(lambda: not self.training)
+        self._starting.add(replica.name)
+        try:
+            yield
+        finally:
+            self._starting.discard(replica.name)
+            self._fresh.add(replica.name)
+            self._state.changed.notify()
+
+    async def _settled(self) -> None:
+        """Wait until no weights are on their way and no replica is being started."""
+        await self._published()
+        while self._starting:
+            await self._state.changed.wait_for(lambda: not self._starting)
+            await self._published()
+
+    async def _all(self, what: str, call: Callable[[Replica], Awaitable[None]]) -> None:
+        sharing = [r for r in self._state.replicas if r.name in self._runtime.sharing]
+        self._fresh -= {r.name for r in sharing if r.alive}
+        sharing = [r for r in sharing if r.alive or r.name in self._fresh]
+        await asyncio.gather(*(self._one(replica, what, call(replica)) for replica in sharing))
+
+    async def _one(self, replica: Replica, what: str, answer: Awaitable[None]) -> None:
+        seconds = self._state.config.weights.timeout_seconds
+        try:
+            await asyncio.wait_for(answer, seconds)
+        except TimeoutError:
+            self._on_dead(replica, ReplicaError(f"{replica.name} did not {what} within {seconds:g} s"))
+        except ReplicaError as error:
+            self._on_dead(replica, error)

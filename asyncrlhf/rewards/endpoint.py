@@ -1,0 +1,169 @@
+"""A JSON service that is asked with patience: time limit, retries with back-off, circuit breaker."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import requests
+
+from asyncrlhf.errors import RewardError
+from asyncrlhf.rewards.base import ServiceError
+from asyncrlhf.rewards.functions import call_with_timeout, late
+from asyncrlhf.rewards.service_config import HttpConfig
+
+# Answers that another try may change; any other that is no success says that the request itself was refused.
+TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+SHOWN = 200  # characters of an answer in a message
+
+
+class Breaker:
+    """Keeps calls from a service that failed ``failures`` times in a row, for ``seconds``; then one call tries it.
+
+    Safe to use from several threads. ``clock`` gives seconds.
+    """
+
+    def __init__(self, failures: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allowed = failures
+        self._seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_until: float | None = None
+        self._cause = ""
+
+    def enter(self, who: str) -> None:
+        """Raise ServiceError while the circuit is open. After its time, the one caller let through tries for all."""
+        with self._lock:
+            if self._open_until is None:
+                return
+            if self._clock() < self._open_until:
+                raise ServiceError(
+                    f"{who} is not asked for {self._seconds:g} s after {self._failures} failures in a row, "
+                    f"the last one: {self._cause}"
+                )
+            self._open_until = self._clock() + self._seconds
+
+    def failed(self, cause: str) -> None:
+        with self._lock:
+            self._failures += 1
+            self._cause = cause
+            if self._failures >= self._allowed:
+                self._open_until = self._clock() + self._seconds
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures = 0
+            self._open_until = None
+
+
+class Endpoint:
+    """POSTs JSON to ``config.url`` + ``path``; ``timeout_seconds`` bounds one try, however slowly it trickles in."""
+
+    def __init__(self, config: HttpConfig, timeout_seconds: float, path: str = "") -> None:
+        self._config = config
+        self._timeout = timeout_seconds
+        self.url = config.url.rstrip("/") + path if path else config.url
+        self.who = f"The endpoint {self.url}"
+        self._breaker = Breaker(config.breaker_failures, config.breaker_seconds)
+        self._local = threading.local()  # a session is not safe to share between threads
+
+    def ask(self, document: Any, parse: Callable[[Any], Any]) -> Any:
+        """``parse`` of the JSON answer, which raises RewardError for one that makes no sense.
+
+        Raises ServiceError when there is no answer after all tries, RewardError when there is one but of no use.
+        """
+        try:
+            body = json.dumps(document, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"The rollouts cannot be sent to {self.url} as JSON: {error}.") from error
+        self._breaker.enter(self.who)
+        try:
+            value = parse(self._answer(body))
+        except RewardError as error:
+            self._breaker.failed(str(error))
+            raise
+        self._breaker.succeeded()
+        return value
+
+    def _answer(self, body: bytes) -> Any:
+        for tried in range(self._config.retries + 1):
+            wait = self._config.backoff_seconds * 2**tried * random.uniform(0.5, 1.0)
+            try:
+                response = self._try(body)
+            except RewardError as error:
+                cause = str(error)
+            else:
+                if response.status_code not in TRY_AGAIN:
+                    return self._document(response)
+                cause = f"{self.who} answered {_status(response)}."
+                wait = max(wait, min(_retry_after(response), self._timeout))
+            if tried < self._config.retries:
+                time.sleep(wait)
+        raise ServiceError(f"{cause} Tried {self._config.retries + 1} times.")
+
+    def _try(self, body: bytes) -> requests.Response:
+        """One request; the limit is on all of it, and not on the pause between two bytes as requests has it."""
+        session = self._session()
+        response: requests.Response = call_with_timeout(
+            lambda: self._post(session, body), self._timeout, self.who, on_timeout=self._forget_session
+        )
+        return response
+
+    def _post(self, session: requests.Session, body: bytes) -> requests.Response:
+        try:
+            return session.post(self.url, data=body, timeout=self._timeout, headers=self._headers())
+        except requests.Timeout as error:
+            raise RewardError(late(self.who, self._timeout)) from error
+        except requests.RequestException as error:
+            raise RewardError(f"{self.who} did not answer: {_cause(error)}.") from error
+
+    def _headers(self) -> Mapping[str, str]:
+        token = os.environ.get(self._config.token_env) if self._config.token_env else None
+        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+    def _session(self) -> requests.Session:
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+        session: requests.Session = self._local.session
+        return session
+
+    def _forget_session(self) -> None:
+        """The thread that overran still reads from it."""
+        self._local.session.close()
+        del self._local.session
+
+    def _document(self, response: requests.Response) -> Any:
+        if not response.ok:
+            raise RewardError(f"{self.who} answered {_status(response)}.")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise RewardError(f"{self.who} answered no JSON: {response.text[:SHOWN]!r}.") from error
+
+
+def _status(response: requests.Response) -> str:
+    said = " ".join(response.text[:SHOWN].split())
+    return f"{response.status_code} {response.reason}" + (f" ({said})" if said else "")
+
+
+def _cause(error: BaseException) -> str:
+    """The end of the chain that requests and urllib3 wrap around what the socket said."""
+    inner = getattr(error, "reason", None) or (error.args[-1] if error.args else None)
+    if isinstance(inner, BaseException):
+        return _cause(inner)
+    lines = str(error).strip().splitlines()
+    return lines[0].rpartition(": ")[2][:SHOWN].rstrip(".") if lines else type(error).__name__
+
+
+def _retry_after(response: requests.Response) -> float:
+    """Seconds that the service asks for; its other form, a date, is left to the back-off."""
+    try:
+        return max(0.0, float(response.headers.get("Retry-After", "0")))
+    except ValueError:
+        return 0.0

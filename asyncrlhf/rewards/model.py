@@ -1,0 +1,143 @@
+"""Scores from a sequence-classification reward model, in batches of few padded tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from asyncrlhf.errors import RewardError
+from asyncrlhf.rewards.base import Score
+from asyncrlhf.rewards.model_inputs import Encoder, build_encoder
+from asyncrlhf.rewards.model_loading import load_reward_model
+from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.types import IntArray, Rollout
+
+
+class ModelSource:
+    """One forward pass a batch of up to ``max_batch_tokens`` padded tokens; a longer sequence is a batch of its own.
+
+    Raises ConfigError for a checkpoint that cannot be loaded or is no reward model. ``model``, ``encoder`` and
+    ``is_causal`` are open to those who feed the model by other ways, such as chunk by chunk.
+    """
+
+    def __init__(
+        self,
+        config: RewardModelConfig,
+        key: str,
+        policy: PreTrainedTokenizerBase,
+        *,
+        max_batch_tokens: int,
+        device: str = "cpu",
+    ) -> None:
+        self.model = load_reward_model(config, key, device)
+        self.encoder: Encoder = build_encoder(config, key, policy)
+        self.is_causal = is_causal(self.model)
+        self.max_length = longest_input(self.model, config)
+        self._key = key
+        self._max_batch_tokens = max_batch_tokens
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        encoded = [self.encoder(rollout) for rollout in rollouts]
+        scores: list[Score] = [self.refusal(ids) or 0.0 for ids in encoded]
+        fitting = [i for i, score in enumerate(scores) if not isinstance(score, RewardError)]
+        lengths = np.array([len(encoded[i]) for i in fitting], dtype=np.int64)
+        for batch in padded_batches(lengths, self._max_batch_tokens):
+            chosen = [fitting[i] for i in batch]
+            for i, value in zip(chosen, self._forward([encoded[i] for i in chosen]), strict=True):
+                scores[i] = value if math.isfinite(value) else RewardError(f"The reward model's score is {value}.")
+        return scores
+
+    def refusal(self, ids: IntArray) -> RewardError | None:
+        """Why a sequence [P+L] cannot be scored, if so."""
+        if not len(ids):
+            return RewardError("The reward model got no token: prompt and response are empty.")
+        if len(ids) > self.max_length:
+            return RewardError(
+                f"The reward model's input has {len(ids)} tokens; allowed: {self.max_length} "
+                f"({self._key}.model.max_length, at most its context)."
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary:
+            return RewardError(f"A token id lies outside the reward model's vocabulary of {self.vocabulary}.")
+        return None
+
+    @property
+    def vocabulary(self) -> int:
+        embedding: Any = self.model.get_input_embeddings()
+        return int(embedding.num_embeddings)
+
+    def _forward(self, sequences: Sequence[IntArray]) -> list[float]:
+        longest = max(map(len, sequences))
+        ids = torch.zeros((len(sequences), longest), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
+            mask[row, : len(sequence)] = 1
+        device = self.model.device
+        try:
+            return [float(v) for v in score_batch(self.model, ids.to(device), mask.to(device)).cpu()]
+        except torch.OutOfMemoryError as error:
+            raise RewardError(
+                f"The reward model ran out of memory with {len(sequences)} sequences of up to {longest} tokens; "
+                "lower reward.max_batch_tokens."
+            ) from error
+
+    def close(self) -> None:
+        """Nothing is held open that does not end with the worker."""
+
+
+@torch.inference_mode()
+def score_batch(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """[N] float32 scores of padded sequences [N, T], whichever side the padding is on.
+
+    A causal model's score is that of the last token that ``attention_mask`` shows. transformers' own pooling looks for
+    the last token that is not ``pad_token_id`` instead, and so passes over an end token that serves as padding too.
+    """
+    if not is_causal(model):
+        logits: torch.Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits[:, 0].float()
+    base: Any = model.base_model
+    options: dict[str, Any] = {}
+    padded_left = not bool(attention_mask[:, 0].all())
+    if padded_left and "position_ids" in signature(base.forward).parameters:  # others read positions off the mask
+        options["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    hidden = base(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **options).last_hidden_state
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    last = (attention_mask * places).argmax(-1)
+    return head_of(model)(hidden[torch.arange(len(hidden), device=hidden.device), last])[:, 0].float()
+
+
+def head_of(model: PreTrainedModel) -> torch.nn.Linear:
+    """The layer of a causal reward model that makes a hidden state [H] a score [1]."""
+    head: torch.nn.Linear = model.score  # type: ignore[assignment]
+    return head
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether a score is a linear layer on the last token's state, as in all of transformers' decoders; encoders pool
+    in ways of their own."""
+    return isinstance(getattr(model, "score", None), torch.nn.Linear)
+
+
+def longest_input(model: PreTrainedModel, config: RewardModelConfig) -> int:
+    """Tokens of prompt and response together: ``max_length``, but at most the model's context where that is known."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    known = [limit for limit in (config.max_length, context) if limit]
+    return int(min(known)) if known else 2**31
+
+
+def padded_batches(lengths: IntArray, budget: int) -> list[list[int]]:
+    """Indices into ``lengths`` [N], longest first, in batches whose rows times longest row stay within ``budget``."""
+    batches: list[list[int]] = []
+    rows_allowed = 0
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        if not batches or len(batches[-1]) >= rows_allowed:
+            batches.append([])
+            rows_allowed = max(1, budget // max(1, int(lengths[index])))
+        batches[-1].append(index)
+    return batches

@@ -1,0 +1,70 @@
+"""A receiver's staging memory: one whole set of weights, and the check that its bytes arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.base import Ticket
+from asyncrlhf.transport.checksum import changed_buckets, entries_by_bucket, verify_bucket
+from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
+from asyncrlhf.types import TensorEntry, WeightManifest
+
+
+class Staging:
+    """Allocated at the first ticket. ``name``: the receiver's, for its errors."""
+
+    def __init__(self, name: str = "a receiver without a name") -> None:
+        self.name = name
+        self._buckets: FlatBuckets | None = None
+        self._entries: list[list[TensorEntry]] = []
+        self._checksums: tuple[int, ...] = ()  # of what the buckets hold; empty: unknown
+        self._pending: set[int] = set()  # buckets of the present ticket that were not verified yet
+
+    def begin(self, ticket: Ticket, device: torch.device | str = "cpu") -> tuple[FlatBuckets, list[int]]:
+        """The memory for ``ticket``, and the buckets that it does not hold yet.
+
+        Raises WeightSyncError when the layout is another one than before: a run publishes one model, so that a changed
+        layout is somebody's mistake.
+        """
+        self._buckets = self._fitting(ticket.manifest, device)
+        wanted = changed_buckets(self._checksums, ticket.checksums) if ticket.delta else range(len(self._entries))
+        # From here on the bytes are neither version's: an error on the way must not leave a claim to them.
+        self._checksums, self._pending = (), set(range(len(self._entries)))
+        return self._buckets, list(wanted)
+
+    def verify(self, ticket: Ticket, bucket: int) -> None:
+        """Check one bucket that is complete. Raises WeightSyncError naming it."""
+        if ticket.checksums and self._buckets is not None and bucket in self._pending:
+            entries, views = self._entries[bucket], self._buckets.views()
+            verify_bucket(bucket, entries, views, ticket.checksums[bucket], ticket.version, self.name)
+        self._pending.discard(bucket)
+
+    def finish(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
+        """Verify what was not verified yet, buckets that were held already among them: their user may have written
+        into them. Returns the tensors."""
+        assert self._buckets is not None, "begin comes first"
+        for bucket in sorted(self._pending):
+            self.verify(ticket, bucket)
+        self._checksums = ticket.checksums
+        return self._buckets.views()
+
+    def drop(self) -> None:
+        """Let go of the memory: something may still write into it."""
+        self._buckets = None
+        self._checksums = ()
+
+    def _fitting(self, manifest: WeightManifest, device: torch.device | str) -> FlatBuckets:
+        if self._buckets is None:
+            self._entries = entries_by_bucket(manifest)
+            return FlatBuckets(manifest, device)
+        difference = manifest_difference(self._buckets.manifest, manifest)
+        if difference is not None:
+            raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
+        return self._buckets
+
+
+def payload_bytes(manifest: WeightManifest, buckets: Sequence[int]) -> int:
+    return sum(manifest.bucket_bytes[bucket] for bucket in buckets)

@@ -1,0 +1,61 @@
+"""Sleeping engines give a CUDA device's memory back and go on where they were; skipped visibly without one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.engines.base import Engine
+from asyncrlhf.engines.config import GeneratorConfig, VllmConfig
+from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.engines.weights import named_weights
+from asyncrlhf.types import Generation, GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+TEXT = [np.arange(3, 15)]
+
+
+def make_engine(kind: str) -> Engine:
+    if kind == "hf":
+        return HFEngine(load_model(ModelConfig(), "cuda"), slots=8)
+    from asyncrlhf.engines.vllm_core import VllmCore
+    from asyncrlhf.engines.vllm_engine import VllmEngine
+
+    own = VllmConfig(enable_sleep_mode=True, gpu_memory_utilization=0.2, max_model_len=128, enforce_eager=True)
+    return VllmEngine(VllmCore(GeneratorConfig(engine="vllm", gpus=1, slots=8, vllm=own), ModelConfig()), slots=8)
+
+
+def used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=needs_vllm)])
+def test_a_sleeping_engine_frees_the_device_and_goes_on(kind: str) -> None:
+    engine = make_engine(kind)
+    sampling = SamplingParams(max_completion_length=40)
+    engine.submit([GenerationRequest(i, i, np.arange(3, 9), i, sampling) for i in range(8)])
+    for _ in range(6):
+        engine.step(0.0)
+    scores, awake = engine.score(TEXT)[0], used()
+    engine.sleep()
+    asleep = used()
+    assert asleep < awake
+    new = {name: 1.1 * tensor.cpu() for name, tensor in named_weights(load_model(ModelConfig())).items()}
+    engine.load_weights(1, new, "keep")
+    assert used() <= asleep + (16 << 20)
+    assert np.abs(engine.score(TEXT)[0] - scores).max() > 1e-3
+    engine.wake()
+    done: list[Generation] = []
+    while engine.in_flight():
+        done += [g for g in engine.step(0.0).finished if isinstance(g, Generation)]
+    assert len(done) == 8
+    assert all(set(g.policy_versions.tolist()) <= {0, 1} for g in done)
+    assert any(set(g.policy_versions.tolist()) == {0, 1} for g in done)
+    engine.close()

@@ -1,0 +1,201 @@
+"""Two DeepSpeed ranks against one of plain torch, at every ZeRO stage: the same curve, also after a resume."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from asyncrlhf.errors import CheckpointError, ConfigError
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.orchestrator.compose import load_config
+from tests.unit.learner.ranks import batches, build, curve, run_ranks, skips, weights
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+SAVED_AFTER = 15
+STAGES = (0, 1, 2, 3)
+PPO = AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1, num_iterations=2)
+M2PO = load_config(["algorithm=m2po"]).algorithm
+IMPACT = load_config(["algorithm=impact"]).algorithm
+# More than one update a step, a critic and a reference; targets that look ahead over all ranks; a slow target network;
+# weights on the host; activations computed again.
+SHORT: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
+    "ppo, zero 1": (PPO, {"zero_stage": 1}),
+    "ppo, zero 3": (PPO, {"zero_stage": 3}),
+    "m2po, zero 3": (M2PO, {"zero_stage": 3}),
+    "impact, zero 3": (IMPACT, {"zero_stage": 3}),
+    "zero 2, optimizer on the host": (AlgorithmConfig(), {"zero_stage": 2, "zero_offload": "cpu"}),
+    "zero 3, all on the host": (
+        AlgorithmConfig(),
+        {"zero_stage": 3, "zero_offload": "cpu", "zero_offload_params": "cpu", "gradient_checkpointing": True},
+    ),
+}
+SHORT_STEPS = 3
+
+
+def train(rank: int, folder: Path, stage: int) -> dict[str, Any]:
+    trained, given = build(rank, 2, backend="deepspeed", zero_stage=stage), batches()
+    first = curve(trained, given[:SAVED_AFTER], rank, 2)
+    trained.save(folder)
+    saved = weights(trained)
+    rest = curve(trained, given[SAVED_AFTER:], rank, 2)
+    scores = trained.score([np.array([1, 2, 3, 4]), np.array([5, 6])])
+    resumed = build(rank, 2, backend="deepspeed", zero_stage=stage)
+    curve(resumed, given[:1], rank, 2)
+    resumed.load(folder)
+    again = curve(resumed, given[SAVED_AFTER:], rank, 2)
+    found = {"curve": first + rest, "resumed": again, "saved": saved, "scores": scores}
+    return found | {"skips": skips(trained, rank)}
+
+
+def job(rank: int, folder: Path) -> dict[Any, Any]:
+    found: dict[Any, Any] = {stage: train(rank, folder / str(stage), stage) for stage in STAGES}
+    for name, (algorithm, settings) in SHORT.items():
+        trained = build(rank, 2, algorithm, backend="deepspeed", **settings)
+        found[name] = curve(trained, batches(SHORT_STEPS), rank, 2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[Any, Any]]:
+    """What each of two processes found, for every case."""
+    return run_ranks(job, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, float]]:
+    """The curve of one rank of plain torch."""
+    return curve(build(), batches())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_make_the_curve_of_one_plain_rank(
+    two_ranks: list[dict[Any, Any]], alone: list[dict[str, float]], stage: int
+) -> None:
+    for rank in two_ranks:
+        for found, expected in zip(rank[stage]["curve"], alone, strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+            assert found["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
+            assert found["learning_rate"] == expected["learning_rate"]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_other_algorithms_and_places_too(two_ranks: list[dict[Any, Any]], name: str) -> None:
+    expected = curve(build(algorithm=SHORT[name][0]), batches(SHORT_STEPS))
+    for rank in two_ranks:
+        for found, wanted in zip(rank[name], expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-3, abs=2e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_makes_the_same_curve(two_ranks: list[dict[Any, Any]], stage: int) -> None:
+    for rank in two_ranks:
+        for found, expected in zip(rank[stage]["resumed"], rank[stage]["curve"][SAVED_AFTER:], strict=True):
+            assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_export_is_what_was_published(two_ranks: list[dict[Any, Any]], folder: Path, stage: int) -> None:
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder / str(stage) / "model").named_parameters())
+    published = two_ranks[0][stage]["saved"]
+    assert exported.keys() == published.keys()
+    for key, tensor in exported.items():
+        assert np.array_equal(tensor.detach().numpy(), published[key]), key
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_rank_0_holds_weights_that_are_sharded(two_ranks: list[dict[Any, Any]], stage: int) -> None:
+    assert bool(two_ranks[1][stage]["saved"]) == (stage < 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_score_alike(two_ranks: list[dict[Any, Any]], stage: int) -> None:
+    for first, second in zip(*(rank[stage]["scores"] for rank in two_ranks), strict=True):
+        assert np.array_equal(first, second) and np.isfinite(first).all()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_skip_when_one_finds_a_broken_gradient(two_ranks: list[dict[Any, Any]], stage: int) -> None:
+    assert [rank[stage]["skips"] for rank in two_ranks] == [True, True]
+
+
+def test_shards_of_other_ranks_or_another_layout_are_refused(two_ranks: list[dict[Any, Any]], folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"those of learner\.ranks=2; they cannot be read with learner\.ranks=1"):
+        build(backend="deepspeed", zero_stage=2).load(folder / "2")
+    with pytest.raises(CheckpointError, match=r"one of learner\.backend=deepspeed learner\.zero_stage=2, not learner"):
+        build().load(folder / "2")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_keeps_float32_masters_and_comes_close(stage: int) -> None:
+    options = {"learning_rate": 1e-5, "max_grad_norm": 0.0, "token_budget": 40}
+    exact = curve(build(**options), batches(1))[0]
+    mixed = build(backend="deepspeed", zero_stage=stage, mixed_precision="bfloat16", **options)
+    before = weights(mixed)
+    found = curve(mixed, batches(1))[0]
+    assert found["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
+    assert found["entropy"] == pytest.approx(exact["entropy"], rel=0.02)
+    curve(mixed, batches(1) * 30)
+    # Each of these updates is too small for bfloat16; they add up in the masters.
+    moved = max(np.abs(tensor - before[name]).max() for name, tensor in weights(mixed).items())
+    assert moved > 1e-4
+    broken, kept = batches(1)[0], weights(mixed)
+    broken.rewards[:] = np.nan
+    assert mixed.train_step(broken).skipped
+    assert all(np.array_equal(tensor, kept[name]) for name, tensor in weights(mixed).items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"zero_stage": 2}, r"learner\.zero_stage=2 needs learner\.backend=deepspeed, not torch"),
+        ({"zero_offload": "cpu"}, r"learner\.zero_offload=cpu needs learner\.backend=deepspeed"),
+        ({"backend": "deepspeed", "zero_stage": 4}, r"learner\.zero_stage=4 is out of range"),
+        ({"backend": "deepspeed", "zero_offload": "nvme"}, r"learner\.zero_offload=nvme is not known.*none, cpu"),
+        ({"backend": "deepspeed", "zero_offload": "cpu"}, r"needs learner\.zero_stage of at least 1, not 0"),
+        ({"backend": "deepspeed", "zero_offload_params": "cpu", "zero_stage": 2}, "of at least 3, not 2"),
+        ({"backend": "deepspeed", "mixed_precision": "float16"}, "allowed with deepspeed: none, bfloat16"),
+        ({"backend": "deepspeed", "sharding": "fsdp2"}, r"learner\.sharding=fsdp2 needs learner\.backend=torch"),
+        ({"backend": "deepspeed", "zero_stage": 3, "compile": True}, r"compile does not work with .*zero_stage=3"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        LearnerConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("group", "layout"),
+    [
+        ("torch", "learner.backend=torch"),
+        ("deepspeed", "learner.backend=deepspeed learner.zero_stage=2"),
+        ("zero3", "learner.backend=deepspeed learner.zero_stage=3"),
+        ("fsdp2", "learner.sharding=fsdp2"),
+    ],
+)
+def test_the_groups_of_conf_name_their_layouts(group: str, layout: str) -> None:
+    assert load_config([f"learner={group}"]).learner.layout == layout
+
+
+def test_live_weights_cannot_be_streamed_from_shards_but_to_disk() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.staging=stream .* learner\.zero_stage=3 must gather"):
+        load_config(["learner=zero3", "weights.staging=stream"])
+    assert load_config(["learner=zero3", "weights.staging=stream", "weights.transport=disk"]).learner.sharded
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package deepspeed, which is not installed"):
+        LearnerConfig(backend="deepspeed")

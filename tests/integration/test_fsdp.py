@@ -1,0 +1,130 @@
+"""Two FSDP2 ranks against one of plain torch: the same curve, and a checkpoint that any number of ranks reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from asyncrlhf.errors import CheckpointError, ConfigError
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.orchestrator.compose import load_config
+from tests.unit.learner.ranks import batches, build, curve, run_ranks, skips, weights
+
+SAVED_AFTER = 15
+SHORT: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
+    "ppo": (AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1, num_iterations=2), {}),
+    "m2po": (load_config(["algorithm=m2po"]).algorithm, {"gradient_checkpointing": True}),
+    "impact": (load_config(["algorithm=impact"]).algorithm, {}),
+}
+SHORT_STEPS = 3
+
+
+def job(rank: int, folder: Path) -> dict[str, Any]:
+    trained, given = build(rank, 2, sharding="fsdp2"), batches()
+    found: dict[str, Any] = {"curve": curve(trained, given[:SAVED_AFTER], rank, 2)}
+    trained.save(folder)
+    found["saved"] = weights(trained)
+    found["curve"] += curve(trained, given[SAVED_AFTER:], rank, 2)
+    found["scores"] = trained.score([np.array([1, 2, 3, 4]), np.array([5, 6])])
+    resumed = build(rank, 2, sharding="fsdp2")
+    curve(resumed, given[:1], rank, 2)
+    resumed.load(folder)
+    found["resumed"] = curve(resumed, given[SAVED_AFTER:], rank, 2)
+    found["skips"] = skips(trained, rank)
+    for name, (algorithm, settings) in SHORT.items():
+        found[name] = curve(build(rank, 2, algorithm, sharding="fsdp2", **settings), batches(SHORT_STEPS), rank, 2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(job, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, float]]:
+    """The curve of one rank of plain torch."""
+    return curve(build(), batches())
+
+
+def test_two_ranks_make_the_curve_of_one_plain_rank(
+    two_ranks: list[dict[str, Any]], alone: list[dict[str, float]]
+) -> None:
+    for rank in two_ranks:
+        for found, expected in zip(rank["curve"], alone, strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+            assert found["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_other_algorithms_too(two_ranks: list[dict[str, Any]], name: str) -> None:
+    expected = curve(build(algorithm=SHORT[name][0]), batches(SHORT_STEPS))
+    for rank in two_ranks:
+        for found, wanted in zip(rank[name], expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-3, abs=2e-4)
+
+
+def test_a_resumed_run_makes_the_same_curve_with_two_ranks_and_with_one(
+    two_ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    expected = two_ranks[0]["curve"][SAVED_AFTER:]
+    for rank in two_ranks:
+        assert rank["resumed"] == [pytest.approx(step, rel=1e-6, abs=1e-7) for step in expected]
+    alone = build(sharding="fsdp2")
+    alone.load(folder)
+    assert curve(alone, batches()[SAVED_AFTER:]) == [pytest.approx(step, rel=1e-3, abs=1e-4) for step in expected]
+
+
+def test_the_export_is_what_was_published(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder / "model").named_parameters())
+    published = two_ranks[0]["saved"]
+    assert exported.keys() == published.keys() and not two_ranks[1]["saved"]
+    for key, tensor in exported.items():
+        assert np.array_equal(tensor.detach().numpy(), published[key]), key
+
+
+def test_all_ranks_score_alike_and_skip_together(two_ranks: list[dict[str, Any]]) -> None:
+    for first, second in zip(*(rank["scores"] for rank in two_ranks), strict=True):
+        assert np.array_equal(first, second) and np.isfinite(first).all()
+    assert [rank["skips"] for rank in two_ranks] == [True, True]
+
+
+def test_bfloat16_gathers_halves_and_keeps_float32_masters() -> None:
+    options = {"learning_rate": 1e-5, "max_grad_norm": 0.0, "token_budget": 40}
+    exact = curve(build(**options), batches(1))[0]
+    mixed = build(sharding="fsdp2", mixed_precision="bfloat16", **options)
+    before = weights(mixed)
+    found = curve(mixed, batches(1))[0]
+    assert found["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
+    assert found["entropy"] == pytest.approx(exact["entropy"], rel=0.02)
+    curve(mixed, batches(1) * 30)
+    assert max(np.abs(tensor - before[name]).max() for name, tensor in weights(mixed).items()) > 1e-4
+
+
+def test_a_checkpoint_of_another_layout_is_refused(two_ranks: list[dict[str, Any]], folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"one of learner\.sharding=fsdp2, not learner\.backend=torch"):
+        build().load(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sharding": "fsdp"}, r"learner\.sharding=fsdp is not known \(did you mean fsdp2\?\); allowed: none, fsdp2"),
+        ({"sharding": "fsdp2", "mixed_precision": "float16"}, r"float16 needs learner\.sharding=none"),
+        ({"sharding": "fsdp2", "compile": True}, r"learner\.compile does not work with learner\.sharding=fsdp2"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        LearnerConfig(**settings)

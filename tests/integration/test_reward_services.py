@@ -1,0 +1,280 @@
+"""Whole runs whose reward service hangs, raves or dies: they go on or stop as configured, and all is counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, ReplicaError, RewardError
+from asyncrlhf.orchestrator.local_runtime import LocalLearner, LocalReward
+from asyncrlhf.orchestrator.ray_handles import RayReward
+from asyncrlhf.rewards.scorer import Scorer
+from asyncrlhf.types import RewardResult
+from tests import loop, ray_run
+from tests.integration.test_local_loop import interrupt_after
+from tests.loop import FAKE, Finished
+from tests.reward_server import Server, rewards_by_length, serving
+from tests.unit.rewards.worlds import save_reward_model
+
+# 15 steps of 16 rollouts. A failed call is not made again and opens no circuit unless a test is about that.
+SHORT = (*FAKE, "steps=15", "fusion.max_batch=8")
+HTTP = ("reward.kind=http", "reward.http.retries=0", "reward.http.breaker_failures=1000", "reward.timeout_seconds=0.3")
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def now_and_then(server: Server, misbehave: Callable[[dict[str, Any]], Any], every: int) -> None:
+    """Answer well, but for each ``every``-th question after the first."""
+
+    def answer(asked: dict[str, Any]) -> Any:
+        return misbehave(asked) if len(server.asked) % every == 0 else rewards_by_length(asked)
+
+    server.answer = answer
+
+
+def failed_rows(done: Finished, cause: str) -> int:
+    """Every failed rollout is in the records, without a reward and with its cause."""
+    rows = done.rollouts
+    failed = rows[rows.state == "failed"]
+    assert len(failed) == sum(done.summary["ledger"]["failed"].values()) > 0
+    assert failed.reward.isna().all()
+    assert failed.drop_reason.str.contains(cause).all(), set(failed.drop_reason)
+    return len(failed)
+
+
+@pytest.mark.parametrize(
+    ("misbehaviour", "cause"),
+    [("hang", "took longer than reward.timeout_seconds=0.3"), ("nonsense", "no JSON"), ("short", "scores for")],
+)
+def test_an_endpoint_that_misbehaves_now_and_then_costs_single_rollouts(
+    tmp_path: Path, misbehaviour: str, cause: str
+) -> None:
+    with serving() as server:
+        misbehave = {"hang": server.hang, "nonsense": lambda _: b"hello", "short": lambda _: {"rewards": []}}
+        now_and_then(server, misbehave[misbehaviour], every=10 if misbehaviour == "hang" else 5)
+        done = loop.run(tmp_path, *SHORT, *HTTP, f"reward.http.url={server.url}")
+    done.assert_ledger_whole()
+    assert done.summary["exit_reason"] == "done"
+    assert failed_rows(done, cause) < 15 * 16 / 2
+    scored = done.trained
+    assert (scored.reward == scored.response.str.len()).all(), "a score that failed never became a number"
+
+
+def test_an_endpoint_that_dies_in_mid_run_ends_it_with_the_cause(tmp_path: Path) -> None:
+    with serving() as server:
+
+        def answer(asked: dict[str, Any]) -> Any:
+            if len(server.asked) == 60:
+                server.die()
+            return rewards_by_length(asked)
+
+        server.answer = answer
+        with pytest.raises(
+            AsyncRLHFError, match=r"of the last 16 rollouts failed .*(did not answer|is not asked)"
+        ) as end:
+            loop.run(tmp_path, *SHORT, *HTTP, f"reward.http.url={server.url}", "reward.http.breaker_failures=2")
+    assert end.value.exit_code == 1
+    summary = summary_of(tmp_path)
+    assert summary["exit_reason"].startswith("failed: ")
+    assert summary["ledger"]["adds_up"] and summary["ledger"]["trained"] > 0
+
+
+def test_with_on_failure_stop_the_first_failure_ends_the_run(tmp_path: Path) -> None:
+    with serving() as server:
+        now_and_then(server, lambda _: (400, {}, b"too rude to be rated"), every=9)
+        with pytest.raises(
+            RewardError, match=r"Rollout \d+ got no reward \(reward\.on_failure=stop\): .*too rude"
+        ) as end:
+            loop.run(tmp_path, *SHORT, *HTTP, f"reward.http.url={server.url}", "reward.on_failure=stop")
+    assert end.value.exit_code == 1
+    summary = summary_of(tmp_path)
+    assert "too rude to be rated" in summary["exit_reason"]
+    assert summary["ledger"]["adds_up"] and sum(summary["ledger"]["failed"].values()) >= 1
+
+
+def test_an_endpoint_that_is_down_at_the_start_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with serving() as server:
+        pass
+    with pytest.raises(ConfigError, match=r"reward\.kind=http gives no score for a first probe: .*did not answer"):
+        loop.run(tmp_path, *SHORT, *HTTP, f"reward.http.url={server.url}")
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_a_function_that_hangs_or_ends_its_process_costs_single_rollouts(tmp_path: Path) -> None:
+    done = loop.run(
+        tmp_path, *FAKE, "steps=8", "reward.kind=python", "reward.target=tests.reward_functions:dies_at_99",
+        "reward.timeout_seconds=0.3", "max_failure_fraction=1",
+    )  # fmt: skip
+    done.assert_ledger_whole()
+    failed_rows(done, r"took longer than reward\.timeout_seconds|ended its process \(exit code 3\)")
+    assert done.summary["ledger"]["trained"] > 0
+
+
+def test_a_sum_of_a_reward_model_an_endpoint_and_a_rule_shows_its_parts(tmp_path: Path, tiny_model_path: Path) -> None:
+    """The real engine, a reward model on the policy's own ids, and parts that add up in records and metrics."""
+    model = save_reward_model(tmp_path / "rm", 19, context=128)
+    with serving() as server:
+        done = loop.run(
+            tmp_path / "run", "steps=3", "batch_size=16", "reward=sum", f"++reward.parts.remote.http.url={server.url}",
+            "++reward.parts.remote.kind=http", "++reward.parts.remote.weight=0.125", "++reward.parts.rm.kind=model",
+            f"++reward.parts.rm.model.path={model}", "++reward.parts.rm.model.inputs=ids",
+            "++reward.parts.rm.weight=0.5", "reward.missing_eos_penalty=0.25", "learner.learning_rate=1e-4",
+            "async.mode=sync",
+        )  # fmt: skip
+    done.assert_ledger_whole()
+    parts = ("rule", "length", "remote", "rm", "missing_eos")
+    for row in done.metrics:
+        rule, length, remote, rm, missing = (row[f"reward/{name}"] for name in parts)
+        assert row["reward_mean"] == pytest.approx(
+            rule - 0.001 * length + 0.125 * remote + 0.5 * rm + missing, abs=1e-6
+        )
+        assert length == pytest.approx(row["response_length_mean"])
+        assert missing == pytest.approx(-0.25 * row["truncation_rate"])
+    assert np.ptp([row["reward/rm"] for row in done.metrics]) > 0
+
+
+def seen_by_the_learner(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    seen: list[list[float]] = []
+    original = LocalLearner.train
+
+    async def train(self: LocalLearner, items: Any) -> Any:
+        seen.append([item.reward for item in items])
+        return await original(self, items)
+
+    monkeypatch.setattr(LocalLearner, "train", train)
+    return seen
+
+
+def test_running_statistics_go_on_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what an uninterrupted run has; and the records hold the rewards as they were scored."""
+    common = (*FAKE, "steps=6", "async.mode=fixed_lag", "async.lag=1", "checkpoint.every=3", "reward.normalize=running")
+    seen = seen_by_the_learner(monkeypatch)
+    whole = loop.run(tmp_path / "whole", *common)
+    expected, seen[:] = list(seen), []
+    raw = [r for step in range(6) for r in whole.trained.reward[whole.trained.consumed_at_version.str[0] <= step]]
+    assert set(raw) == {0.0, 1.0}
+    for step in range(6):
+        so_far = whole.trained.reward[whole.trained.consumed_at_version.str[0] <= step].to_numpy()
+        levels = {round(float((r - so_far.mean()) / so_far.std()), 9) for r in (0.0, 1.0)}
+        assert {round(r, 9) for r in expected[step]} <= levels
+    folder = tmp_path / "parts"
+    interrupt_after(folder, 3, *common, "checkpoint.resume=auto")
+    loop.run(folder, *common, "checkpoint.resume=auto")
+    assert seen == expected
+
+
+class Mortal:
+    """A reward worker that dies of some rollouts, and stands again each time, or not."""
+
+    def __init__(self, scorer: Scorer, deadly: Callable[[Any], bool], lost: bool) -> None:
+        self.scorer, self.deadly, self.lost = scorer, deadly, lost
+        self.calls: list[int] = []
+
+    async def score(self, payloads: Any) -> list[RewardResult]:
+        from asyncrlhf.orchestrator.handles import WorkerLostError
+
+        rollouts = [p.ref[p.index] for p in payloads]
+        self.calls.append(len(rollouts))
+        if any(self.deadly(r) for r in rollouts):
+            raise (WorkerLostError if self.lost else ReplicaError)("reward-0 died: struck by the test.")
+        return self.scorer.score(rollouts)
+
+    async def close(self) -> None: ...
+
+
+def replace_worker(monkeypatch: pytest.MonkeyPatch, number: int, deadly: Callable[[Any], bool], lost: bool) -> None:
+    def action(runtime: Any) -> None:
+        worker = runtime.rewards[number]
+        assert isinstance(worker, LocalReward)
+        runtime.rewards[number] = Mortal(worker._scorer, deadly, lost)
+
+    loop.meddle(monkeypatch, action)
+
+
+def test_a_rollout_that_kills_its_worker_fails_and_its_neighbours_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_worker(monkeypatch, 0, lambda r: r.rollout_id >= 0 and r.rollout_id % 40 == 7, lost=False)
+    done = loop.run(tmp_path, *SHORT)
+    done.assert_ledger_whole()
+    failed = done.rollouts[done.rollouts.state == "failed"]
+    assert len(failed) >= 5 and set(failed.rollout_id % 40) == {7}
+    assert failed.drop_reason.str.contains("reward worker died 2 times with it").all()
+
+
+def test_a_lost_worker_leaves_its_work_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_worker(monkeypatch, 1, lambda r: r.rollout_id > 100, lost=True)
+    done = loop.run(tmp_path, *SHORT, "reward.workers=2")
+    done.assert_ledger_whole()
+    assert done.summary["ledger"]["trained"] == 15 * 16 and not done.summary["ledger"]["failed"]
+
+
+def test_the_loss_of_the_last_worker_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_worker(monkeypatch, 0, lambda r: r.rollout_id > 100, lost=True)
+    with pytest.raises(ReplicaError, match=r"No reward worker is left: reward-0 died: struck"):
+        loop.run(tmp_path, *SHORT)
+    assert summary_of(tmp_path)["ledger"]["adds_up"]
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_under_ray_hanging_nonsense_and_killed_workers_are_all_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers, an endpoint that hangs and raves now and then, and a rollout that kills the process it is scored in:
+    its worker is started again, and nothing is lost."""
+    struck: list[int] = []
+    original = RayReward.score
+
+    async def score(self: RayReward, payloads: Any) -> Any:
+        if len(struck) < 1 and self.name == "reward-1":
+            struck.append(await ray_run.strike(self.actor, 9))
+        return await original(self, payloads)
+
+    monkeypatch.setattr(RayReward, "score", score)
+    with serving() as server:
+
+        def answer(asked: dict[str, Any]) -> Any:
+            number = len(server.asked)
+            if number % 13 == 0:
+                return server.hang(asked)
+            return b"<html>" if number % 11 == 0 else rewards_by_length(asked)
+
+        server.answer = answer
+        done = ray_run.run(
+            tmp_path,
+            *FAKE,
+            *HTTP,
+            f"reward.http.url={server.url}",
+            "steps=12",
+            "reward.workers=2",
+            "fusion.max_batch=4",
+        )
+    assert len(struck) == 1
+    done.assert_ledger_whole()
+    assert done.summary["exit_reason"] == "done"
+    failed_rows(done, "took longer|no JSON")
+    assert (done.trained.reward == done.trained.response.str.len()).all()
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_under_ray_an_endpoint_that_dies_ends_the_run_with_the_cause(tmp_path: Path) -> None:
+    with serving() as server:
+
+        def answer(asked: dict[str, Any]) -> Any:
+            if len(server.asked) == 12:
+                server.die()
+            return rewards_by_length(asked)
+
+        server.answer = answer
+        with pytest.raises(RewardError, match=r"reward\.on_failure=stop\): The endpoint .* did not answer"):
+            ray_run.run(tmp_path, *FAKE, *HTTP, f"reward.http.url={server.url}", "steps=50", "reward.on_failure=stop")
+    summary = summary_of(tmp_path)
+    assert summary["ledger"]["adds_up"] and "did not answer" in summary["exit_reason"]

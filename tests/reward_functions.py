@@ -1,0 +1,67 @@
+"""Reward functions for tests that run them in the sandbox's process: light imports, and ways to fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def half_failing(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    rewards = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if completion and sum(map(ord, prompt + completion)) % 10 == 0:
+            raise ValueError("cannot judge this")
+        rewards.append(float(len(completion)))
+    return rewards
+
+
+def always_failing(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    if any("=" not in c and c != columns["answer"][0] for c in completions):  # type: ignore[index]
+        raise ValueError("never satisfied")
+    return [1.0] * len(prompts)
+
+
+def obeys(completions: list[str], **columns: Any) -> list[Any]:
+    """Does what the completions say; the score of any other is its length."""
+    for completion in completions:
+        if completion == "hang":
+            time.sleep(600)
+        elif completion == "exit":
+            os._exit(7)
+        elif completion == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif completion == "raise":
+            raise ValueError("told to")
+        elif completion == "system exit":
+            raise SystemExit(1)
+        elif completion == "print":
+            print("to the standard output", flush=True)
+    return ["1.0" if completion == "text" else float(len(completion)) for completion in completions]
+
+
+def process_ids(completions: list[str], **columns: Any) -> list[float]:
+    return [float(os.getpid())] * len(completions)
+
+
+def leaves_a_process(completions: list[str], metadata: list[dict[str, Any]], **columns: Any) -> list[float]:
+    """Starts a process, writes its id where the metadata says, and hangs."""
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(metadata[0]["file"]).write_text(str(started.pid))
+    time.sleep(600)
+    return [0.0] * len(completions)
+
+
+def dies_at_99(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Hangs or ends its process for some texts, and counts the others' letters."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        kind = sum(map(ord, prompt + completion)) % 40
+        if kind == 0:
+            time.sleep(600)
+        if kind == 1:
+            os._exit(3)
+    return [float(len(completion)) for completion in completions]

@@ -1,0 +1,133 @@
+"""A user's function in its own process: hanging, crashing and dying cost a rollout and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.rewards import sandbox
+from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.sandbox import SandboxSource
+from asyncrlhf.rewards.scorer import Scorer, WeightedSource
+from tests.ray_run import is_alive, wait_until
+from tests.unit.rewards.worlds import rollout
+
+
+def scorer(name: str, seconds: float = 5.0) -> Scorer:
+    target = f"tests.reward_functions:{name}"
+    config = RewardConfig(kind="python", target=target, timeout_seconds=seconds)
+    return Scorer({"score": WeightedSource(SandboxSource(target, "reward.target", seconds))}, config, 16)
+
+
+@pytest.fixture(scope="module")
+def obeys() -> Iterator[Scorer]:
+    made = scorer("obeys", 0.5)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("completion", "cause"),
+    [
+        ("hang", "took longer than reward.timeout_seconds=0.5"),
+        ("exit", "ended its process (exit code 7)"),
+        ("kill", "ended its process (SIGKILL)"),
+        ("raise", "raised ValueError: told to"),
+        ("system exit", "raised SystemExit: 1"),
+        ("text", "returned '1.0', which is not a finite number"),
+    ],
+)
+def test_a_bad_rollout_fails_alone_and_the_worker_goes_on(obeys: Scorer, completion: str, cause: str) -> None:
+    results = obeys.score([rollout(1, "x"), rollout(2, completion), rollout(3, "yyy")])
+    assert [r.reward for r in results] == [1.0, None, 3.0]
+    assert results[1].error and cause in results[1].error and "\n" not in results[1].error
+    assert [r.reward for r in obeys.score([rollout(4, "four")])] == [4.0]
+
+
+def test_what_it_prints_stays_off_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    made = scorer("obeys")
+    assert made.score([rollout(1, "print")])[0].reward == 5.0
+    made.close()
+    out, err = capfd.readouterr()
+    assert out == "" and "to the standard output" in err
+
+
+def test_calls_share_a_process_that_is_not_this_one_and_ends_with_the_source() -> None:
+    ids = scorer("process_ids")
+    first, second = (ids.score([rollout(i, "x")])[0].reward for i in (1, 2))
+    assert first == second and first is not None
+    child = psutil.Process(int(first))
+    assert child.pid != psutil.Process().pid
+    child.kill()
+    wait_until(lambda: not is_alive(child), "the child's death")
+    third = ids.score([rollout(3, "x")])[0].reward
+    assert third not in (None, first), "one that was killed from outside is started again"
+    ids.close()
+    assert third is not None
+    wait_until(lambda: not psutil.pid_exists(int(third)), "the end of the child")
+
+
+def test_the_processes_that_a_function_left_end_with_it(tmp_path: Path) -> None:
+    made = scorer("leaves_a_process", 2.0)
+    note = tmp_path / "process"
+    (result,) = made.score([rollout(1, "x", metadata={"file": str(note)})])
+    assert result.error and "took longer" in result.error
+    left = int(note.read_text())
+    wait_until(lambda: not psutil.pid_exists(left) or not is_alive(psutil.Process(left)), "the end of the grandchild")
+
+
+def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
+    """The parent is killed while the function hangs: nobody is left to end the child, so it ends itself."""
+    import subprocess
+    import sys
+
+    note = tmp_path / "process"
+    program = f"""
+import numpy as np
+from asyncrlhf.rewards.sandbox import SandboxSource
+from asyncrlhf.types import Prompt, Rollout
+one = np.zeros(1, np.int64)
+prompt = Prompt("p", "p", one, metadata={{"file": {str(note)!r}}})
+source = SandboxSource("tests.reward_functions:leaves_a_process", "reward.target", 60.0)
+print(source._child._process.pid, flush=True)
+source.scores([Rollout(1, 1, prompt, one, one, one, "stop", "x", "g")])
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    wait_until(note.is_file, "the function's beginning")
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_alive(child), "the end of the orphan")
+    wait_until(lambda: note.read_text(), "the note of the grandchild's id")
+    psutil.Process(int(note.read_text())).kill()
+
+
+@pytest.mark.parametrize(
+    ("target", "cause"),
+    [
+        ("tests.reward_functions:nobody", "has no 'nobody'"),
+        ("tests.no_such_file:f", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_one_sentence(target: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause) as caught:
+        SandboxSource(target, "reward.target", 1.0)
+    assert f"reward.target={target}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_import_that_never_ends_or_ends_the_process_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sandbox_test_ends.py").write_text("import os\nos._exit(5)\n")
+    (tmp_path / "sandbox_test_hangs.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"sandbox_test_ends:f: the import ended the process \(exit code 5\)"):
+        SandboxSource("sandbox_test_ends:f", "reward.target", 1.0)
+    monkeypatch.setattr(sandbox, "START_SECONDS", 1.0)
+    with pytest.raises(ConfigError, match=r"sandbox_test_hangs:f: the import took longer than 1 s"):
+        SandboxSource("sandbox_test_hangs:f", "reward.target", 1.0)
