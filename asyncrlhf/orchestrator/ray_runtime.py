@@ -116,6 +116,7 @@ class RayRuntime:
             plan = make_plan(self._cluster.placement, self._parts, nodes=1)
             self._set_cores_aside(plan)
             ray.init(
+                address="local",  # never a cluster that happens to run here
                 num_cpus=int(this_machine(plan, gpus=0).total["CPU"]),
                 include_dashboard=False,
                 object_store_memory=self._config.object_store_mb * 2**20,

@@ -19,6 +19,7 @@ from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
+from asyncrlhf.engines.config import GeneratorConfig
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
@@ -154,10 +155,18 @@ def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
 def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
     """The replicas that a run starts with; ``weights`` as ``wire_settings`` gives it."""
     return [
-        GeneratorSpec(kind.replica(number), kind.config, config.model, config.runtime, weights or config.weights)
+        GeneratorSpec(
+            kind.replica(number), sleeping(kind.config, config), config.model, config.runtime, weights or config.weights
+        )
         for kind in replica_kinds(config.generator)
         for number in range(kind.config.replicas)
     ]
+
+
+def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
+    """A vLLM replica that takes turns with the learner on GPUs leaves it their memory meanwhile."""
+    takes_turns = config.cluster.placement == "flatten" and generator.engine == "vllm" and generator.gpus > 0
+    return replace(generator, vllm=replace(generator.vllm, enable_sleep_mode=True)) if takes_turns else generator
 
 
 def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:

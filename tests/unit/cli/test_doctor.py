@@ -133,6 +133,8 @@ def test_vllm_workers_need_our_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
     assert examine(VLLM)["vLLM plugin"].level == "note"
     wide = examine(VLLM, "generator.vllm.tensor_parallel_size=2")["vLLM plugin"]
     assert wide.level == "fails" and "pip install -e ." in wide.sentence
+    group = "generator.replicas=[{name:plain},{name:wide,engine:vllm,vllm:{tensor_parallel_size:2}}]"
+    assert examine(group)["vLLM plugin"].level == "fails", "a group's settings count, not the common ones"
 
 
 def test_head_sizes_that_vllm_has_no_cpu_attention_for(monkeypatch: pytest.MonkeyPatch, tiny_model_path: Path) -> None:

@@ -13,7 +13,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.nodes import Node, keep_apart, shortage, this_machine
 from asyncrlhf.orchestrator.placement import Part, Plan, add_replica, make_plan
-from asyncrlhf.orchestrator.run import placement_plan
+from asyncrlhf.orchestrator.run import generator_specs, placement_plan
 
 
 def parts(
@@ -246,3 +246,16 @@ def test_too_few_gpus_end_in_a_sentence_that_names_the_way_out(monkeypatch: pyte
         run.prepare(config)
     with pytest.raises(ConfigError, match="torch sees none"):
         run.prepare(load_config(["generator.gpus=1", "runtime=local"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sleeps"),
+    [
+        (["cluster.placement=flatten", "generator.gpus=1"], True),
+        (["cluster.placement=separate", "generator.gpus=1"], False),
+        (["cluster.placement=flatten", "generator.gpus=0"], False),
+    ],
+)
+def test_vllm_replicas_that_share_gpus_with_the_learner_can_sleep(overrides: list[str], sleeps: bool) -> None:
+    config = load_config(["generator=vllm", "learner.gpus=1", *overrides])
+    assert [spec.generator.vllm.enable_sleep_mode for spec in generator_specs(config)] == [sleeps]
