@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
-.PHONY: help install train test lint format bench docs clean
+.PHONY: help install train test test-all lint format bench docs clean
 
 help:
 	@sed -n '1,6p' Makefile | sed 's/^# //'
@@ -42,6 +42,9 @@ train: install
 	$(BIN)/asyncrlhf train $(ARGS)
 
 test: install
+	$(BIN)/python -m pytest --timeout=300 -m "not thorough" $(ARGS)
+
+test-all: install
 	$(BIN)/python -m pytest --timeout=300 $(ARGS)
 
 lint: install

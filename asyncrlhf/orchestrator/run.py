@@ -108,13 +108,17 @@ def _check_devices(config: RunConfig) -> None:
     if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
         return
     found = torch.cuda.device_count()
+    asked = f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g}"
     if config.runtime == "local":
         # All parts are in one process, where they share the first GPU.
-        check(found, "runtime=local with generator.gpus or learner.gpus needs a GPU, and torch sees none here.")
+        check(found, f"{asked} need a GPU for runtime=local; torch sees 0 on this machine.")
         return
     lacking = shortage(plan, [this_machine(plan, found)])
     if lacking is not None:
-        raise ConfigError(f"{lacking.rstrip('.')}, and ray.address names no cluster.{_flatten_hint(config, found)}")
+        raise ConfigError(
+            f"{lacking.rstrip('.')} ({asked}; torch sees {found} on this machine), and ray.address names no cluster."
+            f"{_flatten_hint(config, found)}"
+        )
 
 
 def _flatten_hint(config: RunConfig, gpus: int) -> str:

@@ -46,6 +46,7 @@ def test_the_audit_ends_a_run_that_merges_wrongly(tmp_path: Path, monkeypatch: p
         run(tmp_path, *LORA, "steps=6")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_an_adapter_reaches_generators_of_other_processes(tmp_path: Path) -> None:
     done = ray_run.run(tmp_path, *LORA, "steps=4", "generator.replicas=2", "async.on_weight_update=in_flight")

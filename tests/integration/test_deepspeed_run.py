@@ -48,6 +48,7 @@ def test_a_zero_3_run_publishes_what_it_trains_and_resumes(tmp_path: Path) -> No
     assert len(again.metrics) == 4
 
 
+@pytest.mark.thorough
 def test_a_free_fsdp2_run_takes_snapshots_and_steps_in_one_order_on_all_ranks(tmp_path: Path) -> None:
     done = run(tmp_path / "two", *OPTIONS, "async.mode=async", "learner.sharding=fsdp2", "learner.ranks=2", "steps=6")
     done.assert_ledger_whole()

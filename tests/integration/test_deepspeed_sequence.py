@@ -37,6 +37,7 @@ def four_ranks() -> list[dict[str, Any]]:
     return run_ranks(job, RANKS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_split_sequences_make_the_curve_of_one(four_ranks: list[dict[str, Any]], name: str) -> None:
     expected = curve(build(algorithm=CASES[name][0]), batches(STEPS))

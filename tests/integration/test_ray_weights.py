@@ -53,6 +53,7 @@ def test_weights_travel_while_sequences_go_on(tmp_path: Path, way: str) -> None:
         assert list((tmp_path / "weights").glob(".writing*")) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_a_schedule_is_kept_by_streams_onto_the_disk_and_by_the_wire(tmp_path: Path) -> None:
     """The schedule waits for its batches before a stream begins, and the stream holds up the update: no deadlock."""
@@ -64,6 +65,7 @@ def test_a_schedule_is_kept_by_streams_onto_the_disk_and_by_the_wire(tmp_path: P
         assert set(row.policy_versions) == {max(0, row.consumed_at_version[0] - 2)}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_generators_killed_in_a_stream_are_replaced_and_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

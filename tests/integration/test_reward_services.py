@@ -264,6 +264,7 @@ def test_under_ray_hanging_nonsense_and_killed_workers_are_all_counted(
     assert (done.trained.reward == done.trained.response.str.len()).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_under_ray_an_endpoint_that_dies_ends_the_run_with_the_cause(tmp_path: Path) -> None:
     with serving() as server:

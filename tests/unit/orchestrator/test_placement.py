@@ -244,7 +244,7 @@ def test_too_few_gpus_end_in_a_sentence_that_names_the_way_out(monkeypatch: pyte
     monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"ray.address names no cluster\.$"):
         run.prepare(config)
-    with pytest.raises(ConfigError, match="torch sees none"):
+    with pytest.raises(ConfigError, match="torch sees 0 on this machine"):
         run.prepare(load_config(["generator.gpus=1", "runtime=local"]))
 
 
