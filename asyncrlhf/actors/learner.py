@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import ray
 import torch
 
+from asyncrlhf.actors.cores import keep_to
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.where import Where, name_interface, where
 from asyncrlhf.data.config import ModelConfig
@@ -134,10 +134,7 @@ class LearnerWorker:
 class LearnerActor:
     """The Ray actor around one rank; several threads, so that a transfer runs beside the next step."""
 
-    def __init__(self, spec: LearnerSpec, rank: int, ranks: int, cores: Collection[int] = ()) -> None:
-        """``cores``: of this machine, for this rank alone."""
-        if cores:
-            os.sched_setaffinity(0, cores)  # Linux has it wherever cores are given
+    def __init__(self, spec: LearnerSpec, rank: int, ranks: int) -> None:
         torch.set_num_threads(spec.learner.threads)
         self._spec, self._rank, self._ranks = spec, rank, ranks
         self._worker: LearnerWorker | None = None
@@ -153,6 +150,10 @@ class LearnerActor:
 
     def where(self) -> Where:
         return where()
+
+    def keep_to(self, cores: Collection[int]) -> None:
+        """Bind all threads of this rank's process to the cores."""
+        keep_to(cores)
 
     def sees(self, path: str) -> bool:
         """Whether this rank's machine has the path."""

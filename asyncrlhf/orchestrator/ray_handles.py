@@ -195,19 +195,12 @@ class RayReward:
 class RayLearner:
     """All ranks take part in every step; rank 0 alone sends weights."""
 
-    def __init__(
-        self,
-        spec: LearnerSpec,
-        options: Sequence[Options],
-        start_seconds: float,
-        cores: Sequence[Collection[int]] = (),
-    ) -> None:
-        """``options``: of each rank; ``cores``: of each rank, where they have cores of their own."""
+    def __init__(self, spec: LearnerSpec, options: Sequence[Options], start_seconds: float) -> None:
+        """``options``: of each rank."""
         ranks, self._sharded = spec.learner.ranks, spec.learner.sharded
         remote = ray.remote(LearnerActor)
         self.ranks = [
-            remote.options(max_concurrency=4, **own).remote(spec, rank, ranks, cores[rank] if cores else ())
-            for rank, own in enumerate(options)
+            remote.options(max_concurrency=4, **own).remote(spec, rank, ranks) for rank, own in enumerate(options)
         ]
         self._snapshots = [0] * ranks  # asked of each rank so far
         self._start_seconds = start_seconds
@@ -220,6 +213,10 @@ class RayLearner:
             ask_to_start(f"learner-{i}", rank.setup.remote(address), seconds) for i, rank in enumerate(self.ranks)
         ]
         await asyncio.gather(*setups)
+
+    async def keep_to(self, cores: Sequence[Collection[int]]) -> None:
+        """Bind each rank to its cores."""
+        await self._answers([rank.keep_to.remote(own) for rank, own in zip(self.ranks, cores, strict=True)])
 
     async def where(self) -> list[Where]:
         """Of each rank."""

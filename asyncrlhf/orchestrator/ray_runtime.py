@@ -14,13 +14,13 @@ from typing import Any
 
 import ray
 
+from asyncrlhf.actors.cores import available_cores, keep_to, split_cores
 from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
-from asyncrlhf.orchestrator.cores import CoreSplit, available_cores, keep_to, split_cores
 from asyncrlhf.orchestrator.handles import GeneratorHandle, RewardHandle
 from asyncrlhf.orchestrator.nodes import this_machine
 from asyncrlhf.orchestrator.placement import Plan, generator_part, make_plan, parts_of
@@ -78,7 +78,6 @@ class RayRuntime:
         self._parts = parts_of(generators, learner.learner, reward.reward)
         self._placer: Placer
         self._owns_ray = False
-        self._cores: CoreSplit | None = None
         self._cores_before: frozenset[int] = frozenset()
         self._endpoint = ""
         self._epoch = 0
@@ -114,7 +113,6 @@ class RayRuntime:
                 ) from error
         else:
             plan = make_plan(self._cluster.placement, self._parts, nodes=1)
-            self._set_cores_aside(plan)
             ray.init(
                 address="local",  # never a cluster that happens to run here
                 num_cpus=int(this_machine(plan, gpus=0).total["CPU"]),
@@ -126,18 +124,20 @@ class RayRuntime:
         signal.signal(signal.SIGTERM, terminate)
         self._owns_ray = True
 
-    def _set_cores_aside(self, plan: Plan) -> None:
-        """This process, and with it all that Ray starts, keeps off the learner's cores. Not where GPUs do the work, and
-        not for parts that take turns with the learner."""
+    async def _set_cores_aside(self) -> None:
+        """This process and all that Ray started keep off the learner's cores, once all have started on whichever.
+        Not on a Ray of others, not where GPUs do the work, and not for parts that take turns with the learner."""
         learner = self._learner_spec.learner
-        if not self._config.dedicated_learner_cores or plan.sharing or plan.total("GPU"):
+        alone = self._owns_ray and not self._config.cluster
+        if not (alone and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
             return
         others = sum(part.cpus for part in self._parts if part.kind != "learner")
         before = available_cores()
-        self._cores = split_cores(before, learner.ranks, learner.threads, others)
-        if self._cores is not None:
-            keep_to(self._cores.others)
+        split = split_cores(before, learner.ranks, learner.threads, others)
+        if split is not None:
             self._cores_before = before
+            keep_to(split.others, descendants=True)
+            await self.learner.keep_to(split.ranks)
 
     async def start(self) -> None:
         """Raises ConfigError, before any actor starts, for what this Ray can never hold."""
@@ -150,8 +150,7 @@ class RayRuntime:
         self.sharing = plan.sharing
         options = self._placer.options
         ranks = [options(f"learner-{i}") for i in range(self._learner_spec.learner.ranks)]
-        cores = self._cores.ranks if self._cores is not None else ()
-        self.learner = RayLearner(self._learner_spec, ranks, seconds, cores)
+        self.learner = RayLearner(self._learner_spec, ranks, seconds)
         self.rewards = [
             RayReward(self._reward_spec, i, options(f"reward-{i}"), seconds)
             for i in range(self._reward_spec.reward.workers)
@@ -161,6 +160,7 @@ class RayRuntime:
         await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
         if nodes > 1:
             await self._check_run_dir()
+        await self._set_cores_aside()
         self._endpoint = await self.learner.listen()
 
     def _generator(self, spec: GeneratorSpec) -> RayGenerator:

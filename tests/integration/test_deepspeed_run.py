@@ -12,7 +12,7 @@ from tests.loop import Finished
 from tests.loop import run as local_run
 from tests.ray_run import run
 
-pytestmark = pytest.mark.usefixtures("ray_local")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("ray_local")]
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 # Buckets smaller than the model, so that it is gathered in several portions.
@@ -48,7 +48,6 @@ def test_a_zero_3_run_publishes_what_it_trains_and_resumes(tmp_path: Path) -> No
     assert len(again.metrics) == 4
 
 
-@pytest.mark.thorough
 def test_a_free_fsdp2_run_takes_snapshots_and_steps_in_one_order_on_all_ranks(tmp_path: Path) -> None:
     done = run(tmp_path / "two", *OPTIONS, "async.mode=async", "learner.sharding=fsdp2", "learner.ranks=2", "steps=6")
     done.assert_ledger_whole()

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 180
 
 
+@pytest.mark.thorough
 def test_a_replica_joins_with_a_node_and_is_lost_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.growth_process", str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -44,6 +44,7 @@ def reference(model: torch.nn.Module, text: np.ndarray) -> np.ndarray:
     return torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(text)[1:, None])[:, 0].numpy()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) -> None:
     model = load_model(ModelConfig())

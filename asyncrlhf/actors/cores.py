@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
+
+import psutil
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,19 @@ def available_cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
-def keep_to(cores: Collection[int]) -> None:
-    """Bind the calling thread, and every thread and process that it starts from now on."""
-    if cores:
-        os.sched_setaffinity(0, cores)
+def keep_to(cores: Collection[int], *, descendants: bool = False) -> None:
+    """Bind every thread of this process, and of all processes below it where asked; whatever they start later inherits
+    it. Does nothing without cores."""
+    if not cores:
+        return
+    own = psutil.Process()
+    for process in [own, *(own.children(recursive=True) if descendants else [])]:
+        for thread in _threads(process):
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.sched_setaffinity(thread, cores)
+
+
+def _threads(process: psutil.Process) -> list[int]:
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return [int(thread.id) for thread in process.threads()]
+    return []
