@@ -224,6 +224,7 @@ def test_the_loss_of_the_last_worker_ends_the_run(tmp_path: Path, monkeypatch: p
     assert summary_of(tmp_path)["ledger"]["adds_up"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
 def test_under_ray_hanging_nonsense_and_killed_workers_are_all_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
