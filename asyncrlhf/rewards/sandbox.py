@@ -36,9 +36,14 @@ class SandboxSource:
         self._child: _Child | None = _Child(target, key)
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        columns = columns_of(rollouts)
         child = self._running()
         try:
-            answer = child.ask(columns_of(rollouts), self._timeout)
+            if not child.takes(columns):  # it was ended from outside: no fault of these rollouts
+                self.close()
+                child = self._running()
+                child.takes(columns)
+            answer = child.answer(self._timeout)
         except TimeoutError as error:
             self.close()
             raise RewardError(
@@ -102,9 +107,17 @@ class _Child:
         """Between two calls nothing is to be read but the end of a process that the system has not buried yet."""
         return self._process.poll() is None and not self._connection.poll()
 
-    def ask(self, columns: dict[str, list[Any]], seconds: float) -> Any:
-        """Raises TimeoutError, or EOFError or OSError when the process ended."""
-        self._connection.send(columns)
+    def takes(self, columns: dict[str, list[Any]]) -> bool:
+        """Hand the arguments of a call over; false when the process ended before it had them."""
+        try:
+            self._connection.send(columns)
+            self._receive(START_SECONDS)
+        except (TimeoutError, EOFError, OSError):
+            return False
+        return True
+
+    def answer(self, seconds: float) -> Any:
+        """Of the call that was taken. Raises TimeoutError, or EOFError or OSError when the process ended."""
         return self._receive(seconds)
 
     def _receive(self, seconds: float) -> Any:

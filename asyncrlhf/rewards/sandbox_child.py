@@ -16,7 +16,10 @@ WATCH_SECONDS = 1.0
 
 
 def main(descriptor: int, key: str, target: str) -> None:
-    """Answer calls until the other end closes. The first message back is None, or the ConfigError of the import."""
+    """Answer calls until the other end closes. The first message back is None, or the ConfigError of the import.
+
+    A call has two answers: None when it is taken, and its scores or the RewardError.
+    """
     os.set_inheritable(descriptor, False)  # or a process that the function leaves behind would keep it open
     # A function that hangs would outlive a parent that was killed.
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="watch").start()
@@ -32,6 +35,7 @@ def main(descriptor: int, key: str, target: str) -> None:
                 columns = connection.recv()
             except EOFError:
                 return
+            connection.send(None)
             try:
                 connection.send(call_function(function, columns))
             except RewardError as error:

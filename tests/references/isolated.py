@@ -45,6 +45,7 @@ def require(package: str) -> None:
 
 def _enter(folder: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.pop("LOCAL_RANK", None)  # DeepSpeed's, of a test before: accelerate would look for the other ranks
     sys.path.append(folder)
     import torch
 

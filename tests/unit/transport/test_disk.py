@@ -150,9 +150,9 @@ def write_and_die(root: Path) -> None:
 
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     root = tmp_path / "weights"
-    process = multiprocessing.get_context("fork").Process(target=write_and_die, args=(root,))
+    process = multiprocessing.get_context("spawn").Process(target=write_and_die, args=(root,))
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=120)
     assert process.exitcode == -signal.SIGKILL and len(list(root.glob(".writing-v*"))) == 1
     for name in ("v00000008-0a1b2c3d", "my-notes", "v2"):
         (root / name).mkdir()
