@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(DEVICE)
 # --no-compile: byte code is written when a module is first used, not for the tens of thousands that never are.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-input
+# In at most three processes, one a core; tests that share Ray run in one of them (tests/conftest.py).
+PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadgroup
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
@@ -44,10 +46,10 @@ train: install
 	$(BIN)/asyncrlhf train $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest --timeout=300 -m "not thorough" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not thorough" $(ARGS)
 
 test-all: install
-	$(BIN)/python -m pytest --timeout=300 $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check $(PACKAGES)

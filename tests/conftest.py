@@ -35,6 +35,15 @@ torch.set_num_threads(1)
 OBJECT_STORE_BYTES = 256 * 2**20
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes: those that share Ray, or the other implementations, stay in one of them,
+    and so do those of one file, for they share what is costly to make."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        shared = [name for name in ("ray_local", "ask") if name in fixtures]
+        item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path() -> Path:
     """Folder of the packaged tiny checkpoint: a Llama with a character tokenizer, loaded by ``from_pretrained``."""

@@ -57,14 +57,17 @@ class TaskConfig:
 
     kind: str = "arithmetic"
     max_prompt_length: int = 512  # tokens; a longer prompt is refused at start
+    skip_long_prompts: bool = False  # kind=prompts: it is left out, counted and said instead
     heldout_size: int = 256
     chat_template: bool = False
     system_prompt: str = ""
+    prompt_template: str = "{prompt}"  # what the model sees around a prompt, inside its chat template if any
     # arithmetic
     digits: int = 2
     operations: list[str] = field(default_factory=lambda: ["+"])
     # prompts: a JSONL or Parquet file, a folder of them, or the name of a `datasets` dataset
     path: str = ""
+    subset: str = ""  # a dataset's configuration by name, such as `main` of openai/gsm8k
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     split: str = "train"
@@ -77,6 +80,11 @@ class TaskConfig:
     def __post_init__(self) -> None:
         check_choice("task.kind", self.kind, TASKS)
         check_range("task.max_prompt_length", self.max_prompt_length, low=1)
+        check(
+            "{prompt}" in self.prompt_template,
+            f"task.prompt_template={self.prompt_template!r} has no place for the prompt; "
+            "allowed: a text with {prompt}.",
+        )
         check_range("task.heldout_size", self.heldout_size, low=1)
         check_range("task.digits", self.digits, low=1, high=6)
         check_range("task.train_size", self.train_size, low=1)

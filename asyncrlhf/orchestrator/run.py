@@ -219,6 +219,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     progress = Progress(config.steps, config.logging.progress, start_step=start)
     view = RunView(progress, wandb)
     view.message(f"Run directory: {prepared.run_dir}")
+    for note in prepared.task.notes:
+        view.message(note)
     job = _Job(prepared, recorder, view)
     runner = run_virtual if config.runtime == "local" else asyncio.run
     summary: dict[str, Any] = {}

@@ -50,6 +50,7 @@ class ArithmeticTask:
     """
 
     name = "arithmetic"
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +17,20 @@ from asyncrlhf.types import Prompt
 MIN_KNOWN_SHARE = 0.5
 
 
+class LongPromptError(ConfigError):
+    """A prompt over ``task.max_prompt_length``."""
+
+
 class Task(Protocol):
     """Where prompts come from and what a good completion is."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should hear of the prompts before the run starts, a sentence each."""
+        ...
 
     def train_source(self, seed: int) -> PromptSource:
         """A fresh endless source; the same seed gives the same prompts in the same order."""
@@ -37,10 +46,10 @@ class Task(Protocol):
 
 
 class PromptEncoder:
-    """Makes a :class:`Prompt` of a text: chat template if asked for, tokens, length check.
+    """Makes a :class:`Prompt` of a text: templates if asked for, tokens, length check.
 
     ``Prompt.text`` stays the task's own text, as reward functions and records want it; ``token_ids`` hold what the
-    model sees, template and special tokens included.
+    model sees, ``task.prompt_template``, chat template and special tokens included.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> None:
@@ -59,13 +68,14 @@ class PromptEncoder:
         answer: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """Raises ConfigError, naming ``prompt_id``, for a prompt that is empty, unreadable to the model or too long."""
+        """Raises ConfigError, naming ``prompt_id``, for a prompt that is empty, unreadable to the model or too long
+        (LongPromptError)."""
         ids = self._token_ids(text)
         limit = self._config.max_prompt_length
         if len(ids) == 0:
             raise ConfigError(f"The prompt {prompt_id} is empty.")
         if len(ids) > limit:
-            raise ConfigError(
+            raise LongPromptError(
                 f"The prompt {prompt_id} has {len(ids)} tokens; allowed: at most task.max_prompt_length={limit}."
             )
         known = sum(token != self._unknown for token in ids)
@@ -83,6 +93,7 @@ class PromptEncoder:
         )
 
     def _token_ids(self, text: str) -> list[int]:
+        text = self._config.prompt_template.replace("{prompt}", text)
         if not self._config.chat_template:
             return list(self._tokenizer(text).input_ids)
         messages = [{"role": "user", "content": text}]

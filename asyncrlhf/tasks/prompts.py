@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from asyncrlhf.data.config import TaskConfig
 from asyncrlhf.data.sources import IndexedSource
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.answers import extract_answer, unwrap
-from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.tasks.base import LongPromptError, PromptEncoder
 from asyncrlhf.types import Prompt
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -40,16 +40,22 @@ class PromptsTask:
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._encode = PromptEncoder(tokenizer, config)
-        rows = list(_read(config.path, config.split))
+        self._skipped = 0
+        rows = list(_read(config, config.split))
         if not rows:
             raise ConfigError(f"task.path={config.path} holds no prompts.")
-        prompts = [self._prompt(row) for row in rows]
+        prompts = self._prompts(rows)
+        if not prompts:
+            raise ConfigError(
+                f"task.path={config.path} holds no prompt of up to "
+                f"task.max_prompt_length={config.max_prompt_length} tokens."
+            )
         if config.heldout_split:
             if Path(config.path).expanduser().exists():
                 raise ConfigError(
                     "task.heldout_split is for datasets by name; local files are split by the hash of the prompt."
                 )
-            heldout = [self._prompt(row) for row in _read(config.path, config.heldout_split)]
+            heldout = self._prompts(_read(config, config.heldout_split))
             self._heldout = heldout[: config.heldout_size]
         else:
             self._heldout = _choose_heldout(prompts, config)
@@ -57,6 +63,11 @@ class PromptsTask:
         self._train = [prompt for prompt in prompts if prompt.text not in texts]
         if not self._train:
             raise ConfigError(f"task.path={config.path} holds one prompt only; at least two different ones are needed.")
+
+    @property
+    def notes(self) -> list[str]:
+        limit = self._config.max_prompt_length
+        return [f"Left out {self._skipped} prompts of more than {limit} tokens."] if self._skipped else []
 
     def train_source(self, seed: int) -> IndexedSource:
         return IndexedSource(self._train.__getitem__, length=len(self._train), seed=seed)
@@ -71,6 +82,17 @@ class PromptsTask:
                 "give answers, or a reward of your own by reward.kind=python."
             )
         return float(extract_answer(completion, prompt.answer) == unwrap(prompt.answer))
+
+    def _prompts(self, rows: Iterable[Row]) -> list[Prompt]:
+        made = []
+        for row in rows:
+            try:
+                made.append(self._prompt(row))
+            except LongPromptError:
+                if not self._config.skip_long_prompts:
+                    raise
+                self._skipped += 1
+        return made
 
     def _prompt(self, row: Row) -> Prompt:
         where, fields = row
@@ -93,7 +115,8 @@ def _choose_heldout(prompts: list[Prompt], config: TaskConfig) -> list[Prompt]:
     return [by_text[text] for text in ranked[:size]]
 
 
-def _read(path: str, split: str) -> Iterator[Row]:
+def _read(config: TaskConfig, split: str) -> Iterator[Row]:
+    path = config.path
     local = Path(path).expanduser()
     if local.is_dir():
         files = sorted(file for file in local.iterdir() if file.suffix in SUFFIXES)
@@ -106,7 +129,7 @@ def _read(path: str, split: str) -> Iterator[Row]:
     elif path.startswith((".", "/", "~")) or local.suffix in SUFFIXES:
         raise ConfigError(f"task.path={path} does not exist.")
     else:
-        yield from _read_dataset(path, split)
+        yield from _read_dataset(path, config.subset, split)
 
 
 def _read_file(file: Path) -> Iterator[Row]:
@@ -138,12 +161,12 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
             yield where, row
 
 
-def _read_dataset(name: str, split: str) -> Iterator[Row]:
+def _read_dataset(name: str, subset: str, split: str) -> Iterator[Row]:
     # The library takes a second to import, and only this kind of path needs it.
     import datasets
 
     try:
-        dataset = datasets.load_dataset(name, split=split)
+        dataset = datasets.load_dataset(name, subset or None, split=split)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(f"task.path={name} is no local file, and no dataset that loads: {reason}.") from error

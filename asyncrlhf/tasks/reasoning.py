@@ -28,6 +28,7 @@ class ReasoningTask:
     """
 
     name = "reasoning_gym"
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config

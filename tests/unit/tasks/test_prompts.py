@@ -59,15 +59,17 @@ def test_a_dataset_by_name_has_its_own_heldout_split(monkeypatch: pytest.MonkeyP
     splits = {"train": ROWS[:10], "test": ROWS[8:20]}
     asked = []
 
-    def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
-        asked.append(name)
+    def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+        asked.append((name, subset))
         return splits[split]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    train, heldout = texts(make("someone/sums", heldout_split="test", heldout_size=12))
+    train, heldout = texts(make("someone/sums", subset="main", heldout_split="test", heldout_size=12))
     assert heldout == {row["prompt"] for row in ROWS[8:20]}
     assert train == {row["prompt"] for row in ROWS[:8]}
-    assert set(asked) == {"someone/sums"}
+    assert set(asked) == {("someone/sums", "main")}
+    make("someone/sums")
+    assert asked[-1] == ("someone/sums", None)
 
 
 def test_a_dataset_that_does_not_load_is_one_sentence() -> None:
@@ -93,6 +95,26 @@ def test_answers_columns_and_keys(tmp_path: Path) -> None:
         assert (prompt.text, prompt.answer) == (f"{level}*2=", str(2 * level))
         assert task.reward(prompt, f"it is {2 * level}.") == 1.0
         assert task.reward(prompt, f"it is {2 * level + 1}.") == 0.0
+
+
+def test_the_template_is_for_the_model_alone(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1="}, {"prompt": "2+2="}])
+    (prompt,) = make(path, prompt_template="3+{prompt}").heldout()
+    assert TOKENIZER.decode(prompt.token_ids.tolist(), skip_special_tokens=True) == f"3+{prompt.text}"
+    with pytest.raises(ConfigError, match=r"task\.prompt_template='3\+' has no place for the prompt"):
+        make(path, prompt_template="3+")
+
+
+def test_long_prompts_are_refused_or_left_out_and_counted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS[:9], {"prompt": "1+" * 9 + "1="}, *ROWS[9:]])
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 10 has \d+ tokens"):
+        make(path, max_prompt_length=10)
+    task = make(path, max_prompt_length=10, skip_long_prompts=True)
+    train, heldout = texts(task)
+    assert train | heldout == {row["prompt"] for row in ROWS}
+    assert task.notes == ["Left out 1 prompts of more than 10 tokens."]
+    with pytest.raises(ConfigError, match=r"no prompt of up to task\.max_prompt_length=2 tokens"):
+        make(path, max_prompt_length=2, skip_long_prompts=True)
 
 
 def test_without_answers_the_rule_has_no_score(tmp_path: Path) -> None:

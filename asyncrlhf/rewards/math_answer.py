@@ -1,0 +1,41 @@
+"""The reward of a mathematical answer: 1 where it equals the reference, by the library math-verify.
+
+``reward.kind=python reward.target=asyncrlhf.rewards.math_answer:correct``
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+# GSM8K (2110.14168) ends both its references and the answers of models trained on them so.
+FINAL = "####"
+TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
+
+
+def correct(completions: list[str], answer: list[str | None], **columns: list[Any]) -> list[float]:
+    """1.0 for each completion that gives the reference ``answer``, 0.0 for another. What follows a last ``####`` counts
+    alone, in both. Raises ValueError for a reference that is missing or holds nothing to compare with."""
+    return [float(_equal(reference, text)) for text, reference in zip(completions, answer, strict=True)]
+
+
+def _equal(reference: str | None, completion: str) -> bool:
+    if reference is None:
+        raise ValueError("the prompt has no answer to compare with")
+    gold = _gold(reference)
+    if not gold:
+        raise ValueError(f"the reference {reference[-40:]!r} is no number and no LaTeX expression")
+    return verify(list(gold), parse(_final(completion), TARGETS))
+
+
+@cache
+def _gold(reference: str) -> tuple[Any, ...]:
+    final = _final(reference)
+    # A bare expression, such as \frac{1}{2}, is LaTeX to the library only between dollars.
+    return tuple(parse(final, TARGETS) or parse(f"${final}$", TARGETS))
+
+
+def _final(text: str) -> str:
+    return text.rpartition(FINAL)[2].strip()
