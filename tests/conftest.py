@@ -35,6 +35,7 @@ torch.set_num_threads(1)
 OBJECT_STORE_BYTES = 256 * 2**20
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in several processes: those that share Ray, or the other implementations, stay in one of them,
     and so do those of one file, for they share what is costly to make."""
