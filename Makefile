@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 # --no-compile: byte code is written when a module is first used, not for the tens of thousands that never are.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-input
 # In at most three processes, one a core; tests that share Ray run in one of them (tests/conftest.py).
-PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadgroup
+PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadfile
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 

@@ -23,6 +23,7 @@ os.environ.update(
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,28 @@ import torch
 
 torch.set_num_threads(1)
 
+ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 256 * 2**20
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes: those that share Ray, or the other implementations, stay in one of them,
-    and so do those of one file, for they share what is costly to make."""
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        shared = [name for name in ("ray_local", "ask") if name in fixtures]
-        item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run in several processes: those of one file stay together, for they share what is costly to make, and
+    so do all files that share Ray, and all that ask the other implementations."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return shared_with(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
+
+
+@cache
+def shared_with(file: str) -> str:
+    if file.startswith("tests/references/"):
+        return "references"
+    return "ray" if "ray_local" in (ROOT / file).read_text() else file
 
 
 @pytest.fixture(scope="session")
