@@ -14,6 +14,7 @@ os.environ.update(
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # 15 is Ray's own: its actors would starve beside another process of tests
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "MPLBACKEND": "Agg",
