@@ -1,4 +1,4 @@
-# Targets: install train test lint bench docs clean. Settings that a user may give on the command line:
+# Targets: install train rlhf test lint bench docs clean. Settings that a user may give on the command line:
 #   PYTHON=python3.11        the interpreter that makes the environment (3.11 is the tested one)
 #   DEVICE=cpu|gpu           which builds to install; found out by nvidia-smi when not given
 #   TORCH_INDEX=<url>        an index that holds the CPU build of torch, such as PyTorch's own
@@ -24,7 +24,7 @@ PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadfil
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
-.PHONY: help install train test test-all lint format bench docs clean
+.PHONY: help install train rlhf test test-all lint format bench docs clean
 
 help:
 	@sed -n '1,6p' Makefile | sed 's/^# //'
@@ -44,6 +44,10 @@ $(STAMP): pyproject.toml $(wildcard requirements/*)
 
 train: install
 	$(BIN)/asyncrlhf train $(ARGS)
+
+# SFT, preferences by a gold reward, a reward model, RL and evaluation with the tiny model: some minutes.
+rlhf: install
+	$(BIN)/python experiments/04_gold_rlhf/study.py chain $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(PARALLEL) -m "not thorough" $(ARGS)

@@ -17,8 +17,9 @@ from asyncrlhf.actors.messages import Collected, RolloutBundle, WorkItem
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, describe
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.rewards.chunked_messages import Chunk, ChunkBundle, describe_chunks
 from asyncrlhf.transport.base import Ticket
-from asyncrlhf.types import FloatArray, Rollout
+from asyncrlhf.types import FloatArray, GenerationFailure, Rollout
 
 __all__ = ["GeneratorActor", "GeneratorSpec", "GeneratorWorker", "build_worker", "describe"]
 
@@ -37,28 +38,32 @@ class GeneratorActor:
 
     POLL_SECONDS = 0.5
     LINGER_SECONDS = 0.03  # what finishes within it is collected together: a message a rollout would cost more than it
+    CHUNK_SECONDS = 0.1  # between two looks for chunks: a hint may wait, and a message costs both sides
 
     def __init__(self, spec: GeneratorSpec) -> None:
-        self._threads = spec.generator.threads
-        self._limit_threads()
         if spec.generator.gpus == 0:
             os.nice(YIELD)
-        self._worker = build_worker(spec)
+        self._worker: GeneratorWorker
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._results = threading.Condition()
+        self._chunks = spec.chunk_tokens > 0
+        self._ended: dict[int, float] = {}  # when each finished rollout got its last token
         self._busy = 0.0
         self._died: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self._call(lambda: self._build(spec))
 
-    def _limit_threads(self) -> None:
-        """OpenMP counts per thread: the engine's thread must be told as well as the one that builds it."""
-        if self._threads:
-            torch.set_num_threads(self._threads)
+    def _build(self, spec: GeneratorSpec) -> None:
+        """In the engine's thread: OpenMP has a team for each thread that calls it, and with two of them libgomp counts
+        more threads than cores and no longer spins between kernels, which cost vLLM a quarter of its speed."""
+        if spec.generator.threads:
+            torch.set_num_threads(spec.generator.threads)
+        self._worker = build_worker(spec)
 
     def _run(self) -> None:
-        self._limit_threads()
         try:
+            self._execute(None)  # the call that builds the worker
             wait: float | None = None
             while self._execute(wait):
                 wait = self._advance() if self._worker.has_work() else None
@@ -93,6 +98,7 @@ class GeneratorActor:
             with self._results:
                 self._results.notify_all()
         now = time.monotonic()
+        self._ended.update((result.rollout_id, now) for result in output.finished)
         pause = 0.0 if output.wake_at is None else max(0.0, output.wake_at - now)
         self._busy += now - started + pause
         return pause
@@ -126,16 +132,26 @@ class GeneratorActor:
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         return self._call(lambda: self._worker.cancel(rollout_ids))
 
-    def collect(self) -> tuple[Collected, RolloutBundle]:
-        """Two return values: the facts, and the payload that stays in the object store."""
+    def collect(self) -> tuple[Any, ...]:
+        """The facts and the payload, which stays in the object store; with ``chunk_tokens`` the chunks as a third."""
         with self._results:
             if not self._worker.has_results():
-                self._results.wait(self.POLL_SECONDS)
+                looks_for_chunks = self._chunks and self._worker.has_work()
+                self._results.wait(self.CHUNK_SECONDS if looks_for_chunks else self.POLL_SECONDS)
         if self._worker.has_results() and self._worker.has_work():
             time.sleep(self.LINGER_SECONDS)
         self._raise_if_dead()
-        rollouts, failures = self._call(self._worker.take)
-        return Collected(describe(rollouts), failures, self._busy, self._worker.tokens), RolloutBundle(rollouts)
+        rollouts, failures, chunks, ended = self._call(self._take)
+        now = time.monotonic()
+        ages = [now - ended.get(r.rollout_id, now) for r in rollouts]
+        facts = Collected(describe(rollouts), failures, self._busy, self._worker.tokens, ages, describe_chunks(chunks))
+        payload = RolloutBundle(rollouts)
+        return (facts, payload, ChunkBundle(chunks)) if self._chunks else (facts, payload)
+
+    def _take(self) -> tuple[list[Rollout], list[GenerationFailure], list[Chunk], dict[int, float]]:
+        rollouts, failures = self._worker.take()
+        ended, self._ended = self._ended, {}
+        return rollouts, failures, self._worker.take_chunks() if self._chunks else [], ended
 
     def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
         ids = [item.request.rollout_id for item in items]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrlhf.rewards.chunked_messages import ChunkInfo
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, Payload, Prompt, Rollout, RolloutInfo
 
 
@@ -21,12 +22,15 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a generator finished since the last look; ``busy_seconds`` and ``tokens`` are running totals."""
+    """What a generator finished since the last look, and the chunks of what it goes on with; ``busy_seconds`` and
+    ``tokens`` are running totals, ``ages`` the seconds since the last token of each finished rollout."""
 
     finished: list[RolloutInfo] = field(default_factory=list)
     failed: list[GenerationFailure] = field(default_factory=list)
     busy_seconds: float = 0.0
     tokens: int = 0
+    ages: list[float] = field(default_factory=list)
+    chunks: list[ChunkInfo] = field(default_factory=list)
 
 
 class RolloutBundle(Sequence[Rollout]):

@@ -11,6 +11,7 @@ from asyncrlhf.actors.where import Where, where
 from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.rewards.build import build_scorer
+from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.rewards.config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.tasks.build import build_task
@@ -25,11 +26,18 @@ class RewardSpec:
     task: TaskConfig
     model: ModelConfig
     max_completion_length: int
+    cache_tokens: int = 0  # of each reward model, for chunks (fusion.granularity=chunk); 0: it scores whole rollouts
 
 
 def build_reward(spec: RewardSpec) -> Scorer:
     tokenizer = load_tokenizer(spec.model)
-    return build_scorer(spec.reward, tokenizer, lambda: build_task(spec.task, tokenizer), spec.max_completion_length)
+    return build_scorer(
+        spec.reward,
+        tokenizer,
+        lambda: build_task(spec.task, tokenizer),
+        spec.max_completion_length,
+        spec.cache_tokens,
+    )
 
 
 class RewardActor:
@@ -49,3 +57,9 @@ class RewardActor:
     def score(self, indices: Sequence[tuple[int, int]], *bundles: Sequence[Rollout]) -> list[RewardResult]:
         """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
         return self._scorer.score([bundles[bundle][index] for bundle, index in indices])
+
+    def prefill(
+        self, released: Sequence[int], indices: Sequence[tuple[int, int]], *bundles: Sequence[Chunk]
+    ) -> Prefilled:
+        """Forget ``released``, then read the chunks (bundle, index) ahead."""
+        return self._scorer.prefill(released, [bundles[bundle][index] for bundle, index in indices])

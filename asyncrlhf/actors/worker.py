@@ -17,6 +17,7 @@ from asyncrlhf.engines.base import Engine, StepOutput
 from asyncrlhf.engines.build import build_engine
 from asyncrlhf.engines.config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.base import Ticket, WeightReceiver
 from asyncrlhf.transport.build import build_receiver
@@ -43,6 +44,7 @@ class GeneratorSpec:
     model: ModelConfig
     runtime: str
     weights: WeightsConfig
+    chunk_tokens: int = 0  # sampled tokens after which a sequence is sent on (fusion.granularity=chunk); 0: at its end
 
 
 class GeneratorWorker:
@@ -60,6 +62,7 @@ class GeneratorWorker:
         prompts: dict[int, tuple[int, Prompt]],
         merge: AdapterMerge | None = None,
         streams: bool = False,
+        chunk_tokens: int = 0,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -73,6 +76,8 @@ class GeneratorWorker:
         self._private: dict[int, Rollout | GenerationFailure] = {}
         self._staged: tuple[int, Any] | None = None
         self._streams = streams  # weights.staging=stream
+        self._chunk_tokens = chunk_tokens  # 0: nothing is sent before the end
+        self._sent: dict[int, int] = {}  # response tokens that went out in chunks, of what is in flight
         self._torn = False  # the engine holds a part of a version
         self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
 
@@ -86,12 +91,15 @@ class GeneratorWorker:
     def submit(self, items: Sequence[WorkItem]) -> None:
         for item in items:
             self._prompts[item.request.rollout_id] = (item.request.group_id, item.prompt)
+            if self._chunk_tokens and item.request.rollout_id >= 0:
+                self._sent[item.request.rollout_id] = 0
         self.engine.submit([item.request for item in items])
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         gone = self.engine.cancel(rollout_ids)
         for rollout_id in gone:
             del self._prompts[rollout_id]
+            self._sent.pop(rollout_id, None)
         wanted = set(rollout_ids)
         uncollected = [r.rollout_id for r in self._finished if r.rollout_id in wanted]
         uncollected += [f.rollout_id for f in self._failed if f.rollout_id in wanted]
@@ -105,6 +113,7 @@ class GeneratorWorker:
         self.tokens += output.tokens
         for result in output.finished:
             group_id, prompt = self._prompts.pop(result.rollout_id)
+            self._sent.pop(result.rollout_id, None)
             self._file(result if isinstance(result, GenerationFailure) else self._rollout(result, group_id, prompt))
         return output
 
@@ -134,6 +143,16 @@ class GeneratorWorker:
         taken = self._finished, self._failed
         self._finished, self._failed = [], []
         return taken
+
+    def take_chunks(self) -> list[Chunk]:
+        """What was sampled since the last call, of each sequence under way that has ``chunk_tokens`` more of it."""
+        chunks = []
+        for rollout_id, ids in self.engine.partial(self._sent, self._chunk_tokens).items() if self._sent else ():
+            prompt, sent = self._prompts[rollout_id][1].token_ids, self._sent[rollout_id]
+            self._sent[rollout_id] = sent + len(ids)
+            whole = np.concatenate([prompt, ids]) if sent == 0 else ids
+            chunks.append(Chunk(rollout_id, 0 if sent == 0 else len(prompt) + sent, len(prompt), whole))
+        return chunks
 
     def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:
         """The evaluation's rollouts once none is under way, without those that could not be sampled; else None."""
@@ -221,7 +240,8 @@ def build_worker(spec: GeneratorSpec) -> GeneratorWorker:
     adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake"
     merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
     receiver = build_receiver(spec.weights, spec.runtime, device)
-    return GeneratorWorker(spec.name, engine, decode, receiver, prompts, merge, spec.weights.streams)
+    streams = spec.weights.streams
+    return GeneratorWorker(spec.name, engine, decode, receiver, prompts, merge, streams, spec.chunk_tokens)
 
 
 def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:

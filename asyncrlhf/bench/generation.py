@@ -44,13 +44,15 @@ SETTING = [
 ]
 # The sampled token's log-prob and a seed a request: what RLHF asks for beyond plain text.
 EXTRAS = ("logprobs", "seed")
-SIDES = ("asyncrlhf", "LLM.generate", "LLM.generate, plain")
+SIDES = ("asyncrlhf", "LLM.generate", "LLM.generate, one process", "LLM.generate, plain")
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
     """``--repeats`` rounds of each side in turn, in an order that is turned round every time, on prompts that no round
     before had; the first round of each warms up and is left out. Other arguments are overrides, ``model=...`` among
-    them. The plain side is asked neither for log-probs nor for draws that depend on a seed of the request's own.
+    them. vLLM's default is a process for its core beside the caller's; on few cores the two get in each other's way,
+    so that it is also measured with both in one process, as ours. The plain side is asked neither for log-probs nor for
+    draws that depend on a seed of the request's own.
     """
     parser = argparse.ArgumentParser(prog="asyncrlhf bench generation", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
@@ -65,10 +67,11 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepare(load_config([*SETTING, f"run_dir={folder}/run", *overrides]))
         rounds = work_rounds(config, prepared, options.prompts)
-        with bare_process(config) as bare, our_replica(config) as ours:
+        with bare_process(config) as bare, bare_process(config, one=True) as single, our_replica(config) as ours:
             measure = {
                 "asyncrlhf": ours,
                 "LLM.generate": lambda items: bare(items, plain=False),
+                "LLM.generate, one process": lambda items: single(items, plain=False),
                 "LLM.generate, plain": lambda items: bare(items, plain=True),
             }
             for number in range(options.repeats + 1):
@@ -154,12 +157,15 @@ async def _generate(generator: RayGenerator, items: Sequence[WorkItem]) -> float
 
 
 @contextmanager
-def bare_process(config: RunConfig) -> Iterator[Any]:
-    """Tokens a second of a round on vLLM's own ``LLM``, in a process with the same engine settings and threads."""
+def bare_process(config: RunConfig, *, one: bool = False) -> Iterator[Any]:
+    """Tokens a second of a round on vLLM's own ``LLM``, in a process with the same engine settings and threads; with
+    ``one`` its core is not a process of its own."""
     arguments = engine_arguments(config.generator, config.model)
     del arguments["weight_transfer_config"]  # ours alone receives weights
     threads = str(config.generator.threads)
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if one:
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     with tempfile.TemporaryFile("w+") as errors:

@@ -44,6 +44,12 @@ def _replicas(arguments: Sequence[str]) -> object:
     return replicas.run(arguments)
 
 
+def _fusion(arguments: Sequence[str]) -> object:
+    from asyncrlhf.bench import fusion
+
+    return fusion.run(arguments)
+
+
 BENCHMARKS: dict[str, Callable[[Sequence[str]], object]] = {
     "overlap": _overlap,
     "trl": _trl,
@@ -51,6 +57,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], object]] = {
     "straggler": _straggler,
     "replicas": _replicas,
     "generation": _generation,
+    "fusion": _fusion,
 }
 
 

@@ -1,30 +1,30 @@
-"""``asyncrlhf evaluate``: held-out reward of a model or of a run's checkpoint, as a table and as JSON."""
+"""``asyncrlhf evaluate``: held-out reward, win rate and KL of a model or a run's checkpoint, as tables and as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.compose import check_words, load_config
 from asyncrlhf.orchestrator.config import RunConfig, from_hydra
 from asyncrlhf.orchestrator.records import CONFIG_FILE
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, RewardResult, Rollout
 
-SAMPLES_SHOWN = 5
-USAGE = """asyncrlhf evaluate [overrides]: greedy answers to the held-out prompts, as a table and one line of JSON
+USAGE = """asyncrlhf evaluate [overrides]: answers to the held-out prompts, as tables and one line of JSON
 
-  asyncrlhf evaluate model.path=FOLDER task=prompts task.path=FILE    the overrides of train
+  asyncrlhf evaluate model.path=FOLDER task=prompts task.path=FILE    the overrides of train; greedy answers
   asyncrlhf evaluate run=RUN [key=value]                              a run's newest checkpoint, with its settings
+  evaluation=sampled                                                  four answers a prompt at temperature 1
+  evaluation.against=FOLDER | answers                                 win rate by reward.*, against a model or the task
+  evaluation.reference=FOLDER                                         KL from a model, and the perplexity under it
   run_dir=FOLDER                                                      also write FOLDER/evaluation.json"""
 
 
@@ -38,8 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     rest = [argument for argument in arguments if not argument.startswith("run=")]
     config = config_of_run(Path(named[-1]), rest) if named else load_config(rest)
     folder = Path(config.run_dir) if config.run_dir else None
+    from asyncrlhf.stages.evaluation import evaluate  # here, so that a wrong setting is answered before torch's import
+
     result = evaluate(config)
-    _show(result)
+    _show(result, config.evaluation.samples_shown)
     print(json.dumps({key: value for key, value in result.items() if key != "samples"}))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,73 +68,66 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     return from_hydra(OmegaConf.merge(saved, own, OmegaConf.from_dotlist(list(overrides))))
 
 
-def evaluate(config: RunConfig) -> dict[str, Any]:
-    """Greedy answers to all held-out prompts: mean reward with its standard error, length, truncation, samples."""
-    import torch  # here, so that a wrong setting is answered before seconds of imports
-
-    from asyncrlhf.actors.reward import RewardSpec, build_reward
-    from asyncrlhf.data.pretrained import load_model
-    from asyncrlhf.engines.hf import HFEngine
-    from asyncrlhf.orchestrator.run import prepare
-
-    torch.set_num_threads(max(1, config.generator.threads))
-    prepared = prepare(config)
-    device = "cuda" if config.generator.gpus > 0 else "cpu"
-    engine = HFEngine(load_model(config.model, device), slots=config.generator.slots)
-    prompts = prepared.task.heldout()
-    sampling = replace(prepared.sampling, temperature=0.0, top_p=1.0, top_k=0)
-    engine.submit([GenerationRequest(i, i, p.token_ids, 0, sampling) for i, p in enumerate(prompts)])
-    answers: dict[int, Generation] = {}
-    failed = 0
-    while engine.in_flight():
-        for result in engine.step(0.0).finished:
-            if isinstance(result, Generation):
-                answers[result.rollout_id] = result
-            else:
-                failed += 1
-    rollouts = [_rollout(prompts[i], answers[i], prepared.tokenizer) for i in sorted(answers)]
-    spec = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length)
-    return _summarise(config, rollouts, build_reward(spec).score(rollouts), failed)
+def _show(result: Mapping[str, Any], samples: int) -> None:
+    how = f"at temperature {result['temperature']:g}" if result["temperature"] else "greedy"
+    console = Console()
+    if samples:
+        console.print(_sample_table(result, samples, how))
+    table = Table(title=f"{result['prompts']} held-out prompts, {result['answers']} answers {how}")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in _figures(result):
+        table.add_row(name, value)
+    console.print(table)
 
 
-def _rollout(prompt: Prompt, answer: Generation, tokenizer: Any) -> Rollout:
-    return Rollout(
-        answer.rollout_id,
-        answer.rollout_id,
-        prompt,
-        answer.response_ids,
-        answer.behavior_logprobs,
-        answer.policy_versions,
-        answer.finish_reason,
-        tokenizer.decode(answer.response_ids.tolist(), skip_special_tokens=True),
-        "evaluate",
-    )
-
-
-def _summarise(config: RunConfig, rollouts: list[Rollout], results: list[RewardResult], failed: int) -> dict[str, Any]:
-    scored = [(r, s.reward) for r, s in zip(rollouts, results, strict=True) if s.reward is not None]
-    rewards = np.array([reward for _, reward in scored])
-    error = float(rewards.std(ddof=1) / np.sqrt(len(rewards))) if len(rewards) > 1 else None
-    return {
-        "model": config.model.path,
-        "task": config.task.kind,
-        "prompts": len(rollouts) + failed,
-        "failed": failed + len(rollouts) - len(scored),
-        "reward_mean": float(rewards.mean()) if len(rewards) else None,
-        "reward_standard_error": error,
-        "response_length_mean": float(np.mean([len(r.response_ids) for r in rollouts])) if rollouts else None,
-        "truncation_rate": float(np.mean([r.finish_reason == "length" for r in rollouts])) if rollouts else None,
-        "samples": [
-            {"prompt": r.prompt.text, "response": r.response_text, "answer": r.prompt.answer, "reward": reward}
-            for r, reward in scored
-        ],
-    }
-
-
-def _show(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['model']} on {result['prompts']} held-out prompts of {result['task']}, greedy")
-    for column in ("prompt", "response", "answer", "reward"):
+def _sample_table(result: Mapping[str, Any], samples: int, how: str) -> Table:
+    table = Table(title=f"{result['model']} on {result['prompts']} held-out prompts of {result['task']}, {how}")
+    against = "against" in result
+    columns = ["prompt", "response", "answer", "reward"]
+    for column in [*columns, *(["against", "its reward"] if against else [])]:
         table.add_column(column)
-    for sample in result["samples"][:SAMPLES_SHOWN]:
-        table.add_row(sample["prompt"], sample["response"], str(sample["answer"]), f"{sample['reward']:.3f}")
-    Console().print(table)
+    for sample in result["samples"][:samples]:
+        cells = [sample["prompt"], sample["response"], str(sample["answer"]), f"{sample['reward']:.3f}"]
+        if against:
+            cells += [str(sample["against_response"]), _number(sample["against_reward"])]
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _figures(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of the second table, with standard errors where there are any."""
+    rows = [("reward", _pair(result, "reward_mean", "reward_standard_error"))]
+    rows += [(f"  {name}", _pair(part, "mean", "standard_error")) for name, part in result["reward_parts"].items()]
+    rows += [
+        ("response length", _number(result["response_length_mean"])),
+        ("cut off", _number(result["truncation_rate"])),
+    ]
+    if result["failed"]:
+        rows.append(("answers without a reward", str(result["failed"])))
+    if "against" in result:
+        rows += [
+            (f"win rate against {result['against']}", _pair(result, "win_rate", "win_rate_standard_error")),
+            ("  ties", _number(result["tie_rate"])),
+            ("  its reward", _pair(result, "against_reward_mean", "against_reward_standard_error")),
+        ]
+    if "reference" in result:
+        rows.append((f"perplexity under {result['reference']}", _number(result["perplexity"])))
+        kl = result["kl"]
+        if kl is None:
+            rows.append(("KL", "needs evaluation.temperature > 0"))
+        else:
+            rows += [
+                (f"KL an answer, {name}", _pair(kl, f"{name}_sequence", f"{name}_sequence_standard_error"))
+                for name in ("k1", "k3")
+            ]
+            rows.append(("KL a token, k1 and k3", f"{_number(kl['k1_token'], 4)}, {_number(kl['k3_token'], 4)}"))
+    return rows
+
+
+def _pair(figures: Mapping[str, Any], mean: str, error: str) -> str:
+    return _number(figures[mean]) + (f" ± {figures[error]:.3f}" if figures[error] is not None else "")
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"

@@ -14,10 +14,13 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf train [overrides]      one run, such as: asyncrlhf train steps=50 async.max_staleness=4
                                    with -m a sweep:  asyncrlhf train -m seed=0,1,2 async.mode=sync,async
                                    --cfg job shows the config, --help all its keys
-  asyncrlhf evaluate [overrides]   held-out accuracy of a model: asyncrlhf evaluate model.path=FOLDER
+  asyncrlhf sft [overrides]        fine-tunes model.path on sft.path
+  asyncrlhf preferences [...]      pairs of model.path's answers, labelled by reward.*
+  asyncrlhf reward-model [...]     a reward model from the preferences in reward_model.path
+  asyncrlhf evaluate [overrides]   held-out reward, win rate and KL of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf report RUN...          draw the curves of one run or several
-  asyncrlhf bench NAME             overlap, trl, weights, straggler, generation: ratios measured side by side
+  asyncrlhf bench NAME             fusion, generation, overlap, replicas, straggler, trl, weights: ratios side by side
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
 Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupted."""
@@ -27,6 +30,24 @@ def _train(arguments: Sequence[str]) -> int:
     from asyncrlhf.cli.train import main
 
     return main(arguments)
+
+
+def _sft(arguments: Sequence[str]) -> int:
+    from asyncrlhf.cli.stages import sft
+
+    return sft(arguments)
+
+
+def _preferences(arguments: Sequence[str]) -> int:
+    from asyncrlhf.cli.stages import preferences
+
+    return preferences(arguments)
+
+
+def _reward_model(arguments: Sequence[str]) -> int:
+    from asyncrlhf.cli.stages import reward_model
+
+    return reward_model(arguments)
 
 
 def _evaluate(arguments: Sequence[str]) -> int:
@@ -56,6 +77,9 @@ def _doctor(arguments: Sequence[str]) -> int:
 # Imports wait for the choice: `asyncrlhf doctor` must answer where torch does not even import.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
+    "sft": _sft,
+    "preferences": _preferences,
+    "reward-model": _reward_model,
     "evaluate": _evaluate,
     "report": _report,
     "bench": _bench,

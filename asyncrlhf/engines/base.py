@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
 
 CacheMode = Literal["keep", "recompute"]
 
@@ -53,6 +53,11 @@ class Engine(Protocol):
 
     def step(self, now: float) -> StepOutput:
         """Advance by one iteration. ``now`` is the run's clock in seconds; only the fake engine looks at it."""
+        ...
+
+    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
+        """What was sampled so far beyond the first ``seen[rollout_id]`` response tokens, [n] copied, of those in flight
+        in ``seen`` that have at least so many more. Costs nothing unless it is asked."""
         ...
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:

@@ -173,6 +173,14 @@ class FakeEngine:
         cut = whole[: sampling.max_completion_length]
         return cut, "stop" if len(stop) and len(cut) == len(whole) else "length"
 
+    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
+        found: dict[int, IntArray] = {}
+        for _, rollout_id, draft in self._running:
+            before = seen.get(rollout_id)
+            if before is not None and len(draft.versions) - before >= at_least:
+                found[rollout_id] = draft.response_ids[before : len(draft.versions)].copy()
+        return found
+
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
         gone = set(known)

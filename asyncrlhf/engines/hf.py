@@ -192,6 +192,9 @@ class HFEngine:
         table.count = survivors
         self._holes.clear()
 
+    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
+        return self._table.partial(seen, at_least)
+
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
         gone = set(known)

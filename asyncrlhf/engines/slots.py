@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,6 +90,18 @@ class SlotTable:
         stopped = (tokens[:, None] == self.stops[rows]).any(axis=1)
         ended = np.flatnonzero(stopped | (place + 1 >= self.limit[rows]))
         return rows[ended], stopped[ended]
+
+    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
+        """Response tokens beyond the first ``seen`` ones of each request in it, where they are ``at_least`` so many."""
+        found: dict[int, IntArray] = {}
+        for row in np.flatnonzero(self.length[: self.count] - self.prompt_length[: self.count] >= at_least):
+            request = self.requests[row]
+            if request is None or request.rollout_id not in seen:
+                continue
+            start = int(self.prompt_length[row]) + seen[request.rollout_id]
+            if self.length[row] - start >= at_least:
+                found[request.rollout_id] = self.tokens[row, start : self.length[row]].copy()
+        return found
 
     def take(self, row: int, reason: FinishReason) -> Generation:
         """Empty a finished row into its result."""

@@ -16,7 +16,7 @@ from asyncrlhf.engines.base import CacheMode, StepOutput
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore
 from asyncrlhf.engines.weights import match_named_weights
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -141,6 +141,14 @@ class VllmEngine:
                 finish_reason="stop" if made.finish_reason == "stop" else "length",
             )
         )
+
+    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
+        found: dict[int, IntArray] = {}
+        for draft in self._drafts.values():
+            before = seen.get(draft.request.rollout_id)
+            if before is not None and len(draft.tokens) - before >= at_least:
+                found[draft.request.rollout_id] = np.asarray(draft.tokens[before:], np.int64)
+        return found
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]

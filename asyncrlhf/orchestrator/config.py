@@ -28,6 +28,9 @@ from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.orchestrator.logging_config import LoggingConfig
 from asyncrlhf.rewards.config import FusionConfig, RewardConfig
+from asyncrlhf.stages.evaluation_config import EvaluationConfig
+from asyncrlhf.stages.preferences_config import PreferencesConfig
+from asyncrlhf.stages.training_config import RewardTrainingConfig, SftConfig
 from asyncrlhf.transport.config import Tolerance, WeightsConfig, choose_tolerance
 from asyncrlhf.validation import check, check_choice, check_range
 
@@ -74,6 +77,10 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    preferences: PreferencesConfig = field(default_factory=PreferencesConfig)
+    reward_model: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         check(self.name and "/" not in self.name, f"name={self.name!r} must be a folder's name without a slash.")

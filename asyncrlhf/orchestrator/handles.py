@@ -11,6 +11,7 @@ import numpy as np
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
+from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
 
 
@@ -65,6 +66,11 @@ class WorkerLostError(ReplicaError):
 
 
 class RewardHandle(Protocol):
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        """Forget ``released`` and read chunks of sequences under way. Raises ReplicaError when the worker died of it
+        and stands again, without what it had read, and WorkerLostError when it does not."""
+        ...
+
     async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
         ...

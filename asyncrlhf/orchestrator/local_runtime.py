@@ -18,6 +18,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.orchestrator.handles import GeneratorHandle
 from asyncrlhf.orchestrator.state import Signal
+from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled, describe_chunks
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.transport.base import Ticket, TransferStats
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, RolloutInfo, TrainSample
@@ -32,6 +33,8 @@ class LocalGenerator:
         self._step_seconds = step_seconds
         self._changed = Signal()
         self._busy = 0.0
+        self._ended: dict[int, float] = {}  # when each finished rollout got its last token
+        self._chunks: list[Chunk] = []
         self._killed: str | None = None
         self._task = asyncio.create_task(self._run(), name=f"engine {worker.name}")
 
@@ -49,7 +52,9 @@ class LocalGenerator:
             await self._changed.wait_for(self._worker.has_work)
             started = loop.time()
             output = self._worker.step(started)
-            if output.finished:
+            self._ended.update((result.rollout_id, loop.time()) for result in output.finished)
+            self._chunks += self._worker.take_chunks()
+            if output.finished or self._chunks:
                 self._changed.notify()
             if output.wake_at is None:
                 await asyncio.sleep(self._step_seconds)
@@ -84,13 +89,16 @@ class LocalGenerator:
 
     async def collect(self) -> Collected:
         await self._changed.wait_for(
-            lambda: self._worker.has_results() or self._killed is not None or self._task.done()
+            lambda: self._worker.has_results() or self._chunks or self._killed is not None or self._task.done()
         )
         self._check()
         rollouts, failures = self._worker.take()
         now = asyncio.get_running_loop().time()
-        finished = [_bind(info, rollouts, now) for info in describe(rollouts)]
-        return Collected(finished, failures, self._busy, self._worker.tokens)
+        ended, self._ended = self._ended, {}
+        chunks, self._chunks = self._chunks, []
+        finished = [_bind(info, rollouts, ended.get(info.rollout_id, now)) for info in describe(rollouts)]
+        begun = [replace(info, payload=Payload(chunks, info.payload.index)) for info in describe_chunks(chunks)]
+        return Collected(finished, failures, self._busy, self._worker.tokens, chunks=begun)
 
     async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         self._check()
@@ -167,6 +175,9 @@ class LocalReward:
 
     async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
         return self._scorer.score(fetch_local(payloads))
+
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        return self._scorer.prefill(released, [c.payload.ref[c.payload.index] for c in chunks])
 
     async def close(self) -> None:
         """Nothing is held open."""

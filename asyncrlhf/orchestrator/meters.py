@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +30,10 @@ TIMING_KEYS = frozenset(
         "buffer_size",
         "buffer_age",
         "dropped",
+        "reward_latency_p50",
+        "reward_latency_p95",
+        "prefilled_fraction",
+        "prefill_evictions",
         "rollouts_in_flight",
         "generators_alive",
         "generators_held_back",
@@ -59,6 +63,7 @@ class Meters:
         self._last = state.now()
         self._started = self._last - state.elapsed  # a resumed run's clock goes on where the first one stopped
         self._replicas = ReplicaMeters(state)
+        self._prefill = replace(state.prefill)
 
     def step(
         self,
@@ -92,6 +97,8 @@ class Meters:
             "snapshot_seconds": times.snapshot,
             "train_seconds": times.trained,
             "wait_seconds": times.waited,
+            **_reward_latency(taken),
+            **self._prefilled(),
             **self._buffer(),
             "rollouts_in_flight": sum(len(r.in_flight) for r in self._state.replicas),
             **self._replicas.step(elapsed),
@@ -124,6 +131,28 @@ class Meters:
             "buffer_age": float(np.mean(ages)) if ages else 0.0,
             "dropped": self._state.ledger.counts()["dropped"],
         }
+
+    def _prefilled(self) -> dict[str, float]:
+        """Since the step before: the share of the scored tokens that a reward model had read before their rollout's
+        end, and the evictions from its cache."""
+        if self._state.config.fusion.granularity != "chunk":
+            return {}
+        before, now = self._prefill, self._state.prefill
+        self._prefill = replace(now)
+        scored = now.scored - before.scored
+        return {
+            "prefilled_fraction": (now.early - before.early) / scored if scored else 0.0,
+            "prefill_evictions": now.evicted - before.evicted,
+        }
+
+
+def _reward_latency(taken: Sequence[Taken]) -> dict[str, float]:
+    """Seconds from a rollout's last token to its score, of those that are used for the first time."""
+    seconds = [r.scored_at - r.info.generated_at for t in taken if not t.replayed for r in t.group.rollouts]
+    if not seconds:
+        return {}
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return {"reward_latency_p50": float(p50), "reward_latency_p95": float(p95)}
 
 
 def _reward_parts(taken: Sequence[Taken]) -> dict[str, float]:

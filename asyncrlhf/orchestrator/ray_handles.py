@@ -21,6 +21,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.orchestrator.handles import WorkerLostError
 from asyncrlhf.orchestrator.ray_placement import free_in_ray
+from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
 from asyncrlhf.transport.base import Ticket, TransferStats
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
 
@@ -88,15 +89,18 @@ class RayGenerator:
     async def collect(self) -> Collected:
         """The payload is a return value of its own: its owner is this process, so it outlives the replica."""
         submitted, self._submitted = self._submitted, []
-        facts, payload = self.actor.collect.options(num_returns=2).remote()
+        values = 3 if self.spec.chunk_tokens else 2
+        facts, payload, *chunks = self.actor.collect.options(num_returns=values).remote()
         collected: Collected = await ask(self.name, facts)
         for reference in submitted:
             await ask(self.name, reference)
         now = asyncio.get_running_loop().time()
         finished = [
-            replace(info, payload=Payload(payload, info.payload.index), generated_at=now) for info in collected.finished
+            replace(info, payload=Payload(payload, info.payload.index), generated_at=now - age)
+            for info, age in zip(collected.finished, collected.ages, strict=True)
         ]
-        return replace(collected, finished=finished)
+        begun = [replace(info, payload=Payload(chunks[0], info.payload.index)) for info in collected.chunks]
+        return replace(collected, finished=finished, chunks=begun)
 
     async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         gone: list[int] = await ask(self.name, self.actor.cancel.remote(rollout_ids))
@@ -176,6 +180,17 @@ class RayReward:
             return await self.score(payloads)  # it may have been any death: once more before the rollouts are blamed
         self._deaths = 0
         return results
+
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        references, places = bundle([chunk.payload for chunk in chunks])
+        wanted = [(place, chunk.payload.index) for place, chunk in zip(places, chunks, strict=True)]
+        try:
+            answer: Prefilled = await ask(self._name, self.actor.prefill.remote(list(released), wanted, *references))
+        except ReplicaError as error:
+            await self._revive(error)
+            raise
+        self._deaths = 0
+        return answer
 
     async def _revive(self, error: ReplicaError) -> None:
         self._deaths += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +38,7 @@ from asyncrlhf.orchestrator.summary import build_summary
 from asyncrlhf.orchestrator.view import RunView
 from asyncrlhf.orchestrator.wandb_sink import WandbSink
 from asyncrlhf.rewards.build import check_rewards
+from asyncrlhf.rewards.chunked_check import chunk_outlook
 from asyncrlhf.tasks.base import Task
 from asyncrlhf.tasks.build import build_task
 from asyncrlhf.transport.config import WeightsConfig, resolve_dtype
@@ -49,7 +50,8 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What preflight found in order, before any actor starts."""
+    """What preflight found in order, before any actor starts. ``config`` is what is run; where that is less than what
+    was asked for, ``notes`` say so."""
 
     config: RunConfig
     run_dir: Path
@@ -57,6 +59,7 @@ class Prepared:
     task: Task
     sampling: SamplingParams
     saved: Saved | None
+    notes: Sequence[str] = ()
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -81,7 +84,19 @@ def prepare(config: RunConfig) -> Prepared:
         top_k=config.generator.top_k,
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
-    return Prepared(config, run_dir, tokenizer, task, sampling, read_checkpoint(found) if found is not None else None)
+    saved = read_checkpoint(found) if found is not None else None
+    config, notes = _fusion_in_force(config, tokenizer)
+    return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes)
+
+
+def _fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, Sequence[str]]:
+    """Chunks only where some reward model can read them."""
+    if config.fusion.granularity != "chunk":
+        return config, ()
+    outlook = chunk_outlook(config.reward, tokenizer)
+    if not outlook.possible:
+        config = replace(config, fusion=replace(config.fusion, granularity="rollout"))
+    return config, outlook.notes
 
 
 def _fitting_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -158,9 +173,15 @@ def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
 
 def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
     """The replicas that a run starts with; ``weights`` as ``wire_settings`` gives it."""
+    chunks = config.fusion.chunk_tokens if config.fusion.granularity == "chunk" else 0
     return [
         GeneratorSpec(
-            kind.replica(number), sleeping(kind.config, config), config.model, config.runtime, weights or config.weights
+            kind.replica(number),
+            sleeping(kind.config, config),
+            config.model,
+            config.runtime,
+            weights or config.weights,
+            chunks,
         )
         for kind in replica_kinds(config.generator)
         for number in range(kind.config.replicas)
@@ -194,7 +215,13 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
         steps=config.steps,
         seed=config.seed,
     )
-    reward = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length)
+    reward = RewardSpec(
+        config.reward,
+        config.task,
+        config.model,
+        config.generator.max_completion_length,
+        config.fusion.cache_tokens if config.fusion.granularity == "chunk" else 0,
+    )
     if config.runtime == "local":
         from asyncrlhf.orchestrator.local_runtime import LocalRuntime
 
@@ -219,6 +246,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     progress = Progress(config.steps, config.logging.progress, start_step=start)
     view = RunView(progress, wandb)
     view.message(f"Run directory: {prepared.run_dir}")
+    for note in prepared.notes:
+        view.message(note)
     for note in prepared.task.notes:
         view.message(note)
     job = _Job(prepared, recorder, view)

@@ -74,6 +74,16 @@ class GroupInProgress:
 
 
 @dataclass
+class PrefillTotals:
+    """Tokens of scored rollouts, those of them that a reward model had read before their end, and evictions for want of
+    room (``fusion.granularity=chunk``)."""
+
+    scored: int = 0
+    early: int = 0
+    evicted: int = 0
+
+
+@dataclass
 class RunState:
     """Owned by the controller; every loop gets it and none of them keeps state of its own that must survive."""
 
@@ -91,6 +101,7 @@ class RunState:
     stopping: bool = False
     last_progress: float = 0.0
     changed: Signal = field(default_factory=Signal)
+    prefill: PrefillTotals = field(default_factory=PrefillTotals)
     adaptive: AdaptiveBound = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ class Surroundings:
     config: RewardConfig
     tokenizer: PreTrainedTokenizerBase  # the policy's
     task: Callable[[], Task]
+    cache_tokens: int = 0  # of each reward model, for chunks; 0: models score whole rollouts
 
     @property
     def device(self) -> str:
@@ -31,10 +32,14 @@ class Surroundings:
 
 
 def build_scorer(
-    config: RewardConfig, tokenizer: PreTrainedTokenizerBase, task: Callable[[], Task], max_completion_length: int
+    config: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Callable[[], Task],
+    max_completion_length: int,
+    cache_tokens: int = 0,
 ) -> Scorer:
     """Loads every part; raises ConfigError for one that cannot be. ``close()`` ends what the parts hold open."""
-    around = Surroundings(config, tokenizer, task)
+    around = Surroundings(config, tokenizer, task, cache_tokens)
     return _assemble(config, config.sources, around, max_completion_length)
 
 
@@ -92,7 +97,12 @@ def _model(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
     from asyncrlhf.rewards.model import ModelSource
 
     budget = around.config.max_batch_tokens
-    return ModelSource(part.model, key, around.tokenizer, max_batch_tokens=budget, device=around.device)
+    source = ModelSource(part.model, key, around.tokenizer, max_batch_tokens=budget, device=around.device)
+    if not around.cache_tokens:
+        return source
+    from asyncrlhf.rewards.chunked import chunked
+
+    return chunked(source, around.cache_tokens, budget)
 
 
 def _judge(part: RewardPart, key: str, around: Surroundings) -> RewardSource:

@@ -13,7 +13,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards.service_config import HttpConfig, JudgeConfig, RewardModelConfig
 from asyncrlhf.validation import check, check_choice, check_range
 
-GRANULARITIES = ("batch", "group", "rollout")
+GRANULARITIES = ("batch", "group", "rollout", "chunk")
 KINDS = ("task", "python", "model", "judge", "http")
 NORMALIZATIONS = ("none", "running", "batch", "group")
 # Names that RewardResult.parts gives to the penalties, so no part of the user's may have them.
@@ -145,11 +145,22 @@ def _part(name: str, raw: Any) -> RewardPart:
 
 @dataclass(frozen=True)
 class FusionConfig:
+    """When a rollout may be scored: with its ``batch`` or ``group``, at its end (``rollout``), or at its end with
+    all but its last tokens read before, by the reward models that can (``chunk``)."""
+
     granularity: str = "rollout"
     max_batch: int = 64  # rollouts in one scoring call
     max_wait_ms: float = 2.0
+    chunk_tokens: int = 64  # sampled tokens after which a sequence is sent on; granularity=chunk
+    cache_tokens: int = 32768  # of the sequences that one reward model holds in its KV cache; granularity=chunk
 
     def __post_init__(self) -> None:
         check_choice("fusion.granularity", self.granularity, GRANULARITIES)
         check_range("fusion.max_batch", self.max_batch, low=1)
         check_range("fusion.max_wait_ms", self.max_wait_ms, low=0)
+        check_range("fusion.chunk_tokens", self.chunk_tokens, low=1)
+        check(
+            self.cache_tokens >= self.chunk_tokens,
+            f"fusion.cache_tokens={self.cache_tokens} does not hold one chunk of fusion.chunk_tokens="
+            f"{self.chunk_tokens}; allowed: at least as many.",
+        )

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.base import RewardSource, Score, ServiceError
+from asyncrlhf.rewards.base import ChunkReader, RewardSource, Score, ServiceError
+from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.rewards.config import RewardConfig
 from asyncrlhf.types import RewardResult, Rollout
 
@@ -55,6 +56,7 @@ class Scorer:
                     errors[i] = f"{self._config.key(name)}: {score}" if self._config.kind == "sum" else str(score)
                 else:
                     parts[i][name] = score
+        self._release([rollout.rollout_id for rollout in rollouts])
         return [
             RewardResult(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
             for i, rollout in enumerate(rollouts)
@@ -70,6 +72,21 @@ class Scorer:
             )
         reward = sum(self.sources[name].weight * score for name, score in parts.items()) + sum(penalties.values())
         return RewardResult(rollout.rollout_id, reward, parts | penalties)
+
+    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
+        """Forget ``released``, then let the models that can read ``chunks`` ahead."""
+        self._release(released)
+        readers = self._readers
+        evicted = {rollout_id for reader in readers for rollout_id in reader.prefill(chunks)}
+        return Prefilled(bool(readers), sorted(evicted))
+
+    def _release(self, rollout_ids: Sequence[int]) -> None:
+        for reader in self._readers:
+            reader.release(rollout_ids)
+
+    @property
+    def _readers(self) -> list[ChunkReader]:
+        return [source for source, _ in self.sources.values() if isinstance(source, ChunkReader)]
 
     def close(self) -> None:
         for source, _ in self.sources.values():

@@ -275,3 +275,28 @@ def test_close_forgets_everything(make_engine: MakeEngine) -> None:
     engine.step(0.0)
     engine.close()
     assert engine.in_flight() == []
+
+
+def test_what_was_sampled_so_far_is_the_beginning_of_what_comes_back(make_engine: MakeEngine) -> None:
+    """Pieces of at least three tokens, of those that were asked for alone; together they are the response's head."""
+    engine = make_engine(3)
+    clock = Clock(engine)
+    engine.submit(make_requests(6, stops=()))
+    seen = dict.fromkeys(range(5), 0)
+    heads: dict[int, list[int]] = {i: [] for i in range(6)}
+    done: dict[int, Generation] = {}
+    for _ in range(2000):
+        for result in clock.step(small=True):
+            assert isinstance(result, Generation)
+            done[result.rollout_id] = result
+        for rollout_id, ids in engine.partial(seen, 3).items():
+            assert len(ids) >= 3 and rollout_id in engine.in_flight()
+            heads[rollout_id] += ids.tolist()
+            seen[rollout_id] += len(ids)
+        if not engine.in_flight():
+            break
+    assert sorted(done) == list(range(6)) and engine.partial(seen, 1) == {}
+    assert heads[5] == [], "nobody asked"
+    for rollout_id, head in heads.items():
+        assert head == done[rollout_id].response_ids[: len(head)].tolist()
+    assert sum(map(len, heads.values())) >= 9

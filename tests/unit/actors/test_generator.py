@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
+from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
@@ -63,3 +64,64 @@ def test_a_sleeping_replica_answers_and_samples_nothing(actor: GeneratorActor) -
     assert sorted(done) == list(range(COUNT + 1)), f"not finished after the wake: {set(range(COUNT + 1)) - set(done)}"
     assert set(done[COUNT].policy_versions.tolist()) == {3}
     assert all((np.diff(rollout.policy_versions) >= 0).all() for rollout in done.values())
+
+
+@pytest.fixture
+def chunking_actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[GeneratorActor]:
+    monkeypatch.setattr(os, "nice", lambda increment: 0)
+    config = GeneratorConfig(engine="hf", slots=4, threads=0)
+    actor = GeneratorActor(GeneratorSpec("generator-0", config, ModelConfig(), "local", WeightsConfig(), 16))
+    yield actor
+    actor.close()
+
+
+def test_chunks_of_what_is_under_way_come_with_what_is_finished(chunking_actor: GeneratorActor) -> None:
+    """Each begins where the one before ended, the first with the prompt; after a cancellation no more comes."""
+    actor = chunking_actor
+    actor.submit(work(range(COUNT)))
+    sequences: dict[int, list[int]] = {}
+    done: dict[int, Rollout] = {}
+    for _ in range(LOOKS):
+        facts, rollouts, chunks = actor.collect()
+        assert [info.length for info in facts.chunks] == [len(chunk.token_ids) for chunk in chunks]
+        assert len(facts.ages) == len(rollouts) and all(0 <= age < 60 for age in facts.ages)
+        for chunk in chunks:
+            assert chunk.rollout_id not in done and chunk.prompt_length == 5
+            known = sequences.setdefault(chunk.rollout_id, [])
+            assert chunk.start == len(known) and len(chunk.token_ids) >= 16
+            known += chunk.token_ids.tolist()
+        done |= {rollout.rollout_id: rollout for rollout in rollouts}
+        if len(done) == COUNT:
+            break
+    assert sorted(done) == list(range(COUNT)), f"not finished: {set(range(COUNT)) - set(done)}"
+    for rollout_id, sequence in sequences.items():
+        whole = [*done[rollout_id].prompt.token_ids.tolist(), *done[rollout_id].response_ids.tolist()]
+        assert sequence == whole[: len(sequence)]
+
+
+def test_chunks_end_with_their_rollout_and_evaluations_send_none() -> None:
+    class Paper:
+        """An engine that has sampled twenty tokens of everything."""
+
+        asleep = False
+
+        def __init__(self) -> None:
+            self.ids: list[int] = []
+
+        def submit(self, requests: Any) -> None:
+            self.ids += [request.rollout_id for request in requests]
+
+        def cancel(self, rollout_ids: Any) -> list[int]:
+            return [i for i in rollout_ids if i in self.ids]
+
+        def partial(self, seen: Any, at_least: int) -> dict[int, np.ndarray]:
+            assert at_least == 8
+            return {i: np.arange(20)[before:] for i, before in seen.items() if 20 - before >= at_least}
+
+    worker = GeneratorWorker("g", Paper(), str, None, {}, chunk_tokens=8)  # type: ignore[arg-type]
+    worker.submit([*work(range(2)), *work(range(-1, 0))])
+    assert [(c.rollout_id, c.start, len(c.token_ids)) for c in worker.take_chunks()] == [(0, 0, 25), (1, 0, 25)]
+    assert worker.take_chunks() == []
+    worker.cancel([1])
+    worker.submit(work(range(1, 2)))
+    assert [(c.rollout_id, c.start) for c in worker.take_chunks()] == [(1, 0)], "begun anew"

@@ -1,0 +1,1 @@
+"""The stages of RLHF around the training run: fine-tuning, preferences, reward models, evaluation."""

@@ -1,0 +1,124 @@
+"""Answers of a model to the held-out prompts, by the engine that the config names, and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from asyncrlhf.actors.reward import RewardSpec, build_reward
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.engines.build import build_engine
+from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.orchestrator.dispatch import request_seed
+from asyncrlhf.types import Generation, GenerationRequest, Prompt, RewardResult, Rollout, SamplingParams
+
+
+class Scored(NamedTuple):
+    """An answer with its reward; ``rollout.group_id`` is the index of its prompt."""
+
+    rollout: Rollout
+    result: RewardResult
+
+    @property
+    def reward(self) -> float:
+        assert self.result.reward is not None
+        return self.result.reward
+
+
+def sample_answers(
+    config: RunConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+) -> list[Rollout]:
+    """``evaluation.num_generations`` answers of ``model`` to each prompt, in the order of the prompts.
+
+    An answer that the engine could not make is missing. The fake engine has no model, so that hf stands in for it.
+    """
+    kind = "hf" if config.generator.engine == "fake" else config.generator.engine
+    device = "cuda" if config.generator.gpus > 0 else "cpu"
+    engine = build_engine(
+        replace(config.generator, engine=kind),
+        model,
+        load_model=lambda wanted: load_model(wanted, device),
+        vocab_size=len(tokenizer),
+    )
+    each = config.evaluation.num_generations
+    requests = [
+        GenerationRequest(i, i // each, prompts[i // each].token_ids, request_seed(config.seed, i), sampling)
+        for i in range(each * len(prompts))
+    ]
+    made: list[Generation] = []
+    try:
+        engine.submit(requests)
+        while engine.in_flight():
+            made += [answer for answer in engine.step(0.0).finished if isinstance(answer, Generation)]
+    finally:
+        engine.close()
+    made.sort(key=lambda answer: answer.rollout_id)
+    return [_rollout(answer, answer.rollout_id // each, prompts, tokenizer) for answer in made]
+
+
+def _rollout(answer: Generation, group: int, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    return Rollout(
+        rollout_id=answer.rollout_id,
+        group_id=group,
+        prompt=prompts[group],
+        response_ids=answer.response_ids,
+        behavior_logprobs=answer.behavior_logprobs,
+        policy_versions=answer.policy_versions,
+        finish_reason=answer.finish_reason,
+        response_text=str(tokenizer.decode(answer.response_ids.tolist(), skip_special_tokens=True)),
+        generator_id="evaluate",
+    )
+
+
+def written(
+    texts: Sequence[tuple[int, str, bool]], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> list[Rollout]:
+    """Answers that another wrote, as the policy's ``tokenizer`` would: (index of the prompt, text, came to its end)."""
+    rollouts = []
+    for number, (group, text, ended) in enumerate(texts):
+        ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+        ids = [*ids, tokenizer.eos_token_id] if ended else ids
+        rollouts.append(
+            Rollout(
+                rollout_id=number,
+                group_id=group,
+                prompt=prompts[group],
+                response_ids=np.asarray(ids, dtype=np.int64),
+                behavior_logprobs=np.zeros(len(ids), dtype=np.float32),
+                policy_versions=np.zeros(len(ids), dtype=np.int64),
+                finish_reason="stop" if ended else "length",
+                response_text=text,
+                generator_id="evaluate",
+            )
+        )
+    return rollouts
+
+
+def score_answers(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Scored]]:
+    """Each list with its rewards by ``reward.*``; an answer without one is missing. The services are started once, and
+    asked ``fusion.max_batch`` answers at a time, as their time limits are meant for."""
+    scorer = build_reward(RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length))
+    size = config.fusion.max_batch
+    try:
+        return [
+            [
+                Scored(rollout, result)
+                for start in range(0, len(rollouts), size)
+                for rollout, result in zip(
+                    rollouts[start : start + size], scorer.score(rollouts[start : start + size]), strict=True
+                )
+                if result.reward is not None
+            ]
+            for rollouts in answers
+        ]
+    finally:
+        scorer.close()

@@ -1,0 +1,188 @@
+"""Evaluates a model on the held-out prompts: reward, win rate, KL and perplexity, with answers side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.pretrained import check_model, load_model, load_tokenizer
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.orchestrator.run import Prepared, prepare
+from asyncrlhf.rewards.model_inputs import same_tokens
+from asyncrlhf.stages.answers import Scored, sample_answers, score_answers, written
+from asyncrlhf.stages.divergence import kl_figures, perplexity, response_logprobs
+from asyncrlhf.stages.evaluation_config import ANSWERS
+from asyncrlhf.stages.statistics import estimate
+from asyncrlhf.tasks.build import build_task
+from asyncrlhf.types import Prompt, Rollout, SamplingParams
+from asyncrlhf.validation import check
+
+
+def evaluate(config: RunConfig) -> dict[str, Any]:
+    """What ``evaluation.json`` holds. Raises ConfigError before anything is sampled.
+
+    Rewards are means over the answers that could be scored, with standard errors over prompts. ``win_rate``: the chance
+    that an answer has more reward than the opponent's to the same prompt, ties counted half. ``kl``: of the policy from
+    ``evaluation.reference`` at the temperature of the answers; None for greedy ones, which are no sample.
+    """
+    torch.set_num_threads(max(1, config.generator.threads))
+    settings = config.evaluation
+    prepared = prepare(config)
+    prompts = prepared.task.heldout()
+    sampling = replace(prepared.sampling, temperature=settings.temperature, top_p=1.0, top_k=0)
+    opponent = _other_model(config, settings.against, "against") if settings.against not in ("", ANSWERS) else None
+    reference = _other_model(config, settings.reference, "reference") if settings.reference else None
+    if reference is not None:
+        check(
+            same_tokens(load_tokenizer(reference), prepared.tokenizer),
+            f"evaluation.reference={reference.path} has other tokens than model.path={config.model.path}; "
+            "allowed: a model with the same tokenizer.",
+        )
+    if settings.against == ANSWERS:
+        check(
+            any(prompt.answer for prompt in prompts),
+            f"evaluation.against={ANSWERS}, but no held-out prompt of task={config.task.kind} has an answer.",
+        )
+    answers = sample_answers(config, config.model, prepared.tokenizer, prompts, sampling)
+    theirs = _opponents(prepared, prompts, opponent, sampling)
+    scored, scored_theirs = score_answers(config, answers, theirs)
+    asked = settings.num_generations * len(prompts)
+    result = {
+        "model": config.model.path,
+        "task": config.task.kind,
+        "prompts": len(prompts),
+        "answers": asked,
+        "temperature": settings.temperature,
+        "failed": asked - len(scored),
+        **_rewards(scored, answers),
+    }
+    if settings.against:
+        result |= {"against": settings.against, **win_rate(scored, scored_theirs)}
+    if reference is not None:
+        result |= {"reference": reference.path, **_divergence(config, reference, answers)}
+    return {**result, "samples": _samples(scored, scored_theirs, bool(settings.against))}
+
+
+def _other_model(config: RunConfig, path: str, key: str) -> ModelConfig:
+    """A second model, loaded under the settings of ``model``."""
+    model = replace(config.model, path=path)
+    try:
+        check_model(model)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", f"evaluation.{key}")) from error
+    return model
+
+
+def _opponents(
+    prepared: Prepared, prompts: Sequence[Prompt], opponent: ModelConfig | None, sampling: SamplingParams
+) -> list[Rollout]:
+    """The second model's answers, or the task's, in the policy's own tokens; none where there is no opponent."""
+    config, tokenizer = prepared.config, prepared.tokenizer
+    if config.evaluation.against == ANSWERS:
+        return written([(i, p.answer, True) for i, p in enumerate(prompts) if p.answer], prompts, tokenizer)
+    if opponent is None:
+        return []
+    own: PreTrainedTokenizerBase = load_tokenizer(opponent)
+    if same_tokens(own, tokenizer):
+        return sample_answers(config, opponent, tokenizer, prompts, sampling)
+    stop = (own.eos_token_id,) if sampling.stop_token_ids else ()
+    asked = build_task(config.task, own).heldout()
+    made = sample_answers(config, opponent, own, asked, replace(sampling, stop_token_ids=stop))
+    return written([(r.group_id, r.response_text, r.finish_reason == "stop") for r in made], prompts, tokenizer)
+
+
+def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, Any]:
+    groups = [s.rollout.group_id for s in scored]
+    reward = estimate([s.reward for s in scored], groups)
+    names = list(scored[0].result.parts) if scored else []
+    parts = {name: estimate([s.result.parts[name] for s in scored], groups) for name in names if len(names) > 1}
+    return {
+        "reward_mean": reward.mean if reward is not None else None,
+        "reward_standard_error": reward.standard_error if reward is not None else None,
+        "reward_parts": {
+            name: {"mean": part.mean, "standard_error": part.standard_error}
+            for name, part in parts.items()
+            if part is not None
+        },
+        "response_length_mean": float(np.mean([len(r.response_ids) for r in answers])) if answers else None,
+        "truncation_rate": float(np.mean([r.finish_reason == "length" for r in answers])) if answers else None,
+    }
+
+
+def win_rate(ours: Sequence[Scored], theirs: Sequence[Scored]) -> dict[str, Any]:
+    """The win rate with its standard error over prompts, the share of ties, and the opponent's reward.
+
+    Each answer to a prompt meets each of the opponent's to the same prompt. The same text is a tie, whatever its two
+    scores are by the rounding of another batch.
+    """
+    by_prompt: dict[int, list[Scored]] = {}
+    for scored in theirs:
+        by_prompt.setdefault(scored.rollout.group_id, []).append(scored)
+    outcomes: dict[int, list[float]] = {}
+    for mine in ours:
+        for other in by_prompt.get(mine.rollout.group_id, []):
+            outcomes.setdefault(mine.rollout.group_id, []).append(_outcome(mine, other))
+    rate = estimate([float(np.mean(points)) for points in outcomes.values()])
+    met = [point for points in outcomes.values() for point in points]
+    reward = estimate([s.reward for s in theirs], [s.rollout.group_id for s in theirs])
+    return {
+        "win_rate": rate.mean if rate is not None else None,
+        "win_rate_standard_error": rate.standard_error if rate is not None else None,
+        "win_rate_prompts": len(outcomes),
+        "tie_rate": float(np.mean([point == 0.5 for point in met])) if met else None,
+        "against_reward_mean": reward.mean if reward is not None else None,
+        "against_reward_standard_error": reward.standard_error if reward is not None else None,
+    }
+
+
+def _outcome(mine: Scored, other: Scored) -> float:
+    if mine.reward == other.reward or mine.rollout.response_text == other.rollout.response_text:
+        return 0.5
+    return float(mine.reward > other.reward)
+
+
+def _divergence(config: RunConfig, reference: ModelConfig, answers: Sequence[Rollout]) -> dict[str, Any]:
+    """Both models' log-probs come from passes of one kind, so that a model is at distance 0 of itself."""
+    temperature = config.evaluation.temperature
+    levels = [1.0] if temperature in (0.0, 1.0) else [1.0, temperature]
+    device = "cuda" if config.generator.gpus > 0 else "cpu"
+    theirs = response_logprobs(load_model(reference, device), answers, levels)
+    if not temperature:
+        return {"perplexity": perplexity(theirs[0]), "kl": None}
+    (ours,) = response_logprobs(load_model(config.model, device), answers, levels[-1:])
+    groups = [r.group_id for r in answers]
+    return {"perplexity": perplexity(theirs[0]), "kl": kl_figures(ours, theirs[-1], groups)}
+
+
+def _samples(ours: Sequence[Scored], theirs: Sequence[Scored], against: bool) -> list[dict[str, Any]]:
+    """Every scored answer; beside it the opponent's of the same number, or its first, to the same prompt."""
+    others: dict[int, list[Scored]] = {}
+    for scored in theirs:
+        others.setdefault(scored.rollout.group_id, []).append(scored)
+    taken: dict[int, int] = {}
+    samples = []
+    for mine in ours:
+        group, prompt = mine.rollout.group_id, mine.rollout.prompt
+        number = taken[group] = taken.get(group, -1) + 1
+        sample = {
+            "prompt": prompt.text,
+            "response": mine.rollout.response_text,
+            "answer": prompt.answer,
+            "reward": mine.reward,
+        }
+        if against:
+            pool = others.get(group, [])
+            other = pool[number % len(pool)] if pool else None
+            sample |= {
+                "against_response": other.rollout.response_text if other is not None else None,
+                "against_reward": other.reward if other is not None else None,
+            }
+        samples.append(sample)
+    return samples

@@ -1,0 +1,210 @@
+"""``asyncrlhf preferences``: pairs of a model's own answers, labelled by a reward with noise, in TRL's format."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from asyncrlhf.actors.reward import RewardSpec, build_reward
+from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.orchestrator.config import RunConfig, to_plain
+from asyncrlhf.orchestrator.records import CONFIG_FILE, SUMMARY_FILE
+from asyncrlhf.orchestrator.run import Prepared, prepare
+from asyncrlhf.stages.answers import sample_answers
+from asyncrlhf.stages.evaluation_config import EvaluationConfig
+from asyncrlhf.stages.preferences_config import PreferencesConfig
+from asyncrlhf.stages.record import run_folder
+from asyncrlhf.types import Prompt, RewardResult, Rollout
+
+PREFERENCES_FILE = "preferences.jsonl"
+LABEL_STREAM = 1  # beside the seed, so that labels and answers share no random draws
+DRAWS_A_PROMPT = 50  # a task that repeats itself so often has no more prompts
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, the preferred one first, with their rewards."""
+
+    chosen: Rollout
+    rejected: Rollout
+    gold_chosen: float
+    gold_rejected: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.gold_chosen > self.gold_rejected
+
+
+def run_preferences(config: RunConfig) -> dict[str, Any]:
+    """Sample, score, pair and label; returns what ``run_dir/summary.json`` holds, beside ``run_dir/preferences.jsonl``.
+
+    Each line: ``prompt``, ``chosen``, ``rejected`` (texts, or messages where ``task.chat_template`` is on), and the
+    rewards ``gold_chosen`` and ``gold_rejected``. Left out are pairs of equal reward, empty answers, and those cut off
+    at ``generator.max_completion_length``: trainers add the end token to every answer, so that a reward model would
+    learn of them what it never meets. Raises ConfigError before anything is sampled, AsyncRLHFError where no pair is
+    left.
+    """
+    prepared = prepare(config)
+    prompts = draw_prompts(prepared.task.train_source(config.seed), config.preferences.num_prompts)
+    folder = run_folder(config, "preferences")
+    _claim(folder, config)
+    torch.set_num_threads(max(1, config.generator.threads))
+    rollouts = sample_groups(prepared, prompts)
+    ended = [r for r in rollouts if r.finish_reason == "stop"]
+    kept = [r for r in ended if r.response_text]
+    results = score(config, kept)
+    scored = [(r, s.reward) for r, s in zip(kept, results, strict=True) if s.reward is not None]
+    asked = len(prompts) * config.preferences.num_generations
+    failed = asked - len(rollouts) + len(kept) - len(scored)
+    if failed > config.max_failure_fraction * asked:
+        cause = next((s.error for s in results if s.error), "the engine refused them")
+        raise AsyncRLHFError(f"{failed} of {asked} answers have no reward: {cause}")
+    pairs, ties = make_pairs(scored, config.preferences, config.seed)
+    if not pairs:
+        raise AsyncRLHFError(
+            f"No pair is left of {asked} answers: {len(rollouts) - len(ended)} were cut off at "
+            f"generator.max_completion_length={config.generator.max_completion_length}, {len(ended) - len(kept)} were "
+            f"empty, {failed} have no reward, and {ties} pairs have equal rewards."
+        )
+    _write_lines(folder / PREFERENCES_FILE, (_line(pair, config.task) for pair in pairs))
+    summary = {
+        "run_dir": str(folder),
+        "preferences": str(folder / PREFERENCES_FILE),
+        "model": config.model.path,
+        "seed": config.seed,
+        "prompts": len(prompts),
+        "answers": asked,
+        "truncated_dropped": len(rollouts) - len(ended),
+        "empty_dropped": len(ended) - len(kept),
+        "failed": failed,
+        "ties_dropped": ties,
+        **describe(pairs, [reward for _, reward in scored]),
+        "settings": asdict(config.preferences),
+    }
+    _write(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def draw_prompts(source: PromptSource, count: int) -> list[Prompt]:
+    """``count`` prompts of different texts; raises ConfigError for a source that has fewer."""
+    found: dict[str, Prompt] = {}
+    repeats = 0
+    while len(found) < count and repeats < DRAWS_A_PROMPT * (len(found) + 1):
+        prompt = source.next()
+        repeats += prompt.text in found
+        found.setdefault(prompt.text, prompt)
+    if len(found) < count:
+        raise ConfigError(
+            f"preferences.num_prompts={count} is more than the task's training prompts; allowed: at most {len(found)}."
+        )
+    return list(found.values())
+
+
+def sample_groups(prepared: Prepared, prompts: Sequence[Prompt]) -> list[Rollout]:
+    """Answers to each prompt by the engine of ``generator.*``, in the prompts' order, without those that it could not
+    make. ``group_id`` counts the prompts."""
+    config = prepared.config
+    how = EvaluationConfig(temperature=config.generator.temperature, num_generations=config.preferences.num_generations)
+    asked = replace(config, evaluation=how)
+    return sample_answers(asked, config.model, prepared.tokenizer, prompts, prepared.sampling)
+
+
+def score(config: RunConfig, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    """One result a rollout by ``reward.*``; ``fusion.max_batch`` at a time, as time limits are meant for."""
+    spec = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length)
+    scorer = build_reward(spec)
+    size = config.fusion.max_batch
+    try:
+        return [r for i in range(0, len(rollouts), size) for r in scorer.score(rollouts[i : i + size])]
+    finally:
+        scorer.close()
+
+
+def make_pairs(scored: Sequence[tuple[Rollout, float]], config: PreferencesConfig, seed: int) -> tuple[list[Pair], int]:
+    """Pairs of each prompt's answers, drawn at random so that no answer is in two of them, and the number of ties.
+
+    Which answers meet and how a pair is labelled depends on ``seed`` and the order of ``scored`` alone.
+    """
+    rng = np.random.default_rng([seed, LABEL_STREAM])
+    groups: dict[int, list[tuple[Rollout, float]]] = {}
+    for rollout, reward in scored:
+        groups.setdefault(rollout.group_id, []).append((rollout, reward))
+    pairs, ties = [], 0
+    for group in groups.values():
+        order = rng.permutation(len(group))
+        for one, other in zip(order[0::2], order[1::2], strict=False):
+            (first, gold_first), (second, gold_second) = group[one], group[other]
+            draw = float(rng.random())
+            if gold_first == gold_second:
+                ties += 1
+            elif draw < prefer_probability(gold_first - gold_second, config):
+                pairs.append(Pair(first, second, gold_first, gold_second))
+            else:
+                pairs.append(Pair(second, first, gold_second, gold_first))
+    return pairs, ties
+
+
+def prefer_probability(margin: float, config: PreferencesConfig) -> float:
+    """How probably an answer is chosen over one with ``margin`` less reward; ``margin`` is not 0."""
+    if config.noise == "bradley_terry":
+        return 0.5 * (1.0 + math.tanh(margin / (2.0 * config.temperature)))  # sigmoid, without its overflow
+    right = 1.0 - config.flip_probability
+    return right if margin > 0 else 1.0 - right
+
+
+def describe(pairs: Sequence[Pair], rewards: Sequence[float]) -> dict[str, float | int]:
+    """Figures of the labels: ``agreement``, the share whose chosen answer has more reward; ``margin_mean``, the mean
+    size of the difference; and the rewards of all answers that ended."""
+    margins = np.array([pair.gold_chosen - pair.gold_rejected for pair in pairs])
+    return {
+        "pairs": len(pairs),
+        "agreement": float(np.mean([pair.agrees for pair in pairs])),
+        "margin_mean": float(np.abs(margins).mean()),
+        "reward_mean": float(np.mean(rewards)),
+        "reward_std": float(np.std(rewards)),
+    }
+
+
+def _line(pair: Pair, task: TaskConfig) -> dict[str, Any]:
+    prompt: Any = pair.chosen.prompt.text
+    chosen: Any = pair.chosen.response_text
+    rejected: Any = pair.rejected.response_text
+    if task.chat_template:
+        system = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
+        prompt = [*system, {"role": "user", "content": prompt}]
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+    golds = {"gold_chosen": pair.gold_chosen, "gold_rejected": pair.gold_rejected}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **golds}
+
+
+def _claim(folder: Path, config: RunConfig) -> None:
+    """Make the run's folder and write its config; raises ConfigError for one that is in use or cannot be written."""
+    if (folder / PREFERENCES_FILE).exists():
+        raise ConfigError(f"run_dir={folder} already holds {PREFERENCES_FILE}; give another run_dir.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / CONFIG_FILE, yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise ConfigError(f"run_dir={folder} cannot be written: {error}.") from error
+
+
+def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
+    _write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def _write(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

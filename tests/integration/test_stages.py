@@ -1,0 +1,354 @@
+"""The stages through the command line on the tiny model: each takes what the one before made, or says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from asyncrlhf.cli.main import main
+from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.pretrained import load_tokenizer
+from asyncrlhf.rewards.model import ModelSource
+from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.stages import training
+from asyncrlhf.stages.record import StageRecord
+from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.types import Prompt, Rollout
+
+QUIET = ("logging.wandb=disabled", "logging.progress=none")
+SUMS = [(a, b) for a in range(10) for b in range(10)]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Demonstrations of a habit that the tiny model does not have (all sums are 7); preferences for short answers."""
+    folder = tmp_path_factory.mktemp("data")
+    write(folder / "sft.jsonl", [{"prompt": f"{a}+{b}=", "completion": "7"} for a, b in SUMS])
+    rng = np.random.default_rng(0)
+    pairs = [
+        {"prompt": f"{a}+{b}=", "chosen": str(rng.integers(10)), "rejected": str(rng.integers(1000, 9999))}
+        for a, b in SUMS
+        for _ in range(2)
+    ]
+    write(folder / "pairs.jsonl", pairs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(data: Path) -> Path:
+    run = data / "sft"
+    settings = (f"sft.path={data / 'sft.jsonl'}", "sft.num_train_epochs=3", "sft.learning_rate=1e-3")
+    assert main(["sft", *settings, *QUIET, f"run_dir={run}"]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def judge(data: Path, tuned: Path) -> Path:
+    run = data / "rm"
+    settings = (
+        f"reward_model.path={data / 'pairs.jsonl'}",
+        "reward_model.num_train_epochs=2",
+        f"model.path={tuned}/model",
+    )
+    held = ("reward_model.heldout_fraction=0.2", "reward_model.learning_rate=5e-4")
+    assert main(["reward-model", *settings, *held, *QUIET, f"run_dir={run}"]) == 0
+    return run
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sft_leaves_a_model_that_does_what_it_was_shown(tuned: Path) -> None:
+    found = summary(tuned)
+    assert found["exit_reason"] == "done" and found["data"] == {
+        "path": found["data"]["path"],
+        "train": 90,
+        "heldout": 10,
+    }
+    assert found["heldout"]["after"]["loss"] < 0.1 < found["heldout"]["before"]["loss"]
+    assert found["heldout"]["after"]["perplexity"] == pytest.approx(np.exp(found["heldout"]["after"]["loss"]))
+    assert {"config.yaml", "metrics.jsonl", "model", "summary.json"} == {path.name for path in tuned.iterdir()}
+    rows = metrics(tuned)
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows) and rows[-1]["step"] == found[
+        "steps"
+    ] == 36
+    assert rows[0]["step"] == 0 and "heldout_loss" in rows[0] and "heldout_loss" in rows[-1]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tuned / "model"),
+        AutoTokenizer.from_pretrained(tuned / "model"),
+    )
+    text = tokenizer("3+5=", return_tensors="pt")
+    said = model.generate(**text, max_new_tokens=4, do_sample=False)[0, text.input_ids.shape[1] :].tolist()
+    assert said == [*tokenizer("7", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+
+
+def answer_rollout(tokenizer: Any, prompt: str, answer: str) -> Rollout:
+    ids = np.array([*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id])
+    zeros = np.zeros(len(ids))
+    asked = Prompt("p", prompt, np.array(tokenizer(prompt).input_ids))
+    return Rollout(0, 0, asked, ids, zeros.astype(np.float32), zeros.astype(np.int64), "stop", answer, "g")
+
+
+def test_a_reward_worker_gives_the_trainers_own_scores(data: Path, judge: Path) -> None:
+    """TRL's trainer tokenises, pads and pools the same rows in its own way."""
+    import datasets
+    from trl import RewardConfig, RewardTrainer
+
+    rows = [json.loads(line) for line in (data / "pairs.jsonl").read_text().splitlines()][:20]
+    tokenizer = load_tokenizer(ModelConfig())
+    source = ModelSource(RewardModelConfig(path=str(judge / "model")), "reward", tokenizer, max_batch_tokens=64)
+    arguments = RewardConfig(output_dir=str(data / "unused"), bf16=False, report_to="none", disable_tqdm=True)
+    table = datasets.Dataset.from_list(rows)
+    trainer = RewardTrainer(model=str(judge / "model"), args=arguments, train_dataset=table)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(len(rows))])
+    with torch.no_grad():
+        logits = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    for side, wanted in zip(("chosen", "rejected"), logits.chunk(2), strict=True):
+        scores = source.scores([answer_rollout(tokenizer, row["prompt"], row[side]) for row in rows])
+        assert scores == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_the_reward_model_learned_and_says_how_well(judge: Path) -> None:
+    found = summary(judge)
+    assert found["data"]["train"] == 160 and found["data"]["heldout"] == found["heldout"]["pairs"] == 40
+    assert found["heldout"]["accuracy"] > 0.9 and found["heldout"]["accuracy_standard_error"] is not None
+    # Five batches of eight: TRL's mean over batches is the mean over pairs, of the model before it went to disk.
+    after = found["trainer_heldout"]["after"]
+    assert found["heldout"]["accuracy"] == pytest.approx(after["accuracy"])
+    assert found["heldout"]["margin_mean"] == pytest.approx(after["margin"], abs=1e-4)
+    model = AutoModelForSequenceClassification.from_pretrained(judge / "model")
+    assert model.config.num_labels == 1 and model.config.pad_token_id != model.config.eos_token_id
+
+
+def test_evaluate_with_what_the_stages_made(
+    data: Path, tuned: Path, judge: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = ("reward.kind=model", f"reward.model.path={judge}/model", "task.digits=1")
+    options = ("evaluation=sampled", "evaluation.against=tiny", "evaluation.reference=tiny")
+    assert main(["evaluate", f"model.path={tuned}/model", *reward, *options, f"run_dir={data}/eval"]) == 0
+    table = capsys.readouterr().out
+    found = json.loads((data / "eval" / "evaluation.json").read_text())
+    assert "win rate against tiny" in table and "KL an answer, k1" in table and "against" in table
+    assert json.loads(table.splitlines()[-1]) == {key: value for key, value in found.items() if key != "samples"}
+    assert found["kl"]["k1_sequence"] > 5 * found["kl"]["k1_sequence_standard_error"] > 0
+    assert found["perplexity"] > 2
+    assert np.mean([s["response"] == "7" for s in found["samples"]]) > 0.9
+    rewards = [s["reward"] for s in found["samples"]]
+    assert found["reward_mean"] == pytest.approx(np.mean(rewards))
+
+
+def test_train_takes_the_model_and_the_reward_model(tuned: Path, judge: Path, data: Path) -> None:
+    reward = ("reward.kind=model", f"reward.model.path={judge}/model", "task.digits=1", "task.heldout_size=4")
+    small = ("runtime=local", "steps=1", "batch_size=8", "logging.report=false", f"run_dir={data}/rl")
+    assert main(["train", f"model.path={tuned}/model", *reward, *small, *QUIET]) == 0
+    found = summary(data / "rl")
+    assert found["reward"]["last"] is not None and found["ledger"]["trained"] == 8 and found["ledger"]["adds_up"]
+
+
+def test_an_interrupted_stage_goes_on_to_the_same_weights(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"sft.path={data / 'sft.jsonl'}", "sft.max_steps=6", "sft.logging_steps=1", "sft.learning_rate=1e-3"]
+    assert main(["sft", *settings, *QUIET, f"run_dir={data}/whole"]) == 0
+    log = StageRecord.log
+
+    def interrupt(record: StageRecord, row: Any, total: int) -> None:
+        log(record, row, total)
+        if row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRecord, "log", interrupt)
+        assert main(["sft", *settings, *QUIET, f"run_dir={data}/cut"]) == 130
+    stopped = summary(data / "cut")
+    assert stopped["exit_reason"] == "interrupted" and 3 <= stopped["steps"] <= 4
+    assert not (data / "cut" / "model").exists() and "checkpoint.resume=auto" in capsys.readouterr().out
+    assert main(["sft", *settings, *QUIET, f"run_dir={data}/cut"]) == 2  # it holds a run
+    assert main(["sft", *settings, *QUIET, f"run_dir={data}/cut", "checkpoint.resume=auto"]) == 0
+    assert [row["step"] for row in metrics(data / "cut")] == [0, 1, 2, 3, 4, 5, 6, 6]
+    one, other = (load_file(data / run / "model" / "model.safetensors") for run in ("whole", "cut"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward-model"])
+def test_an_adapter_is_merged_into_what_is_written(stage: str, data: Path) -> None:
+    """The checkpoint has the plain model's names, and gives what the adapted model gave in the trainer."""
+    group = stage.replace("-", "_")
+    rows = "sft.jsonl" if stage == "sft" else "pairs.jsonl"
+    run = data / f"lora-{stage}"
+    settings = (f"{group}.path={data / rows}", f"{group}.max_steps=6", f"{group}.learning_rate=5e-3")
+    assert main([stage, *settings, f"{group}.heldout_fraction=0.2", "model.lora.r=4", *QUIET, f"run_dir={run}"]) == 0
+    tensors = load_file(run / "model" / "model.safetensors")
+    base = load_file(training.resolve("tiny") + "/model.safetensors")
+    assert set(tensors) - {"score.weight"} == set(base)
+    changed = {name for name in base if not torch.equal(base[name], tensors[name])}
+    assert changed and all("proj" in name for name in changed), changed
+    if stage == "reward-model":
+        found = summary(run)
+        assert found["heldout"]["margin_mean"] == pytest.approx(found["trainer_heldout"]["after"]["margin"], abs=1e-3)
+
+
+def test_packed_rows_do_not_see_each_other(data: Path) -> None:
+    """The first loss over all rows is the same in packs as one by one."""
+    losses = []
+    for packing in ("false", "true"):
+        run = data / f"packing-{packing}"
+        settings = (
+            f"sft.path={data / 'sft.jsonl'}",
+            "sft.max_steps=1",
+            "sft.logging_steps=1",
+            f"sft.packing={packing}",
+        )
+        size = ("sft.per_device_train_batch_size=100", "sft.max_length=64", "sft.heldout_fraction=0")
+        assert main(["sft", *settings, *size, *QUIET, f"run_dir={run}"]) == 0
+        losses.append(metrics(run)[0]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_conversations_where_the_end_token_is_padding(data: Path) -> None:
+    """As in many chat models. transformers would pool in the trainer at the token before the end; the exported
+    checkpoint must give through a reward worker what the trainer saw, and end where a policy ends."""
+    letters = {letter: number for number, letter in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789+=\n "])}
+    inner = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    ends = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **ends, chat_template=CHATML)
+    shape = AutoConfig.from_pretrained(training.resolve("tiny"))
+    shape.update({"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(data / "chat")
+    tokenizer.save_pretrained(data / "chat")
+
+    def turn(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    rows = [
+        {
+            "prompt": turn("user", f"{a}+{b}="),
+            "chosen": turn("assistant", str(a + b)),
+            "rejected": turn("assistant", f"no {a}"),
+        }
+        for a, b in SUMS
+    ]
+    file = write(data / "talk.jsonl", rows)
+    settings = (
+        f"reward_model.path={file}",
+        "reward_model.max_steps=4",
+        f"model.path={data}/chat",
+        f"run_dir={data}/talk",
+    )
+    assert main(["reward-model", *settings, "reward_model.heldout_fraction=0.16", *QUIET]) == 0
+    found = summary(data / "talk")
+    assert found["data"]["heldout"] == 16
+    assert found["heldout"]["margin_mean"] == pytest.approx(found["trainer_heldout"]["after"]["margin"], abs=1e-4)
+    policy = load_tokenizer(ModelConfig(path=str(data / "chat")))
+    source = ModelSource(RewardModelConfig(path=f"{data}/talk/model"), "reward", policy, max_batch_tokens=500)
+    asked = PromptEncoder(policy, TaskConfig(chat_template=True))("p", "1+2=")
+    rollout = replace(answer_rollout(policy, "1+2=", "3"), prompt=asked)
+    ids = policy("<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n3<|im_end|>", return_tensors="pt").input_ids
+    with torch.no_grad():
+        hidden = source.model.base_model(input_ids=ids).last_hidden_state[0, -1]
+        wanted = float(source.model.score(hidden)[0])
+        pooled = float(source.model(input_ids=ids).logits[0, 0])
+    assert source.scores([rollout]) == pytest.approx([wanted], abs=1e-5)
+    assert pooled == pytest.approx(wanted, abs=1e-5)  # also for those who score with transformers alone
+
+
+TALK = [{"role": "user", "content": "1+1="}]
+BAD = [
+    ("sft", "sft.path=", [], ["sft.path is empty"]),
+    ("sft", "sft.path={}", [{"question": "1+1="}], ["has the columns question", "prompt and completion"]),
+    ("sft", "sft.path={}", [{"text": "1"}, {"text": ""}], ["row 2 has no text in the column 'text'"]),
+    ("sft", "sft.path={}", [{"text": "1"}], ["holds 1 prompt", "sft.heldout_fraction=0.1"]),
+    ("sft", "sft.path={}", [{"messages": TALK}] * 2, ["tokenizer of model.path=tiny has no chat template"]),
+    ("sft", "sft.path={} sft.assistant_only_loss=true", [{"text": "1"}] * 2, ["assistant_only_loss=true is for mess"]),
+    ("sft", "sft.path={} sft.max_steps=0", [{"text": "1"}], ["sft.max_steps=0 is out of range", "-1"]),
+    ("sft", "sft.path={} sft.packingg=true", [{"text": "1"}], ["did you mean sft.packing?"]),
+    ("sft", "sft.path={} model.path=./nowhere", [{"text": "1"}] * 2, ["model.path=./nowhere does not exist"]),
+    ("sft", "sft.path={} sft.mixed_precision=float16", [{"text": "1"}], ["float16 needs a GPU"]),
+    (
+        "sft",
+        "sft.path={} checkpoint.resume=./no",
+        [{"text": "1"}],
+        ["checkpoint.resume=./no holds no checkpoint of sft"],
+    ),
+    (
+        "sft",
+        "sft.path={} sft.max_length=4",
+        [{"prompt": f"{i}1+11=", "completion": "2"} for i in range(9)],
+        ["no row that leaves anything to train on within sft.max_length=4"],
+    ),
+    (
+        "reward-model",
+        "reward_model.path={}",
+        [{"chosen": "1"}],
+        ["has the columns chosen; needed are: prompt and chosen"],
+    ),
+    (
+        "reward-model",
+        "reward_model.path={}",
+        [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "1"} for i in range(9)],
+        ["prefers nothing: in every row chosen and rejected are the same"],
+    ),
+    (
+        "reward-model",
+        "reward_model.path={} reward_model.max_length=5",
+        [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(9)],
+        ["no row that leaves anything to train on within reward_model.max_length=5"],
+    ),
+    ("reward-model", "reward_model.center_rewards_coefficient=-1", [], ["center_rewards_coefficient=-1", ">= 0"]),
+]
+
+
+@pytest.mark.parametrize(("stage", "typed", "rows", "words"), BAD)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    stage: str,
+    typed: str,
+    rows: list[dict[str, Any]],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path / "rows.jsonl", rows)
+    capsys.readouterr()
+    assert main([stage, *typed.format(file).split(), *QUIET]) == 2
+    said = capsys.readouterr()
+    sentence = said.err.splitlines()[-1]  # above it may stand what libraries say as they load
+    assert [word for word in words if word not in sentence] == [], said.err
+    assert sentence.startswith("asyncrlhf: ") and said.out == "" and "Traceback" not in said.err
+    assert not list(tmp_path.glob("runs/*/*"))

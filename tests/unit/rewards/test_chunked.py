@@ -1,0 +1,371 @@
+"""Chunks are hints: whatever of them comes, in whatever order, every score is that of the whole sequence."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.pretrained import load_tokenizer
+from asyncrlhf.errors import RewardError
+from asyncrlhf.rewards.chunked import ChunkedSource, chunked, token_batches
+from asyncrlhf.rewards.chunked_check import chunk_outlook
+from asyncrlhf.rewards.chunked_messages import Chunk, ChunkBundle
+from asyncrlhf.rewards.chunked_passes import (
+    ChunkingRefusedError,
+    Extension,
+    PackedPasses,
+    SinglePasses,
+    build_passes,
+    static_refusal,
+)
+from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.model import ModelSource, score_batch
+from asyncrlhf.rewards.scorer import Scorer, WeightedSource
+from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.types import Rollout
+from tests.unit.rewards.test_reward_model import bert, bloom, gpt2, gpt_neox, opt
+from tests.unit.rewards.worlds import rollout, save_reward_model
+
+VOCABULARY, CONTEXT, END = 19, 64, 2
+PROMPTS = ([5, 6, 7], [5, 6, 8, 9, 10, 11, 12], [3])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = save_reward_model(tmp_path_factory.mktemp("rm"), VOCABULARY, context=CONTEXT)
+    return load(folder)
+
+
+def load(folder: Path, **options: Any) -> ModelSource:
+    config = RewardModelConfig(path=str(folder), inputs="ids", **options)
+    return ModelSource(config, "reward", load_tokenizer(ModelConfig()), max_batch_tokens=4096)
+
+
+def reader(source: ModelSource, cache_tokens: int = 4096, budget: int = 4096) -> ChunkedSource:
+    return ChunkedSource(source, build_passes(source.model), cache_tokens, budget)
+
+
+def reference(source: ModelSource, done: Rollout) -> float:
+    """transformers' own forward on the sequence alone; without a pad token it reads the very last one."""
+    before, source.model.config.pad_token_id = source.model.config.pad_token_id, None
+    ids = [*done.prompt.token_ids.tolist(), *done.response_ids.tolist()]
+    with torch.inference_mode():
+        value = float(source.model(torch.tensor([ids])).logits[0, 0])
+    source.model.config.pad_token_id = before
+    return value
+
+
+def chunk(done: Rollout, start: int, stop: int) -> Chunk:
+    ids = np.concatenate([done.prompt.token_ids, done.response_ids])
+    return Chunk(done.rollout_id, start, len(done.prompt.token_ids), ids[start:stop])
+
+
+def pieces(done: Rollout, cuts: Sequence[int]) -> list[Chunk]:
+    """The chunks of one sequence, cut after so many response tokens each."""
+    first = len(done.prompt.token_ids)
+    places = [0, *sorted({first + min(cut, len(done.response_ids)) for cut in cuts})]
+    return [chunk(done, start, stop) for start, stop in pairwise(places)]
+
+
+@dataclass(frozen=True)
+class Story:
+    """Rollouts, and calls of chunks as they came: lost, late, twice, out of order, of another sequence's tokens."""
+
+    rollouts: list[Rollout]
+    calls: list[list[Chunk]]
+    released: list[int]
+    order: list[int]
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Story:
+    tokens = np.random.default_rng(draw(st.integers(0, 2**16)))
+    rollouts = [
+        rollout(
+            number, "", ids=tokens.integers(0, VOCABULARY, draw(st.integers(0, 40))).tolist(),
+            prompt_ids=draw(st.sampled_from(PROMPTS)), finish=draw(st.sampled_from(["stop", "length"])),
+        )
+        for number in range(draw(st.integers(1, 6)))
+    ]  # fmt: skip
+    chunks = []
+    for done in rollouts:
+        made = pieces(done, draw(st.lists(st.integers(0, 40), max_size=4)))
+        chunks += [c for c in made if draw(st.integers(0, 4))]
+        if made and not draw(st.integers(0, 3)):  # a generator that died had sampled another end
+            wrong = made[-1]
+            chunks.append(Chunk(done.rollout_id, wrong.start, wrong.prompt_length, (wrong.token_ids + 1) % VOCABULARY))
+    chunks += [chunks[i] for i in draw(st.lists(st.integers(0, max(len(chunks) - 1, 0)), max_size=3)) if chunks]
+    if draw(st.booleans()):
+        chunks = draw(st.permutations(chunks))
+    size = draw(st.integers(1, 6))
+    calls = [list(chunks[i : i + size]) for i in range(0, len(chunks), size)]
+    released = [r.rollout_id for r in rollouts if not draw(st.integers(0, 5))]
+    return Story(rollouts, calls, released, list(draw(st.permutations(range(len(rollouts))))))
+
+
+@settings(max_examples=150, deadline=None)
+@given(stories(), st.sampled_from([64, 128, 200, 4096]), st.integers(1, 80), st.integers(1, 6))
+def test_scores_are_those_of_whole_sequences_whatever_came_before(
+    source: ModelSource, story: Story, cache_tokens: int, budget: int, size: int
+) -> None:
+    reads = reader(source, cache_tokens, budget)
+    for number, call in enumerate(story.calls):
+        reads.prefill(call)
+        assert reads.held <= cache_tokens
+        if number == 1:
+            reads.release(story.released)
+    for start in range(0, len(story.order), size):
+        done = [story.rollouts[i] for i in story.order[start : start + size]]
+        expected = [reference(source, r) for r in done]
+        assert reads.scores(done) == pytest.approx(expected, abs=1e-5)
+        reads.release([r.rollout_id for r in done])
+    assert reads.held == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(story=stories(), side=st.sampled_from(["left", "right"]))
+def test_scores_are_those_of_padded_batches(source: ModelSource, story: Story, side: str) -> None:
+    """What ``rollout`` makes of the same rollouts, padded on either side."""
+    sequences = [np.concatenate([r.prompt.token_ids, r.response_ids]) for r in story.rollouts]
+    width = max(map(len, sequences))
+    ids, mask = torch.full((len(sequences), width), END), torch.zeros(len(sequences), width, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        span = slice(0, len(sequence)) if side == "right" else slice(width - len(sequence), width)
+        ids[row, span], mask[row, span] = torch.from_numpy(sequence), 1
+    reads = reader(source)
+    for call in story.calls:
+        reads.prefill(call)
+    assert reads.scores(story.rollouts) == pytest.approx(score_batch(source.model, ids, mask).tolist(), abs=1e-5)
+    assert reads.scores(story.rollouts) == pytest.approx(source.scores(story.rollouts), abs=1e-5)
+
+
+def tokens_computed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """New tokens of each forward pass from now on."""
+    seen: list[int] = []
+    original = passes.extend
+
+    def extend(extensions: Sequence[Extension]) -> torch.Tensor:
+        seen.append(sum(len(e.token_ids) for e in extensions))
+        return original(extensions)
+
+    monkeypatch.setattr(passes, "extend", extend)
+    return seen
+
+
+def test_at_the_end_only_the_last_tokens_are_left(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = reader(source)
+    seen = tokens_computed(reads._passes, monkeypatch)
+    done = rollout(0, "", prompt_ids=PROMPTS[0], ids=[3] * 30)
+    for piece in pieces(done, (10, 20)):
+        assert reads.prefill([piece]) == []
+    assert seen == [13, 10]
+    assert reads.scores([done]) == pytest.approx([reference(source, done)], abs=1e-5)
+    assert seen == [13, 10, 10]
+    reads.release([0])
+    assert reads.held == 0
+
+
+def test_siblings_compute_their_prompt_once(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = reader(source)
+    seen = tokens_computed(reads._passes, monkeypatch)
+    prompt = PROMPTS[1]
+    group = [rollout(i, "", prompt_ids=prompt, ids=[3 + i] * 9) for i in range(4)]
+    other = rollout(9, "", prompt_ids=PROMPTS[0], ids=[3] * 9)
+    reads.prefill([piece for r in [*group[:3], other] for piece in pieces(r, (5,))])
+    assert seen == [len(prompt) + 5 + len(PROMPTS[0]) + 5, 5 + 5], "two siblings begin with the first one's prompt"
+    reads.prefill(pieces(group[3], (5,)))
+    assert seen[2:] == [5], "and so does one that comes later"
+    everyone = [*group, other]
+    assert reads.scores(everyone) == pytest.approx([reference(source, r) for r in everyone], abs=1e-5)
+
+
+def test_a_full_cache_evicts_what_was_touched_least_recently(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = reader(source, cache_tokens=128)
+    first, second, third = (rollout(i, "", prompt_ids=[3 + i], ids=[3 + i] * 60) for i in range(3))
+    assert reads.prefill(pieces(first, (10,)) + pieces(second, (10,))) == []
+    assert reads.prefill([chunk(first, 11, 21)]) == []
+    assert reads.prefill(pieces(third, (10,))) == [1]
+    assert reads.prefill([chunk(second, 11, 21)]) == [], "what was evicted is not read again before its end"
+    assert reads.held == 128
+    seen = tokens_computed(reads._passes, monkeypatch)
+    assert reads.scores([first, second, third]) == pytest.approx(
+        [reference(source, r) for r in (first, second, third)], abs=1e-5
+    )
+    assert seen == [3 * 61 - 21 - 11], "of the evicted one nothing was left"
+
+
+def test_what_can_never_be_scored_or_held_is_not_read(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = reader(source, cache_tokens=64)
+    seen = tokens_computed(reads._passes, monkeypatch)
+    long = rollout(0, "", prompt_ids=[1], ids=[3] * 80)
+    strange = rollout(1, "", prompt_ids=[1], ids=[VOCABULARY])
+    kept = rollout(2, "", prompt_ids=[1], ids=[3] * 9)
+    assert reads.prefill(pieces(kept, (5,))) == []
+    assert reads.prefill([*pieces(long, (80,)), *pieces(strange, (1,))]) == [0, 1]
+    assert seen == [6] and reads.held == 64, "and takes nobody's place"
+    scores = reads.scores([long, strange, kept])
+    assert [isinstance(s, RewardError) for s in scores] == [True, True, False]
+
+
+def test_memory_that_runs_out_while_reading_costs_the_cache_alone(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = reader(source)
+    done = [rollout(i, "", prompt_ids=[3 + i], ids=[4] * 9) for i in range(2)]
+    reads.prefill(pieces(done[0], (5,)))
+    original = reads._passes.extend
+
+    def crowded(extensions: Sequence[Extension]) -> torch.Tensor:
+        if len(extensions) > 1 or extensions[0].cache is not None:
+            raise torch.OutOfMemoryError("no room")
+        return original(extensions)
+
+    monkeypatch.setattr(reads._passes, "extend", crowded)
+    assert sorted(reads.prefill(pieces(done[1], (5,)))) == [0, 1]
+    assert reads.held == 0
+    with pytest.raises(RewardError, match=r"out of memory with 2 sequences .* fusion\.cache_tokens"):
+        reads.scores(done)
+    # The scorer asks for each alone then, and forgets them afterwards.
+    scorer = Scorer({"score": WeightedSource(reads)}, RewardConfig(), 64)
+    results = scorer.score(done)
+    assert [r.reward for r in results] == pytest.approx([reference(source, r) for r in done], abs=1e-5)
+
+
+def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: ModelSource) -> None:
+    class Seven:
+        def scores(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
+            return [RewardError("no") if r.rollout_id == 1 else 7.0 for r in rollouts]
+
+        def close(self) -> None: ...
+
+    reads = reader(source)
+    parts = {"rule": WeightedSource(Seven(), 2.0), "rm": WeightedSource(reads, 0.5)}
+    config = RewardConfig(kind="sum", parts={name: {"kind": "task"} for name in parts})
+    scorer = Scorer(parts, config, 64)
+    done = [rollout(i, "", prompt_ids=[3 + i], ids=[4] * 9) for i in range(3)]
+    assert scorer.prefill([], [c for r in done for c in pieces(r, (5,))]).taken
+    assert reads.held == 3 * 64
+    one, failed, _ = scorer.score(done)
+    assert one.reward == pytest.approx(14 + 0.5 * reference(source, done[0]), abs=1e-5)
+    assert failed.reward is None
+    assert reads.held == 0, "the one that another part failed is forgotten too"
+    scorer.prefill([], pieces(done[0], (5,)))
+    scorer.prefill([0], [])
+    assert reads.held == 0
+    assert not Scorer({"score": WeightedSource(Seven())}, RewardConfig(), 64).prefill([], []).taken
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(gpt_neox, PackedPasses), (gpt2, PackedPasses), (opt, PackedPasses), (bloom, SinglePasses)]
+)
+def test_other_architectures_are_read_alike(
+    make: Any, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotary and learned positions in packed passes; alibi, which knows nothing of packing, sequence by sequence."""
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path)
+    made = load(tmp_path)
+    reads = reader(made)
+    assert type(reads._passes) is kind
+    done = [rollout(i, "", prompt_ids=PROMPTS[i % 2], ids=[3 + i] * (4 + 9 * i)) for i in range(4)]
+    for stop in (3, 8, 20):
+        reads.prefill([chunk(r, 0, len(r.prompt.token_ids) + min(stop, len(r.response_ids) - 1)) for r in done])
+    expected = [reference(made, r) for r in done]
+    seen = tokens_computed(reads._passes, monkeypatch)
+    assert reads.scores(done) == pytest.approx(expected, abs=1e-5)
+    assert np.ptp(expected) > 1e-2 and sum(seen) < 20
+
+
+def mistral(folder: Path, window: int | None) -> Path:
+    from transformers import MistralConfig, MistralForSequenceClassification
+
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, num_labels=1, sliding_window=window, pad_token_id=END,
+    )  # fmt: skip
+    MistralForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def test_what_cannot_be_read_in_pieces_is_scored_whole(tmp_path: Path, source: ModelSource) -> None:
+    bert().save_pretrained(tmp_path / "bert")
+    encoder, window = load(tmp_path / "bert"), load(mistral(tmp_path / "window", 4))
+    for made, reason in ((encoder, "no causal model"), (window, "sliding window")):
+        assert reason in str(static_refusal(made.model))
+        assert chunked(made, 4096, 4096) is made
+    assert isinstance(chunked(load(mistral(tmp_path / "full", None)), 4096, 4096), ChunkedSource)
+    text = ModelSource(
+        RewardModelConfig(path=source.model.config.name_or_path, inputs="ids"), "reward",
+        load_tokenizer(ModelConfig()), max_batch_tokens=64,
+    )  # fmt: skip
+    text.encoder = lambda rollout: rollout.response_ids
+    assert chunked(text, 4096, 4096) is text
+
+
+def test_a_model_whose_passes_disagree_with_its_whole_is_refused(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial at the start finds what no config says."""
+    base: Any = source.model.base_model
+    original = base.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        if options.get("past_key_values") is not None or "chunk_spans" in options:
+            options["position_ids"] = options["position_ids"] * 2
+        return original(*args, **options)
+
+    forward.__signature__ = signature(original)  # type: ignore[attr-defined]
+    monkeypatch.setattr(base, "forward", forward)
+    with pytest.raises(ChunkingRefusedError, match="in pieces otherwise than as a whole"):
+        build_passes(source.model)
+
+
+def test_the_outlook_says_in_a_sentence_what_will_be_scored_whole(tmp_path: Path, tiny_model_path: Path) -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    good = save_reward_model(tmp_path / "good", VOCABULARY)
+    window = mistral(tmp_path / "window", 4)
+
+    def part(path: Path) -> dict[str, Any]:
+        return {"kind": "model", "model": {"path": str(path), "inputs": "ids"}}
+
+    rule = chunk_outlook(RewardConfig(), tokenizer)
+    assert not rule.possible and "reward has none (kind task)" in rule.notes[0]
+    one = chunk_outlook(RewardConfig(kind="model", model=RewardModelConfig(path=str(good), inputs="ids")), tokenizer)
+    assert one.possible and not one.notes
+    parts = {"a": part(good), "b": part(window), "c": {"kind": "length"}}
+    both = chunk_outlook(RewardConfig(kind="sum", parts=parts), tokenizer)
+    assert both.possible and len(both.notes) == 1
+    assert "reward.parts.b.model.path" in both.notes[0] and "has a sliding window" in both.notes[0]
+    none = chunk_outlook(RewardConfig(kind="sum", parts={"b": part(window)}), tokenizer)
+    assert not none.possible
+
+
+def test_bundles_travel_whole() -> None:
+    chunks = [Chunk(3, 0, 2, np.arange(5)), Chunk(1, 5, 2, np.arange(1)), Chunk(-7, 9, 0, np.arange(0))]
+    for bundle in (ChunkBundle(chunks), ChunkBundle([])):
+        back = pickle.loads(pickle.dumps(bundle))
+        assert [(c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in back] == [
+            (c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in bundle
+        ]
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 100))
+def test_batches_hold_all_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = token_batches([Extension(None, np.zeros(n, np.int64)) for n in lengths], budget)
+    assert [len(e.token_ids) for batch in batches for e in batch] == lengths
+    for batch in batches:
+        assert len(batch) == 1 or sum(len(e.token_ids) for e in batch) <= budget

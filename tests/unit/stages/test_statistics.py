@@ -1,0 +1,76 @@
+"""Standard errors over prompts, against NumPy, a bootstrap over prompts, and the calibration of a score."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from asyncrlhf.stages.calibration import agreement
+from asyncrlhf.stages.statistics import estimate
+
+
+def test_one_value_a_prompt_is_the_usual_standard_error() -> None:
+    values = np.random.default_rng(0).normal(size=37)
+    found = estimate(values.tolist())
+    assert found is not None and found.n == 37
+    assert found.mean == pytest.approx(values.mean())
+    assert found.standard_error == pytest.approx(values.std(ddof=1) / np.sqrt(37))
+    shuffled = estimate(values.tolist(), list(range(36, -1, -1)))
+    assert shuffled == pytest.approx(found)
+
+
+def test_copies_of_a_value_bring_no_certainty() -> None:
+    values = np.random.default_rng(1).normal(size=25)
+    once = estimate(values.tolist())
+    often = estimate(np.repeat(values, 8).tolist(), np.repeat(np.arange(25), 8).tolist())
+    assert once is not None and often is not None
+    assert often.standard_error == pytest.approx(once.standard_error)
+    alone = estimate(np.repeat(values, 8).tolist())
+    assert alone is not None and alone.standard_error is not None and once.standard_error is not None
+    assert alone.standard_error < 0.5 * once.standard_error
+
+
+def test_unequal_prompts_agree_with_a_bootstrap_over_prompts() -> None:
+    rng = np.random.default_rng(2)
+    sizes = rng.integers(1, 7, size=80)
+    prompts = np.repeat(np.arange(80), sizes)
+    values = rng.normal(size=80)[prompts] + 0.3 * rng.normal(size=len(prompts))
+    found = estimate(values.tolist(), prompts.tolist())
+    sums, counts = np.bincount(prompts, values), np.bincount(prompts)
+    draws = rng.integers(0, 80, size=(4000, 80))
+    means = sums[draws].sum(1) / counts[draws].sum(1)
+    assert found is not None and found.standard_error == pytest.approx(means.std(), rel=0.06)
+
+
+def test_too_little_to_say() -> None:
+    assert estimate([]) is None
+    one = estimate([2.0, 3.0], [7, 7])
+    assert one is not None and (one.mean, one.standard_error, one.text()) == (2.5, None, "2.500")
+
+
+def test_agreement_by_hand() -> None:
+    found = agreement([2.0, 1.0, 0.5, 0.0], [0.0, 3.0, 0.5, -1.0], [0, 0, 1, 2])
+    assert found["pairs"] == 4 and found["accuracy"] == (1 + 0 + 0.5 + 1) / 4
+    assert found["margin_mean"] == pytest.approx((2 - 2 + 0 + 1) / 4)
+    # Sums of the residuals by prompt: (1 + 0 - 2 * 0.625, 0.5 - 0.625, 1 - 0.625).
+    residuals = np.array([-0.25, -0.125, 0.375])
+    assert found["accuracy_standard_error"] == pytest.approx(np.sqrt((residuals**2).sum() * 3 / 2) / 4)
+    assert [row["pairs"] for row in found["calibration"]] == [1, 1, 1, 1]
+    assert [row["accuracy"] for row in found["calibration"]] == [0.5, 1.0, 1.0, 0.0]
+    assert found["calibration"][1]["expected"] == pytest.approx(1 / (1 + np.exp(-1.0)))
+
+
+def test_a_model_that_is_right_about_itself_is_calibrated() -> None:
+    """Labels drawn by the Bradley-Terry model of the scores: in each bin the share of right ones is as expected."""
+    rng = np.random.default_rng(3)
+    margin = rng.normal(scale=2.0, size=40_000)
+    flipped = rng.random(len(margin)) > 1 / (1 + np.exp(-np.abs(margin)))
+    margin = np.where(flipped, -np.abs(margin), np.abs(margin))
+    found = agreement(margin.tolist(), np.zeros(len(margin)).tolist(), list(range(len(margin))))
+    assert len(found["calibration"]) == 5
+    for row in found["calibration"]:
+        assert row["pairs"] == 8000 and row["accuracy"] == pytest.approx(row["expected"], abs=0.025)
+    edges = [(row["margin_low"], row["margin_high"]) for row in found["calibration"]]
+    assert all(high <= low for (_, high), (low, _) in pairwise(edges))
