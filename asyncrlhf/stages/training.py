@@ -103,6 +103,7 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
         "gradient_checkpointing": settings.gradient_checkpointing,
         "max_length": job.max_length,
+        "use_cpu": not torch.cuda.is_available(),  # or transformers refuses bfloat16 there
         "bf16": settings.mixed_precision == "bfloat16",
         "fp16": settings.mixed_precision == "float16",
         "logging_steps": settings.logging_steps,

@@ -135,6 +135,16 @@ def test_a_reward_worker_gives_the_trainers_own_scores(data: Path, judge: Path) 
         assert scores == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize(("stage", "file"), [("sft", "sft.jsonl"), ("reward-model", "pairs.jsonl")])
+def test_bfloat16_trains_and_leaves_float32(data: Path, tmp_path: Path, stage: str, file: str) -> None:
+    key = stage.replace("-", "_")
+    settings = (f"{key}.path={data / file}", f"{key}.mixed_precision=bfloat16", f"{key}.max_steps=2")
+    assert main([stage, *settings, *QUIET, f"run_dir={tmp_path / 'run'}"]) == 0
+    assert summary(tmp_path / "run")["steps"] == 2
+    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
 def test_the_reward_model_learned_and_says_how_well(judge: Path) -> None:
     found = summary(judge)
     assert found["data"]["train"] == 160 and found["data"]["heldout"] == found["heldout"]["pairs"] == 40
