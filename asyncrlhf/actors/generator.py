@@ -38,6 +38,8 @@ class GeneratorActor:
 
     POLL_SECONDS = 0.5
     LINGER_SECONDS = 0.03  # what finishes within it is collected together: a message a rollout would cost more than it
+    # With chunks what is left to compute at the end is little, and the wait for company would be most of the latency.
+    BRIEF_LINGER_SECONDS = 0.003
     CHUNK_SECONDS = 0.1  # between two looks for chunks: a hint may wait, and a message costs both sides
 
     def __init__(self, spec: GeneratorSpec) -> None:
@@ -139,7 +141,7 @@ class GeneratorActor:
                 looks_for_chunks = self._chunks and self._worker.has_work()
                 self._results.wait(self.CHUNK_SECONDS if looks_for_chunks else self.POLL_SECONDS)
         if self._worker.has_results() and self._worker.has_work():
-            time.sleep(self.LINGER_SECONDS)
+            time.sleep(self.BRIEF_LINGER_SECONDS if self._chunks else self.LINGER_SECONDS)
         self._raise_if_dead()
         rollouts, failures, chunks, ended = self._call(self._take)
         now = time.monotonic()

@@ -18,7 +18,7 @@ from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
 from asyncrlhf.types import RolloutInfo
 
 SWEEP_SECONDS = 1.0
-CALL_SECONDS = 0.05  # of reading ahead in one call, as far as a chunk can be so short: what a finished rollout may wait
+CALL_SECONDS = 0.02  # of reading ahead in one call, as far as a chunk can be so short: what a finished rollout may wait
 PATIENCE_SECONDS = 1.0  # after which another worker scores what waits for the one with its cache
 
 

@@ -157,9 +157,11 @@ def new_run_dir(name: str) -> Path:
 
 
 def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
-    """``weights`` with what it leaves to the run: the dtype on the way, and the folder of ``transport=disk``, which is
-    made here. Raises ConfigError when that cannot be done."""
+    """``weights`` with what it leaves to the run: the dtype on the way, checksums, and the folder of the transport
+    ``disk``, which is made here. Raises ConfigError when that cannot be done."""
     weights = replace(config.weights, dtype=resolve_dtype(config.weights.dtype, config.engine_dtypes) or "auto")
+    if weights.checksum is None:
+        weights = replace(weights, checksum=weights.verifies or bool(config.ray.cluster))
     if weights.transport != "disk":
         return weights
     folder = (Path(weights.disk_path) if weights.disk_path else (run_dir or Path()) / "weights").absolute()

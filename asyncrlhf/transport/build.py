@@ -56,7 +56,7 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     whoever knows the engines has resolved it before."""
     kind = resolve_transport(config, runtime)
     cast = _cast(config)
-    wire = Wire(cast, config.checksum, config.delta)
+    wire = Wire(cast, config.verifies, config.delta)
     manifest = lay_out(config, params)
     # A model that no learner rank holds whole is not to lie whole on the sender's device either.
     device = torch.device("cpu") if isinstance(params, ShardedParams) else next(iter(params.values())).device

@@ -268,7 +268,7 @@ def test_floats_are_rounded_on_the_way_to_the_dtype_asked_for(make: Make) -> Non
 
 def test_a_byte_that_changes_on_the_way_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's checksum of one bucket is another one: what a flipped byte between the two looks like."""
-    link = make()
+    link = make(checksum=True)
     honest = checksum.bucket_checksum
     ours = threading.local()
 

@@ -23,7 +23,7 @@ from asyncrlhf.rewards.config import FusionConfig
 from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo
 
 SIZE = 4  # rollouts of a group
-TOKENS_PER_SECOND = 1000.0
+TOKENS_PER_SECOND = 2000.0
 
 
 class PaperWorker:
@@ -144,7 +144,7 @@ def test_what_is_finished_is_scored_before_anything_is_read_ahead() -> None:
 
 
 def test_a_call_reads_no_longer_than_a_finished_rollout_may_wait() -> None:
-    """Ten tokens take 0.01 s: the first call learns that, the others are full."""
+    """Ten tokens take 0.005 s: the first call learns that, the others are full."""
 
     async def story(world: World) -> None:
         for start in range(0, 50, 10):
@@ -153,7 +153,7 @@ def test_a_call_reads_no_longer_than_a_finished_rollout_may_wait() -> None:
 
     worker = play(story).workers[0]
     assert sorted(worker.read()) == sorted(5 * list(range(8)))
-    assert worker.seconds[0] == 0.01 and max(worker.seconds) == pytest.approx(CALL_SECONDS)
+    assert worker.seconds[0] == 0.005 and max(worker.seconds) == pytest.approx(CALL_SECONDS)
     assert min(worker.seconds[1:-1]) > 0.7 * CALL_SECONDS
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.orchestrator.run import wire_settings
 from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.transport.build import build_sender, resolve_transport
 from asyncrlhf.transport.collective import CollectiveSender
@@ -36,6 +39,31 @@ def test_bucket_size_is_in_mebibytes() -> None:
     assert isinstance(sender, LocalSender)
     assert sender.manifest.bucket_bytes == (2 * 2**20, 2 * 2**20)
     assert isinstance(build_sender(WeightsConfig(), "ray", params), CollectiveSender)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "verified"),
+    [
+        ((), False),
+        (("weights.checksum=true",), True),
+        (("weights.delta=true",), True),
+        (("weights.transport=disk",), True),
+        (("weights.transport=disk", "weights.checksum=false"), False),
+        (("ray.address=10.0.0.1:6379",), True),
+        (("ray.address=10.0.0.1:6379", "weights.checksum=false"), False),
+    ],
+)
+def test_checksums_are_taken_where_weights_leave_the_machine(
+    overrides: tuple[str, ...], verified: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    weights = wire_settings(load_config(list(overrides)), tmp_path)
+    assert weights.verifies == verified
+    sender = build_sender(weights, "ray", {"p": torch.zeros(4)})
+    sender.listen()
+    sender.snapshot(1, {"p": torch.ones(4)})
+    assert bool(sender.ticket().checksums) == verified
+    sender.close()
 
 
 def test_nccl_only_where_every_rank_has_a_device_of_its_own() -> None:
