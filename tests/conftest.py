@@ -58,6 +58,17 @@ def shared_with(file: str) -> str:
     return "ray" if "ray_local" in (ROOT / file).read_text() else file
 
 
+RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forgotten() -> Iterator[None]:
+    """DeepSpeed and accelerate leave these behind, and accelerate would look for the other ranks in a later test."""
+    yield
+    for name in RANKS:
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path() -> Path:
     """Folder of the packaged tiny checkpoint: a Llama with a character tokenizer, loaded by ``from_pretrained``."""
