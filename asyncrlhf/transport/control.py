@@ -65,10 +65,15 @@ class Line:
         message: Message = json.loads(line)
         return message
 
-    def close(self) -> None:
-        """Shut down first: another thread's ``poll`` on this line ends at once, which a bare close would not do."""
+    def hang_up(self) -> None:
+        """End the connection, from any thread: who waits on it finds its end. Its number stays taken until ``close``,
+        so that a thread in ``select`` neither trips over it nor listens to another file that was given the same one.
+        """
         with contextlib.suppress(OSError):  # the other side was quicker
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
         self._socket.close()
 
 

@@ -72,9 +72,9 @@ class Membership:
         self.group = None
 
     def hang_up(self) -> None:
-        """End what another thread waits for: its control lines break."""
+        """End what another thread waits for: its control lines break. That thread, or ``close``, gives them back."""
         for line in list(self._lines.values()):
-            line.close()
+            line.hang_up()
 
     def close(self) -> None:
         self.drop()
