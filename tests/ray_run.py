@@ -20,7 +20,7 @@ from tests.loop import Finished
 
 # Four logical CPUs serve the tests' Ray: with threads=0 a generator asks for none of them.
 RAY = ("runtime=ray", "generator.threads=0", "task.heldout_size=2", "stall_timeout_seconds=60")
-PARTS = ("ray::GeneratorActor", "ray::LearnerActor", "ray::RewardActor")
+PARTS = ("ray::GeneratorActor", "ray::LearnerActor", "ray::RewardActor", "ray::ReferenceActor")
 
 Hook = Callable[..., Awaitable[None]]
 
@@ -44,7 +44,7 @@ def part_processes() -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition: Callable[[], object], missing: str, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], missing: str, seconds: float = 60.0) -> None:
     """Look until ``condition`` holds; fails with what was ``missing``."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -129,7 +129,7 @@ def make_base(scale: Scale, seed: int, folder: Path, say: Any = print) -> Base:
     """Demonstrations, SFT, preferences by gold with noise, reward model; what is there already is kept."""
     import demonstrations
 
-    task = getattr(demonstrations, scale.demonstrations)(folder, seed)
+    task = getattr(demonstrations, scale.demonstrations)(folder, seed, [*scale.common, f"model.path={scale.base}"])
     base = Base(scale, seed, folder, tuple(task))
     sft = [*base.common, *scale.sft, f"model.path={scale.base}", f"sft.path={folder / DEMONSTRATIONS}"]
     say(f"sft: {asyncrlhf('sft', folder / 'sft', sft):.0f} s", flush=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.tasks.arithmetic import ArithmeticTask
+from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.tasks.base import Task
+from asyncrlhf.tasks.build import build_task
 
 DEMONSTRATIONS = "demonstrations.jsonl"
 PROMPTS = "prompts.jsonl"
@@ -46,10 +47,9 @@ SENTENCES = (
 )
 
 
-def write_sums(folder: Path, seed: int) -> list[str]:
+def write_sums(folder: Path, seed: int, overrides: Sequence[str]) -> list[str]:
     """Sums of two digits by careless demonstrators, so that the fine-tuned model has much to learn from preferences."""
-    task = ArithmeticTask(TaskConfig(digits=1), load_tokenizer(ModelConfig()))
-    source, rng = task.train_source(seed), np.random.default_rng([seed, 2])
+    source, rng = _task(overrides).train_source(seed), np.random.default_rng([seed, 2])
     rows = []
     for _ in range(SUMS):
         prompt = source.next()
@@ -60,16 +60,24 @@ def write_sums(folder: Path, seed: int) -> list[str]:
     return []
 
 
-def write_sentences(folder: Path, seed: int) -> list[str]:
-    """Requests for one sentence about something, and for half of them a sentence of praise, blame or neither, so that
-    the fine-tuned model writes short answers of every mood. Returns the overrides that name the prompts."""
+def write_sentences(folder: Path, seed: int, overrides: Sequence[str]) -> list[str]:
+    """Requests for one sentence about something, and for half of those to train on a sentence of praise, blame or
+    neither, so that the fine-tuned model writes short answers of every mood. Returns the overrides that name the
+    prompts."""
     rng = np.random.default_rng([seed, 3])
-    requests = [request.format(thing) for request in REQUESTS for thing in THINGS]
-    write_lines(folder / PROMPTS, [{"prompt": request} for request in requests])
-    shuffled = rng.permutation(len(requests))[: len(requests) // 2]
-    rows = [_conversation(requests[i], THINGS[i % len(THINGS)], rng) for i in shuffled]
-    write_lines(folder / DEMONSTRATIONS, rows)
-    return ["task=prompts", f"task.path={folder / PROMPTS}"]
+    about = {request.format(thing): thing for request in REQUESTS for thing in THINGS}
+    write_lines(folder / PROMPTS, [{"prompt": request} for request in about])
+    named = ["task=prompts", f"task.path={folder / PROMPTS}"]
+    heldout = {prompt.text for prompt in _task([*overrides, *named]).heldout()}
+    requests = [request for request in about if request not in heldout]
+    shuffled = rng.permutation(len(requests))[: len(about) // 2]
+    write_lines(folder / DEMONSTRATIONS, [_conversation(requests[i], about[requests[i]], rng) for i in shuffled])
+    return named
+
+
+def _task(overrides: Sequence[str]) -> Task:
+    config = load_config(overrides)
+    return build_task(config.task, load_tokenizer(config.model))
 
 
 def _conversation(request: str, thing: str, rng: np.random.Generator) -> dict[str, Any]:

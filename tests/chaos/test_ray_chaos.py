@@ -175,7 +175,7 @@ def test_a_stall_is_named_and_the_stopped_process_ended(tmp_path: Path, monkeypa
     with pytest.raises(StallError, match=r"waits for the batch of step 0.*generator-0 .*in flight \(ids "):
         run(tmp_path, *FAKE, "steps=10", "stall_timeout_seconds=8")
     process, stopped_at = struck[0]
-    assert time.monotonic() - stopped_at < 8 + 1 + 20, "the end took too long"
+    assert time.monotonic() - stopped_at < 8 + 1 + 60, "the end took too long"
     wait_until(lambda: not is_alive(process), "the end of the stopped process")
 
 
@@ -256,7 +256,7 @@ def test_an_interrupted_command_resumes_with_its_totals(tmp_path: Path, commands
     command = start(commands, folder, *options)
     command.until_steps(10)
     command.signal(signal.SIGINT)
-    assert command.ends(40) == 130, command.output.read_text()
+    assert command.ends(60) == 130, command.output.read_text()
     first = read_summary(folder)
     assert first["exit_reason"] == "interrupted" and first["ledger"]["adds_up"]
     assert (folder / f"checkpoints/step-{first['steps']:08d}/controller.json").is_file()
@@ -269,7 +269,7 @@ def test_an_interrupted_command_resumes_with_its_totals(tmp_path: Path, commands
     with pytest.raises(subprocess.TimeoutExpired):  # it waits for the rollouts that its checkpoint has to hold
         command.process.wait(3)
     command.signal(signal.SIGINT)
-    assert command.ends(20) == 130, command.output.read_text()
+    assert command.ends(60) == 130, command.output.read_text()
     assert read_summary(folder)["ledger"]["adds_up"]
 
     done = run(folder, *FAKE, *options)

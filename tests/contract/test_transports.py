@@ -62,7 +62,7 @@ class Link:
             joins.append(self.pool.submit(receiver.connect, self.endpoint, rank, size, epoch, name))
         self.sender.connect(self.endpoint, names, epoch)
         for join in joins:
-            join.result(timeout=30)
+            join.result(timeout=90)
         self.names = names
 
     def take(self, name: str, ticket: Ticket) -> Mapping[str, torch.Tensor]:
@@ -82,7 +82,7 @@ class Link:
     def deliver(self, ticket: Ticket) -> tuple[list[Mapping[str, torch.Tensor]], TransferStats]:
         receiving = [self.pool.submit(self.take, name, ticket) for name in self.names]
         stats = self.sender.transfer(ticket)
-        taken = [future.result(timeout=30) for future in receiving]
+        taken = [future.result(timeout=90) for future in receiving]
         self.sender.release(ticket.version)
         return taken, stats
 
@@ -226,7 +226,7 @@ def test_ticket_with_another_manifest_is_refused(link: Link) -> None:
         link.sender.transfer(ticket)
     for future in receiving:
         with pytest.raises(WeightSyncError, match="manifest"):
-            future.result(timeout=30)
+            future.result(timeout=90)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_byte_that_changes_on_the_way_is_named(make: Make, monkeypatch: pytest
         link.sender.release(3)
     else:
         link.sender.transfer(ticket)
-    sentences = [str(future.exception(timeout=30)) for future in receiving]
+    sentences = [str(future.exception(timeout=90)) for future in receiving]
     named = [s for s in sentences if "checksum" in s]
     assert named and (link.kind == "collective" or len(named) == 2)
     for sentence in named:
@@ -345,4 +345,4 @@ def test_delta_finds_out_when_a_receivers_copy_is_not_what_was_sent(delta: Link)
     else:
         delta.sender.transfer(ticket)
     with pytest.raises(WeightSyncError, match=r"version 2 arrived at g0 .*embedding"):
-        receiving[0].result(timeout=30)
+        receiving[0].result(timeout=90)

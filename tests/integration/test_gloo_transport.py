@@ -23,8 +23,8 @@ from asyncrlhf.transport.collective import CollectiveSender, CollectiveStreamSen
 from asyncrlhf.transport.manifest import build_manifest
 from tests.integration.transport_process import serve
 
-LONG = 60.0  # the transport's time-out where a death must be noticed without it
-SOON = 15.0  # generous for a busy machine, far below LONG
+LONG = 180.0  # the transport's time-out where a death must be noticed without it
+SOON = 60.0  # generous for a busy machine, far below LONG
 
 
 def model(version: int) -> dict[str, torch.Tensor]:
@@ -148,12 +148,12 @@ def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any, stream: bool) -> None:
-    cluster = make_cluster(["g0", "g1"], timeout_seconds=2.0, stream=stream)
+    cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0, stream=stream)
     cluster.connect(["g0", "g1"], 0)
     cluster.order("g1", "fail", "stop")
     cluster.answer("g1")
     ticket = cluster.start(1, ["g0", "g1"])
-    with pytest.raises(LostReceiversError, match="g1 gave no answer within 2 s"):
+    with pytest.raises(LostReceiversError, match="g1 gave no answer within 4 s"):
         cluster.sender.transfer(ticket)
     cluster.sender.release(1)
     cluster.answer("g0")
@@ -199,7 +199,7 @@ def test_the_update_waits_for_the_stream_and_no_longer(make_cluster: Any) -> Non
 
 
 def test_receivers_that_never_come_are_named(make_cluster: Any) -> None:
-    cluster = make_cluster(["g0", "g1"], timeout_seconds=2.0)
+    cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0)
     cluster.connect(["g0", "g1"], 0)
     ticket = cluster.start(1, ["g0"])
     with pytest.raises(LostReceiversError, match="g1 gave no answer") as caught:
@@ -207,7 +207,7 @@ def test_receivers_that_never_come_are_named(make_cluster: Any) -> None:
     assert list(caught.value.receivers) == ["g1"]
     cluster.answer("g0")
     cluster.order("g0", "connect", (cluster.endpoint, 1, 3, 1, "g0"))
-    with pytest.raises(LostReceiversError, match="epoch 1 could not form: g1 did not join within 2 s"):
+    with pytest.raises(LostReceiversError, match="epoch 1 could not form: g1 did not join within 4 s"):
         cluster.sender.connect(cluster.endpoint, ["g0", "g1"], 1)
     assert "could not join the weight group of epoch 1" in cluster.answer("g0")[0]
 

@@ -76,7 +76,7 @@ def test_two_learner_ranks_train_as_one_until_one_dies(tmp_path: Path, monkeypat
     options = (*SMALL, "async.mode=sync", "weights.audit_every=1")
     with pytest.raises(ReplicaError, match="learner-1 died"):
         run(tmp_path / "two", *options, "steps=8", "learner.ranks=2")
-    assert time.monotonic() - died_at[0] < 30, "the end took too long"
+    assert time.monotonic() - died_at[0] < 60, "the end took too long"
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
     assert summary["ledger"]["adds_up"] and summary["ledger"]["trained"] == 3 * 32
 

@@ -56,7 +56,7 @@ def test_own_close_ends_another_threads_wait(ends: Ends) -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     ours["g0"].close()
-    assert ended.wait(5.0)
+    assert ended.wait(30.0)
     thread.join()
 
 

@@ -124,7 +124,7 @@ def test_a_receiver_waits_for_the_whole_version(pair: Pair) -> None:
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(patient.receive, ticket)
         pair.sender.transfer(ticket)
-        assert torch.equal(receiving.result(timeout=30)["layer3"], model(1)["layer3"])
+        assert torch.equal(receiving.result(timeout=90)["layer3"], model(1)["layer3"])
 
 
 def test_who_does_not_share_the_folder_is_named(tmp_path: Path) -> None:

@@ -55,14 +55,14 @@ def test_a_stream_holds_two_buckets_on_each_side(tmp_path: Path, transport: str,
     with ThreadPoolExecutor(2) as pool:
         joining = pool.submit(receiver.connect, endpoint, 1, 2, 0, "g0")
         sender.connect(endpoint, ["g0"], 0)
-        joining.result(timeout=30)
+        joining.result(timeout=90)
         sender.begin_snapshot(1, params)
         ticket = sender.ticket()
         transfer = pool.submit(sender.transfer, ticket)
         for bucket in receiver.stream(ticket):
             most = max(most, held_bytes() - before)
             names += list(bucket)
-        transfer.result(timeout=30)
+        transfer.result(timeout=90)
     sender.release(1)
     sender.close()
     receiver.close()
