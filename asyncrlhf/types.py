@@ -85,9 +85,12 @@ class Rollout:
     finish_reason: FinishReason
     response_text: str
     generator_id: str
+    ref_logprobs: FloatArray | None = None  # [L] log pi_ref, once a reference service has computed it
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}
+        if self.ref_logprobs is not None:
+            lengths.add(len(self.ref_logprobs))
         if len(lengths) != 1:
             raise ValueError(f"rollout {self.rollout_id}: response, log-probs and versions differ in length: {lengths}")
 
@@ -130,6 +133,7 @@ class ScoredRollout:
     scored_at: float
     finished_at_version: int
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    referenced_at: float | None = None  # where a reference service is asked
 
     def staleness(self, version: int) -> int:
         """Staleness in the batch that moves the policy from ``version`` to ``version + 1``."""
@@ -171,6 +175,15 @@ class RewardResult:
 
 
 @dataclass(frozen=True)
+class ReferenceResult:
+    """Where one rollout lies with its ``ref_logprobs``, or the reason why it has none."""
+
+    rollout_id: int
+    payload: Payload | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class TrainSample:
     """One rollout as the learner trains on it."""
 
@@ -199,6 +212,7 @@ class TrainBatch:
     group_ids: IntArray  # [N]
     rollout_ids: IntArray  # [N]
     truncated: NDArray[np.bool_]  # [N] finish_reason == "length"
+    ref_logprobs: FloatArray | None = None  # [T] 0 on prompts; None where no reference service was asked
 
     @property
     def num_sequences(self) -> int:

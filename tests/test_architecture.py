@@ -46,6 +46,7 @@ BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
     "asyncrlhf/orchestrator/wandb_sink.py": (1, "W&B is another process; a run does not end for it"),
     "asyncrlhf/plugins.py": (1, "importing runs the user's own code; it becomes a ConfigError"),
+    "asyncrlhf/rewards/model_thread.py": (1, "a call's error goes to its caller"),
     "asyncrlhf/rewards/guard.py": (1, "a user's reward function may raise anything; it fails one rollout"),
 }
 

@@ -45,6 +45,7 @@ class LearnerSpec:
     max_completion_length: int
     steps: int
     seed: int
+    reference_served: bool = False  # rollouts come with the reference's log-probs
 
 
 class LearnerWorker:
@@ -67,6 +68,7 @@ class LearnerWorker:
             steps=spec.steps,
             temperature=spec.temperature,
             max_completion_length=spec.max_completion_length,
+            reference_served=spec.reference_served,
             rank=rank,
             ranks=ranks,
             device=device,

@@ -58,15 +58,34 @@ class RolloutBundle(Sequence[Rollout]):
             np.concatenate([getattr(r, name) for r in self._rollouts]) if self._rollouts else np.empty(0, np.int64)
             for name in ("response_ids", "behavior_logprobs", "policy_versions")
         )
-        return _unpack, (prompts, facts, lengths, flat)
+        refs = [r.ref_logprobs for r in self._rollouts if r.ref_logprobs is not None]
+        referenced = [r.ref_logprobs is not None for r in self._rollouts] if refs else None
+        return _unpack, (prompts, facts, lengths, flat, referenced, np.concatenate(refs) if refs else None)
 
 
-def _unpack(prompts: list[Prompt], facts: list[Any], lengths: list[int], flat: tuple[Any, Any, Any]) -> RolloutBundle:
-    rollouts, start = [], 0
-    for (rollout_id, group_id, place, finish, text, generator), length in zip(facts, lengths, strict=True):
+def _unpack(
+    prompts: list[Prompt],
+    facts: list[Any],
+    lengths: list[int],
+    flat: tuple[Any, Any, Any],
+    referenced: list[bool] | None,
+    refs: Any,
+) -> RolloutBundle:
+    """``referenced``: whose log-probs of the reference ``refs`` holds, one behind the other; None for nobody's."""
+    rollouts, start, ref_start = [], 0, 0
+    for i, ((rollout_id, group_id, place, finish, text, generator), length) in enumerate(
+        zip(facts, lengths, strict=True)
+    ):
         ids, logprobs, versions = (array[start : start + length] for array in flat)
         start += length
-        rollouts.append(Rollout(rollout_id, group_id, prompts[place], ids, logprobs, versions, finish, text, generator))
+        ref = None
+        if referenced is not None and referenced[i]:
+            ref = refs[ref_start : ref_start + length]
+            ref_start += length
+        prompt = prompts[place]
+        rollouts.append(
+            Rollout(rollout_id, group_id, prompt, ids, logprobs, versions, finish, text, generator, ref_logprobs=ref)
+        )
     return RolloutBundle(rollouts)
 
 

@@ -32,8 +32,10 @@ from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.dispatch import Dispatcher
-from asyncrlhf.orchestrator.ray_handles import RayGenerator, RayReward, ask, bundle
+from asyncrlhf.orchestrator.ray_calls import ask, bundle
+from asyncrlhf.orchestrator.ray_handles import RayGenerator
 from asyncrlhf.orchestrator.ray_runtime import MALLOC
+from asyncrlhf.orchestrator.ray_services import RayReward
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.orchestrator.scoring import Scoring
 from asyncrlhf.orchestrator.state import Replica

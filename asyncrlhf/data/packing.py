@@ -14,7 +14,8 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     """Lay N samples one behind the other, prompt then response, in the order given.
 
     Response tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``. Raises
-    ValueError for an empty list and for an empty prompt or response, which have no token to condition on or to train.
+    ValueError for an empty list, for an empty prompt or response, which have no token to condition on or to train, and
+    where some rollouts have reference log-probs and others have none.
     """
     if not samples:
         raise ValueError("cannot pack a batch of no samples")
@@ -31,6 +32,12 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     versions[response_mask] = np.concatenate([r.policy_versions for r in rollouts])
     logprobs = np.zeros(len(response_mask), dtype=np.float32)
     logprobs[response_mask] = np.concatenate([r.behavior_logprobs for r in rollouts])
+    refs = [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
+    if refs and len(refs) < len(rollouts):
+        raise ValueError(f"{len(rollouts) - len(refs)} of {len(rollouts)} rollouts lack the reference's log-probs")
+    ref_logprobs = np.zeros(len(response_mask), dtype=np.float32) if refs else None
+    if ref_logprobs is not None:
+        ref_logprobs[response_mask] = np.concatenate(refs)
     oldest = np.repeat([sample.masked_before_version for sample in samples], spans.sum(axis=1))
     return TrainBatch(
         token_ids=np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]).astype(
@@ -46,6 +53,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         group_ids=np.array([r.group_id for r in rollouts], dtype=np.int64),
         rollout_ids=np.array([r.rollout_id for r in rollouts], dtype=np.int64),
         truncated=np.array([r.finish_reason == "length" for r in rollouts], dtype=np.bool_),
+        ref_logprobs=ref_logprobs,
     )
 
 
@@ -67,6 +75,7 @@ def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
         group_ids=batch.group_ids[chosen],
         rollout_ids=batch.rollout_ids[chosen],
         truncated=batch.truncated[chosen],
+        ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[tokens],
     )
 
 

@@ -27,6 +27,7 @@ class ResponseTokens:
     rewards: torch.Tensor  # [N]
     weights: torch.Tensor  # [N]
     group_ids: torch.Tensor  # [N]
+    ref: torch.Tensor | None = None  # [M] reference log-probs that came with the batch
 
 
 @dataclass(frozen=True)
@@ -162,4 +163,5 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
         rewards=tensor(batch.rewards),
         weights=tensor(batch.weights),
         group_ids=tensor(batch.group_ids),
+        ref=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
     )

@@ -46,7 +46,8 @@ class TorchBackend:
 
     Args:
         model: a loaded causal language model; it becomes float32 and moves to ``device``.
-        reference: the frozen policy of the KL or of a head; needed exactly when ``algorithm.needs_reference``.
+        reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``.
+        reference_served: batches come with the reference's log-probs, so that no such model is needed.
         steps: learner steps of the whole run, for the learning-rate schedule.
         temperature: the generator's sampling temperature; policy log-probs are taken at the same one, so that policy
             and behavior log-probs speak of one distribution (top-k and top-p apart). 0, greedy, counts as 1.
@@ -64,11 +65,12 @@ class TorchBackend:
         reference: PreTrainedModel | None = None,
         temperature: float = 1.0,
         max_completion_length: int | None = None,
+        reference_served: bool = False,
         rank: int = 0,
         ranks: int = 1,
         device: str | torch.device = "cpu",
     ) -> None:
-        if algorithm.needs_reference and reference is None:
+        if algorithm.needs_reference and reference is None and not reference_served:
             what = f"anchor={algorithm.anchor}" if algorithm.kl == "none" else f"kl={algorithm.kl}"
             raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
         self.config, self.algorithm, self.steps = config, algorithm, steps
@@ -176,7 +178,7 @@ class TorchBackend:
             self._passes.look(plan.microbatches, record)
             proximal = record.proximal = record.policy.clone()
         passes = Passes(
-            ref=None if self.reference is None else self._passes.all_logprobs(plan, self.reference),
+            ref=self._reference_logprobs(plan),
             ema=None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy),
             proximal=proximal,
             values=None if self.critic is None else self._passes.all_values(plan),
@@ -184,6 +186,14 @@ class TorchBackend:
         targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self._peers))
         lookahead.new_targets(algorithm, targets)
         return targets
+
+    def _reference_logprobs(self, plan: StepPlan) -> torch.Tensor | None:
+        """[M], by this rank's frozen model or from the batch."""
+        if self.reference is not None:
+            return self._passes.all_logprobs(plan, self.reference)
+        if self.algorithm.needs_reference and plan.tokens.ref is None:
+            raise AsyncRLHFError("A batch came without the reference's log-probs, and the learner holds no reference.")
+        return plan.tokens.ref
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from asyncrlhf.buffer.replay import Evicted
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.types import DropReason, RewardResult, RolloutGroup, RolloutInfo, ScoredRollout
+from asyncrlhf.types import (
+    DropReason,
+    ReferenceResult,
+    RewardResult,
+    RolloutGroup,
+    RolloutInfo,
+    ScoredRollout,
+)
 
 Discard = Callable[[int, int, ScoredRollout | RolloutInfo | None, str, str], None]
 
@@ -33,21 +41,52 @@ class Assembly:
         self._state.ledger.finish_generation(info.rollout_id)
         return True
 
-    def scored(self, info: RolloutInfo, finished_at_version: int, result: RewardResult) -> None:
+    def awaits(self, info: RolloutInfo) -> bool:
+        """Whether the rollout's group still lacks it."""
         group = self._state.groups.get(info.group_id)
-        if group is None or info.rollout_id not in group.unscored:
+        return group is not None and info.rollout_id in group.unscored
+
+    def scored(self, info: RolloutInfo, finished_at_version: int, result: RewardResult) -> None:
+        """A reward, or the failure to give one."""
+        if not self.awaits(info):
             return
         if result.reward is None:
             self.failed(info.rollout_id, info.group_id, result.error or "the reward gave no number", info)
             return
-        self._outcomes.append(True)
-        self._state.ledger.buffer(info.rollout_id)
-        group.unscored.discard(info.rollout_id)
-        group.scored.append(
-            ScoredRollout(
-                info, result.reward, group.admitted_at, self._state.now(), finished_at_version, dict(result.parts)
-            )
+        group = self._state.groups[info.group_id]
+        scored = ScoredRollout(
+            info, result.reward, group.admitted_at, self._state.now(), finished_at_version, dict(result.parts)
         )
+        if self._state.config.reference_served:
+            group.rewarded[info.rollout_id] = scored
+            self._join(group, info.rollout_id)
+        else:
+            self._complete(group, scored)
+
+    def referenced(self, info: RolloutInfo, result: ReferenceResult) -> None:
+        """The reference's log-probs, or the failure to give them."""
+        if not self.awaits(info):
+            return
+        if result.payload is None:
+            self.failed(info.rollout_id, info.group_id, result.error or "the reference gave no log-probs", info)
+            return
+        group = self._state.groups[info.group_id]
+        group.referenced[info.rollout_id] = (result.payload, self._state.now())
+        self._join(group, info.rollout_id)
+
+    def _join(self, group: GroupInProgress, rollout_id: int) -> None:
+        """Reward and reference come in any order; with both the rollout is complete."""
+        if rollout_id not in group.rewarded or rollout_id not in group.referenced:
+            return
+        scored, (payload, at) = group.rewarded.pop(rollout_id), group.referenced.pop(rollout_id)
+        self._complete(group, replace(scored, info=replace(scored.info, payload=payload), referenced_at=at))
+
+    def _complete(self, group: GroupInProgress, scored: ScoredRollout) -> None:
+        rollout_id = scored.info.rollout_id
+        self._outcomes.append(True)
+        self._state.ledger.buffer(rollout_id)
+        group.unscored.discard(rollout_id)
+        group.scored.append(scored)
         self._close_if_done(group)
 
     def failed(self, rollout_id: int, group_id: int, error: str, facts: RolloutInfo | None) -> None:
@@ -60,6 +99,8 @@ class Assembly:
         self._discard(rollout_id, group_id, facts, "failed", error)
         group.unfinished.discard(rollout_id)
         group.unscored.discard(rollout_id)
+        group.rewarded.pop(rollout_id, None)
+        group.referenced.pop(rollout_id, None)
         self._outcomes.append(False)
         self._failures_told += 1
         if self._failures_told <= 5:

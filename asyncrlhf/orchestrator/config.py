@@ -25,6 +25,7 @@ from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.reference_config import ReferenceConfig
 from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.orchestrator.logging_config import LoggingConfig
 from asyncrlhf.rewards.config import FusionConfig, RewardConfig
@@ -73,6 +74,7 @@ class RunConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     fusion: FusionConfig = field(default_factory=FusionConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -163,6 +165,11 @@ class RunConfig:
             f"weights.staging=stream has nothing to save with model.lora.r={self.model.lora.r}, where an adapter alone "
             "is sent; allowed: snapshot.",
         )
+
+    @property
+    def reference_served(self) -> bool:
+        """Whether workers of their own compute the reference's log-probs: where the algorithm needs any."""
+        return self.reference.where == "service" and self.algorithm.needs_reference
 
     @property
     def engine_dtypes(self) -> list[str]:

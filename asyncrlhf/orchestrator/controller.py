@@ -8,7 +8,10 @@
       replica)
     score (each      rollouts that fusion lets through                    collect
       reward worker)
-    LearnLoop        a batch in the buffer; in scheduled modes also the   score; the publisher
+    serve (each      rollouts, as they end; only with                     collect
+      reference      reference.where=service
+      worker)
+    LearnLoop        a batch in the buffer; in scheduled modes also the   score and serve; the publisher
                      publish before
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
     Recovery         a dead replica                                       whichever loop met the death
@@ -29,7 +32,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,7 @@ from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.records import RunRecorder
 from asyncrlhf.orchestrator.recovery import Recovery
+from asyncrlhf.orchestrator.references import References, completed
 from asyncrlhf.orchestrator.resume import restore, snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.scoring import Scoring
@@ -111,6 +115,7 @@ class Controller:
         self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._recovery.dead)
         self._turns = Turns(self.state, runtime, self._publisher.idle, self._recovery.dead)
         self._scoring: Scoring | None = None
+        self._references: References | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accuracy: list[float] = []
 
@@ -129,7 +134,9 @@ class Controller:
         state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
         if self._saved is not None:
             await self._runtime.learner.load(self._saved.learner)
-            restore(state, self._saved, self._source, self._log, self._runtime)
+            computed_by = self._saved.state.get("reference")
+            rollouts = await completed(self._saved.rollouts, computed_by, self.config, self._runtime)
+            restore(state, replace(self._saved, rollouts=rollouts), self._source, self._log, self._runtime)
         self._publisher.start(state.version, self._runtime.learner.snapshot(self._publisher.next_probe()))
         await self._publisher.idle()
         await self._evaluate()
@@ -142,7 +149,10 @@ class Controller:
 
     async def _run_loops(self, learn: LearnLoop) -> str:
         """Supervise every loop until the learner's is through with the run."""
-        scoring = self._scoring = Scoring(self.state, self._assembly, self._runtime.rewards, self._recovery.dead)
+        runtime, dead = self._runtime, self._recovery.dead
+        references = self._references = References(self.state, self._assembly, runtime.references)
+        asked = references if runtime.references else None
+        scoring = self._scoring = Scoring(self.state, self._assembly, runtime.rewards, dead, asked)
         dispatcher = Dispatcher(self.state, self._source, self._sampling, self._recovery.dead)
         self._recovery.restarted = lambda replica: self._spawn(scoring.collect(replica), f"collect {replica.name}")
         if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
@@ -158,6 +168,8 @@ class Controller:
             self._spawn(scoring.collect(replica), f"collect {replica.name}")
         for number, worker in enumerate(self._runtime.rewards):
             self._spawn(scoring.score(worker), f"score {number}")
+        for number, reference in enumerate(runtime.references):
+            self._spawn(references.serve(reference), f"reference {number}")
         while not main.done():
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -265,6 +277,9 @@ class Controller:
         queued = self._scoring.queued if self._scoring is not None else []
         if queued:
             parts.append(f"{len(queued)} rollouts wait for a reward worker{_some(queued)}.")
+        queued = self._references.queued if self._references is not None else []
+        if queued:
+            parts.append(f"{len(queued)} rollouts wait for a reference worker{_some(queued)}.")
         if self._publisher.busy:
             parts.append(f"The publisher waits for {self._publisher.waiting_for or 'a replica'}.")
         if state.requeue:

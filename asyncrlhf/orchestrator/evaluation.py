@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.handles import RewardHandle, Runtime
+from asyncrlhf.orchestrator.handles import RewardHandle, Runtime, WorkerLostError
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.types import GenerationRequest, Prompt, RewardResult, Rollout, SamplingParams
 
@@ -58,7 +58,15 @@ class HeldOut:
             return [], prompts
 
     async def _score(self, rollouts: list[Rollout], worker: RewardHandle) -> list[RewardResult]:
-        return await worker.score(self._runtime.store(rollouts))
+        """One by one where the worker died of them together; one that it dies of alone has no score."""
+        try:
+            return await worker.score(self._runtime.store(rollouts))
+        except WorkerLostError:
+            raise
+        except ReplicaError as error:
+            if len(rollouts) == 1:
+                return [RewardResult(rollouts[0].rollout_id, None, error=str(error))]
+        return [result for rollout in rollouts for result in await self._score([rollout], worker)]
 
     def _items(self, prompts: list[Prompt]) -> list[WorkItem]:
         items = []

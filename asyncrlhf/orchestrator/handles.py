@@ -12,7 +12,7 @@ from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
-from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
+from asyncrlhf.types import FloatArray, Payload, ReferenceResult, RewardResult, Rollout
 
 
 class GeneratorHandle(Protocol):
@@ -78,6 +78,15 @@ class RewardHandle(Protocol):
     async def close(self) -> None: ...
 
 
+class ReferenceHandle(Protocol):
+    async def complete(self, payloads: Sequence[Payload]) -> list[ReferenceResult]:
+        """Where each rollout lies with its reference log-probs. Raises ReplicaError when the worker died of it and
+        stands again, WorkerLostError when it does not."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class LearnerHandle(Protocol):
     """The learner group as one part; its ranks act together."""
 
@@ -119,6 +128,11 @@ class Runtime(Protocol):
 
     @property
     def rewards(self) -> list[RewardHandle]: ...
+
+    @property
+    def references(self) -> list[ReferenceHandle]:
+        """Empty without ``reference.where=service``."""
+        ...
 
     @property
     def learner(self) -> LearnerHandle: ...

@@ -13,6 +13,7 @@ import numpy as np
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker, describe
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.reference import ReferenceSpec, ReferenceWorker
 from asyncrlhf.actors.reward import RewardSpec, build_reward
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
@@ -21,7 +22,7 @@ from asyncrlhf.orchestrator.state import Signal
 from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled, describe_chunks
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.transport.base import Ticket, TransferStats
-from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, RolloutInfo, TrainSample
+from asyncrlhf.types import FloatArray, Payload, ReferenceResult, RewardResult, Rollout, RolloutInfo, TrainSample
 
 
 class LocalGenerator:
@@ -183,6 +184,18 @@ class LocalReward:
         """Nothing is held open."""
 
 
+class LocalReference:
+    def __init__(self, worker: ReferenceWorker) -> None:
+        self._worker = worker
+
+    async def complete(self, payloads: Sequence[Payload]) -> list[ReferenceResult]:
+        results, made = self._worker.complete(fetch_local(payloads))
+        return [r if r.payload is None else replace(r, payload=Payload(made, r.payload.index)) for r in results]
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+
 class LocalLearner:
     """One rank; a step costs ``step_seconds`` of virtual time, during which everything else goes on."""
 
@@ -236,20 +249,26 @@ class LocalRuntime:
         learner: LearnerSpec,
         reward: RewardSpec,
         sharing: Collection[str] = (),
+        reference: ReferenceSpec | None = None,
     ) -> None:
         """``sharing``: the generators that take turns with the learner."""
         self.sharing = frozenset(sharing)
         self._specs = {spec.name: spec for spec in generators}
         self._learner_spec = learner
         self._reward_spec = reward
+        self._reference_spec = reference
         self._epoch = 0
         self.generators: list[GeneratorHandle] = []
         self.rewards: list[LocalReward] = []
+        self.references: list[LocalReference] = []
         self.learner: LocalLearner
 
     async def start(self) -> None:
         self.learner = LocalLearner(LearnerWorker(self._learner_spec), self._learner_spec.learner.virtual_step_seconds)
         self.rewards = [LocalReward(build_reward(self._reward_spec)) for _ in range(self._reward_spec.reward.workers)]
+        if self._reference_spec is not None:
+            count = self._reference_spec.reference.workers
+            self.references = [LocalReference(ReferenceWorker(self._reference_spec)) for _ in range(count)]
         self.generators = [self._generator(spec) for spec in self._specs.values()]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:

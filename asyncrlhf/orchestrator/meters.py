@@ -32,6 +32,8 @@ TIMING_KEYS = frozenset(
         "dropped",
         "reward_latency_p50",
         "reward_latency_p95",
+        "reference_latency_p50",
+        "reference_latency_p95",
         "prefilled_fraction",
         "prefill_evictions",
         "rollouts_in_flight",
@@ -97,7 +99,7 @@ class Meters:
             "snapshot_seconds": times.snapshot,
             "train_seconds": times.trained,
             "wait_seconds": times.waited,
-            **_reward_latency(taken),
+            **_latencies(taken),
             **self._prefilled(),
             **self._buffer(),
             "rollouts_in_flight": sum(len(r.in_flight) for r in self._state.replicas),
@@ -146,13 +148,20 @@ class Meters:
         }
 
 
-def _reward_latency(taken: Sequence[Taken]) -> dict[str, float]:
-    """Seconds from a rollout's last token to its score, of those that are used for the first time."""
-    seconds = [r.scored_at - r.info.generated_at for t in taken if not t.replayed for r in t.group.rollouts]
-    if not seconds:
-        return {}
-    p50, p95 = np.percentile(seconds, [50, 95])
-    return {"reward_latency_p50": float(p50), "reward_latency_p95": float(p95)}
+def _latencies(taken: Sequence[Taken]) -> dict[str, float]:
+    """Seconds from a rollout's last token to its score, and to its reference log-probs where a service computes them;
+    of those that are used for the first time."""
+    fresh = [r for t in taken if not t.replayed for r in t.group.rollouts]
+    ends = {
+        "reward": [r.scored_at - r.info.generated_at for r in fresh],
+        "reference": [r.referenced_at - r.info.generated_at for r in fresh if r.referenced_at is not None],
+    }
+    found: dict[str, float] = {}
+    for name, seconds in ends.items():
+        if seconds:
+            p50, p95 = np.percentile(seconds, [50, 95])
+            found |= {f"{name}_latency_p50": float(p50), f"{name}_latency_p95": float(p95)}
+    return found
 
 
 def _reward_parts(taken: Sequence[Taken]) -> dict[str, float]:

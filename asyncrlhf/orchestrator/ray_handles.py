@@ -1,4 +1,4 @@
-"""The parts of a Ray run as the controller sees them: one handle an actor (or a group of ranks)."""
+"""Generators and learner of a Ray run as the controller sees them: one handle an actor (or a group of ranks)."""
 
 from __future__ import annotations
 
@@ -10,54 +10,19 @@ from typing import Any, Literal
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
-from asyncrlhf.actors.reward import RewardActor, RewardSpec
 from asyncrlhf.actors.where import Where
-from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
-from asyncrlhf.orchestrator.handles import WorkerLostError
-from asyncrlhf.orchestrator.ray_placement import free_in_ray
-from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.orchestrator.ray_calls import START_SECONDS, ask, ask_to_start, bundle
 from asyncrlhf.transport.base import Ticket, TransferStats
-from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout
+from asyncrlhf.types import FloatArray, Payload, Rollout
 
-START_SECONDS = 600.0
 Options = Mapping[str, Any]  # Ray's, of one actor: what it asks for and where it sits
 CLOSE_SECONDS = 5.0
-
-
-async def ask(name: str, reference: Any) -> Any:
-    """Await an actor's answer. Its own exception comes out as it was raised; its death as a ReplicaError."""
-    try:
-        return await reference
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except RayActorError as error:
-        lines = str(error).strip().splitlines()
-        if error.actor_init_failed:  # the message is a traceback
-            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
-        raise ReplicaError(f"{name} died: {lines[0]}") from None
-    except RayError as error:
-        raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
-
-
-async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:
-    """As :func:`ask`, but with an end: Ray itself waits for ever for CPUs or GPUs that no machine has."""
-    try:
-        return await asyncio.wait_for(ask(name, reference), seconds)
-    except TimeoutError:
-        raise ReplicaError(f"{name} did not start within {seconds:g} s; free in Ray: {free_in_ray()}.") from None
-
-
-def bundle(payloads: Sequence[Payload]) -> tuple[list[Any], list[int]]:
-    """The distinct object references behind payloads, and each payload's place among them."""
-    places: dict[Any, int] = {}
-    order = [places.setdefault(p.ref, len(places)) for p in payloads]
-    return list(places), order
 
 
 class RayGenerator:
@@ -141,70 +106,6 @@ class RayGenerator:
 
     async def close(self) -> None:
         await _close(self.actor)
-
-
-class RayReward:
-    """Started anew when it dies, here and not by Ray, whose retries would hide which call was the death of it."""
-
-    def __init__(self, spec: RewardSpec, number: int, options: Options, start_seconds: float) -> None:
-        self._name = f"reward-{number}"
-        self._options = options
-        self._start_seconds = start_seconds
-        self._spec = spec
-        self._deaths = 0  # since the last answer
-        self.actor = self._start()
-
-    def _start(self) -> Any:
-        return ray.remote(RewardActor).options(**self._options).remote(self._spec)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    async def ready(self) -> None:
-        await ask_to_start(self._name, self.actor.ready.remote(), self._start_seconds)
-
-    async def where(self) -> Where:
-        place: Where = await ask(self._name, self.actor.where.remote())
-        return place
-
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
-        references, places = bundle(payloads)
-        wanted = [(place, p.index) for place, p in zip(places, payloads, strict=True)]
-        try:
-            results: list[RewardResult] = await ask(self._name, self.actor.score.remote(wanted, *references))
-        except ReplicaError as error:
-            await self._revive(error)
-            if self._deaths > 1:
-                raise
-            return await self.score(payloads)  # it may have been any death: once more before the rollouts are blamed
-        self._deaths = 0
-        return results
-
-    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        references, places = bundle([chunk.payload for chunk in chunks])
-        wanted = [(place, chunk.payload.index) for place, chunk in zip(places, chunks, strict=True)]
-        try:
-            answer: Prefilled = await ask(self._name, self.actor.prefill.remote(list(released), wanted, *references))
-        except ReplicaError as error:
-            await self._revive(error)
-            raise
-        self._deaths = 0
-        return answer
-
-    async def _revive(self, error: ReplicaError) -> None:
-        self._deaths += 1
-        ray.kill(self.actor)
-        if self._deaths > self._spec.reward.max_restarts:
-            raise WorkerLostError(f"{error} It is not started again (reward.max_restarts).") from error
-        self.actor = self._start()
-        try:
-            await self.ready()
-        except ReplicaError as failure:
-            raise WorkerLostError(f"{failure} It had died before: {error}") from failure
-
-    async def close(self) -> None:
-        ray.kill(self.actor)
 
 
 class RayLearner:

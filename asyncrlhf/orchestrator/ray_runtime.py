@@ -18,14 +18,17 @@ from asyncrlhf.actors.cores import available_cores, keep_to, split_cores
 from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
-from asyncrlhf.orchestrator.handles import GeneratorHandle, RewardHandle
+from asyncrlhf.orchestrator.handles import GeneratorHandle, ReferenceHandle, RewardHandle
 from asyncrlhf.orchestrator.nodes import this_machine
 from asyncrlhf.orchestrator.placement import Plan, generator_part, make_plan, parts_of
-from asyncrlhf.orchestrator.ray_handles import RayGenerator, RayLearner, RayReward, ask, bundle
+from asyncrlhf.orchestrator.ray_calls import ask, bundle
+from asyncrlhf.orchestrator.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.orchestrator.ray_placement import Placer, free_in_ray, ray_nodes
+from asyncrlhf.orchestrator.ray_services import RayReference, RayReward
 from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.types import Payload, Rollout
 
@@ -70,6 +73,7 @@ class RayRuntime:
         learner: LearnerSpec,
         reward: RewardSpec,
         run_dir: Path | None = None,
+        reference: ReferenceSpec | None = None,
     ) -> None:
         """``run_dir``: where the learner will save, which its machine must see; None when it will not."""
         self._cluster = cluster
@@ -78,7 +82,9 @@ class RayRuntime:
         self._learner_spec = learner
         self._reward_spec = reward
         self._run_dir = run_dir
-        self._parts = parts_of(generators, learner.learner, reward.reward)
+        self._reference_spec = reference
+        asked = None if reference is None else reference.reference
+        self._parts = parts_of(generators, learner.learner, reward.reward, asked)
         self._placer: Placer
         self._owns_ray = False
         self._cores_before: frozenset[int] = frozenset()
@@ -87,6 +93,7 @@ class RayRuntime:
         self.sharing: frozenset[str] = frozenset()
         self.generators: list[GeneratorHandle] = []
         self.rewards: list[RewardHandle] = []
+        self.references: list[ReferenceHandle] = []
         self.learner: RayLearner
 
     @property
@@ -160,8 +167,12 @@ class RayRuntime:
             RayReward(self._reward_spec, i, options(f"reward-{i}"), seconds)
             for i in range(self._reward_spec.reward.workers)
         ]
+        asked = self._reference_spec
+        if asked is not None:
+            count = asked.reference.workers
+            self.references = [RayReference(asked, i, options(f"reference-{i}"), seconds) for i in range(count)]
         self.generators = [self._generator(spec) for spec in self._generator_specs]
-        parts = [self.learner, *self.rewards, *self.generators]
+        parts = [self.learner, *self.rewards, *self.references, *self.generators]
         await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
         if nodes > 1:
             await self._check_run_dir()
@@ -265,7 +276,8 @@ class RayRuntime:
     async def close(self) -> None:
         if not ray.is_initialized():
             return
-        parts = [*self.generators, *self.rewards, *([self.learner] if hasattr(self, "learner") else [])]
+        services: list[Any] = [*self.rewards, *self.references]
+        parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
         await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
         if hasattr(self, "_placer"):
             self._placer.close()

@@ -9,6 +9,7 @@ from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.checkpoint import Saved
 from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.references import fingerprint
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.types import Payload, RolloutGroup
@@ -24,6 +25,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
         "next_group_id": state.next_group_id,
         "elapsed": state.elapsed,
         "settings": _settings(state),
+        "reference": fingerprint(state.config),
         "cursor": source.state(),
         "ledger": state.ledger.state_dict(),
         "gate": state.gate.state_dict(),

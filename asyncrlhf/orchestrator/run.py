@@ -34,6 +34,7 @@ from asyncrlhf.orchestrator.normalize import normalized
 from asyncrlhf.orchestrator.placement import Plan, make_plan, parts_of
 from asyncrlhf.orchestrator.progress import Progress
 from asyncrlhf.orchestrator.records import RunRecorder
+from asyncrlhf.orchestrator.references import reference_notes, reference_spec
 from asyncrlhf.orchestrator.summary import build_summary
 from asyncrlhf.orchestrator.view import RunView
 from asyncrlhf.orchestrator.wandb_sink import WandbSink
@@ -86,7 +87,7 @@ def prepare(config: RunConfig) -> Prepared:
     )
     saved = read_checkpoint(found) if found is not None else None
     config, notes = _fusion_in_force(config, tokenizer)
-    return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes)
+    return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*notes, *reference_notes(config)])
 
 
 def _fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, Sequence[str]]:
@@ -123,7 +124,9 @@ def _check_devices(config: RunConfig) -> None:
     if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
         return
     found = torch.cuda.device_count()
-    asked = f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g}"
+    services = {"reward": config.reward.gpus, "reference": config.reference.gpus}
+    asked = "".join(f"{name}.gpus={gpus:g}, " for name, gpus in services.items() if gpus)
+    asked += f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g}"
     if config.runtime == "local":
         # All parts are in one process, where they share the first GPU.
         check(found, f"{asked} need a GPU for runtime=local; torch sees 0 on this machine.")
@@ -198,7 +201,8 @@ def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
 
 def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
     """Which part sits on which device of a Ray with so many nodes; raises ConfigError with one sentence."""
-    parts = parts_of(generator_specs(config), config.learner, config.reward)
+    reference = config.reference if config.reference_served else None
+    parts = parts_of(generator_specs(config), config.learner, config.reward, reference)
     return make_plan(config.cluster.placement, parts, nodes)
 
 
@@ -216,7 +220,9 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
         max_completion_length=config.generator.max_completion_length,
         steps=config.steps,
         seed=config.seed,
+        reference_served=config.reference_served,
     )
+    reference = reference_spec(config)
     reward = RewardSpec(
         config.reward,
         config.task,
@@ -227,10 +233,10 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
     if config.runtime == "local":
         from asyncrlhf.orchestrator.local_runtime import LocalRuntime
 
-        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing)
+        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing, reference)
     from asyncrlhf.orchestrator.ray_runtime import RayRuntime
 
-    return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir)
+    return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir, reference)
 
 
 def train(config: RunConfig) -> dict[str, Any]:

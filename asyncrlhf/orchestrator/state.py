@@ -14,7 +14,7 @@ from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.handles import GeneratorHandle
 from asyncrlhf.orchestrator.pace import Pace
-from asyncrlhf.types import Prompt, ScoredRollout
+from asyncrlhf.types import Payload, Prompt, ScoredRollout
 
 
 class Signal:
@@ -71,6 +71,9 @@ class GroupInProgress:
     unfinished: set[int]
     unscored: set[int]
     scored: list[ScoredRollout] = field(default_factory=list)
+    # Of a reference service, by rollout id: what has its reward and waits for the reference, and the other way round.
+    rewarded: dict[int, ScoredRollout] = field(default_factory=dict)
+    referenced: dict[int, tuple[Payload, float]] = field(default_factory=dict)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from asyncrlhf.errors import RewardError
+from asyncrlhf.errors import ReplicaError, RewardError
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.types import Rollout
 
@@ -55,6 +55,10 @@ class ChunkReader(Protocol):
 
 class ServiceError(RewardError):
     """The service behind a source is out of order: none of the call's rollouts has a score."""
+
+
+class StuckError(ReplicaError):
+    """A model's call does not end. Nothing is known of its rollouts; whoever keeps the worker must replace it."""
 
 
 def columns_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards.base import RewardSource
 from asyncrlhf.rewards.config import RewardConfig, RewardPart
 from asyncrlhf.rewards.functions import FunctionSource, LengthSource, task_reward
+from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from asyncrlhf.tasks.base import Task
 from asyncrlhf.types import Prompt, Rollout
@@ -24,6 +25,7 @@ class Surroundings:
     config: RewardConfig
     tokenizer: PreTrainedTokenizerBase  # the policy's
     task: Callable[[], Task]
+    thread: ModelThread  # of all models, started with the first
     cache_tokens: int = 0  # of each reward model, for chunks; 0: models score whole rollouts
 
     @property
@@ -39,7 +41,7 @@ def build_scorer(
     cache_tokens: int = 0,
 ) -> Scorer:
     """Loads every part; raises ConfigError for one that cannot be. ``close()`` ends what the parts hold open."""
-    around = Surroundings(config, tokenizer, task, cache_tokens)
+    around = Surroundings(config, tokenizer, task, ModelThread(config.timeout_seconds), cache_tokens)
     return _assemble(config, config.sources, around, max_completion_length)
 
 
@@ -52,7 +54,7 @@ def check_rewards(
 ) -> None:
     """Raise ConfigError for rewards that cannot be given. Parts that cost little to start score a first probe; of
     models and judges that a worker will load, only the config and the tokenizer are looked at."""
-    around = Surroundings(config, tokenizer, task)
+    around = Surroundings(config, tokenizer, task, ModelThread(config.timeout_seconds))
     light = {name: part for name, part in config.sources.items() if not _is_heavy(part)}
     for name, part in config.sources.items():
         if name not in light:
@@ -75,6 +77,7 @@ def _assemble(
             sources[name] = WeightedSource(BUILDERS[part.kind](part, config.key(name), around), part.weight)
     except ConfigError:
         scorer.close()
+        around.thread.close()
         raise
     return scorer
 
@@ -97,7 +100,9 @@ def _model(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
     from asyncrlhf.rewards.model import ModelSource
 
     budget = around.config.max_batch_tokens
-    source = ModelSource(part.model, key, around.tokenizer, max_batch_tokens=budget, device=around.device)
+    source = ModelSource(
+        part.model, key, around.tokenizer, max_batch_tokens=budget, device=around.device, thread=around.thread
+    )
     if not around.cache_tokens:
         return source
     from asyncrlhf.rewards.chunked import chunked
@@ -112,7 +117,7 @@ def _judge(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
         return JudgeSource(part.judge, ChatEndpoint(part.judge, part.http, around.config.timeout_seconds))
     from asyncrlhf.rewards.judge_vllm import VllmChat
 
-    return JudgeSource(part.judge, VllmChat(part.judge, key, around.config.gpus))
+    return JudgeSource(part.judge, VllmChat(part.judge, key, around.config.gpus, around.thread))
 
 
 def _http(part: RewardPart, key: str, around: Surroundings) -> RewardSource:

@@ -6,13 +6,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.base import RewardSource, Score
+from asyncrlhf.rewards.base import RewardSource, Score, StuckError
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.rewards.chunked_passes import (
     CAPACITY_MULTIPLE,
@@ -21,7 +23,7 @@ from asyncrlhf.rewards.chunked_passes import (
     Passes,
     build_passes,
 )
-from asyncrlhf.rewards.model import ModelSource, head_of
+from asyncrlhf.rewards.model import SLOW_PASS, ModelSource, head_of
 from asyncrlhf.rewards.model_inputs import policy_ids
 from asyncrlhf.types import IntArray, Rollout
 
@@ -109,6 +111,9 @@ class ChunkedSource:
                 behind = self._read(behind)
         except torch.OutOfMemoryError:
             evicted += self._give_all_up()
+        except StuckError:
+            self._give_all_up()  # the pass may still write to its caches
+            raise
         return evicted
 
     def _note(self, chunk: Chunk) -> bool:
@@ -180,7 +185,10 @@ class ChunkedSource:
     def _extend(self, extensions: Sequence[Extension]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for batch in token_batches(extensions, self._max_batch_tokens):
-            found.extend(self._passes.extend(batch))
+            tokens = sum(len(extension.token_ids) for extension in batch)
+            who = f"A pass of the reward model over {tokens} new tokens of {len(batch)} sequences"
+            # The partial binds this batch: a call that was given up may still run when the next one is chosen.
+            found.extend(self.source.thread.call(who, partial(self._passes.extend, batch), SLOW_PASS))
         return found
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
@@ -195,6 +203,9 @@ class ChunkedSource:
                 f"The reward model ran out of memory with {len(fitting)} sequences of up to "
                 f"{max(map(len, encoded))} tokens; lower reward.max_batch_tokens or fusion.cache_tokens."
             ) from error
+        except StuckError:
+            self._give_all_up()
+            raise
         for i, value in zip(fitting, values, strict=True):
             scores[i] = value if math.isfinite(value) else RewardError(f"The reward model's score is {value}.")
         return scores
@@ -219,7 +230,9 @@ class ChunkedSource:
         if not last:
             return []
         hidden = torch.stack([last[place] for place in range(len(sequences))])
-        return [float(v) for v in head_of(self.source.model)(hidden)[:, 0].float().cpu()]
+        # On a GPU it is here that the passes are waited for.
+        who = f"A pass of the reward model over {len(sequences)} sequences"
+        return self.source.thread.call(who, partial(_head_scores, self.source.model, hidden), SLOW_PASS)
 
     def release(self, rollout_ids: Iterable[int]) -> None:
         """Forget rollouts that are scored, cancelled, failed or dropped."""
@@ -232,6 +245,12 @@ class ChunkedSource:
         self._readings.clear()
         self._donors.clear()
         self.source.close()
+
+
+@torch.inference_mode()
+def _head_scores(model: PreTrainedModel, hidden: torch.Tensor) -> list[float]:
+    """The scores of N hidden states [N, H]."""
+    return [float(v) for v in head_of(model)(hidden)[:, 0].float().cpu()]
 
 
 def _begins(ids: IntArray, reading: _Reading) -> bool:
@@ -259,7 +278,7 @@ def chunked(source: ModelSource, cache_tokens: int, max_batch_tokens: int) -> Re
     if source.encoder is not policy_ids:
         return source
     try:
-        passes = build_passes(source.model)
+        passes = source.thread.call_without_limit(lambda: build_passes(source.model))
     except ChunkingRefusedError:
         return source
     return ChunkedSource(source, passes, cache_tokens, max_batch_tokens)

@@ -71,7 +71,7 @@ class RewardConfig:
     gpus: float = 0.0  # GPUs of one worker; 0 runs its models on the CPU
     max_restarts: int = 3  # a worker that dies so often in a row is not started again
     max_batch_tokens: int = 16384  # padding included, of one forward pass of a reward model
-    timeout_seconds: float = 30.0  # for one call of a function or an endpoint
+    timeout_seconds: float = 30.0  # for one call of a function, endpoint or judge, and one pass of a reward model
     on_failure: str = "skip"
     normalize: str = "none"
     normalize_clip: float = 0.0  # bound of a normalised reward's size; 0 is none

@@ -15,15 +15,20 @@ from asyncrlhf.errors import RewardError
 from asyncrlhf.rewards.base import Score
 from asyncrlhf.rewards.model_inputs import Encoder, build_encoder
 from asyncrlhf.rewards.model_loading import load_reward_model
+from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import IntArray, Rollout
+
+# Of a pass that the time limit ended, for a model that is no more than slow.
+SLOW_PASS = "If it is only slow, raise that or lower reward.max_batch_tokens."
 
 
 class ModelSource:
     """One forward pass a batch of up to ``max_batch_tokens`` padded tokens; a longer sequence is a batch of its own.
 
-    Raises ConfigError for a checkpoint that cannot be loaded or is no reward model. ``model``, ``encoder`` and
-    ``is_causal`` are open to those who feed the model by other ways, such as chunk by chunk.
+    Raises ConfigError for a checkpoint that cannot be loaded or is no reward model. ``model``, ``encoder``, ``thread``
+    and ``is_causal`` are open to those who feed the model by other ways, such as chunk by chunk. A pass that takes
+    longer than ``thread`` allows (by default there is no limit) ends in StuckError.
     """
 
     def __init__(
@@ -34,8 +39,10 @@ class ModelSource:
         *,
         max_batch_tokens: int,
         device: str = "cpu",
+        thread: ModelThread | None = None,
     ) -> None:
-        self.model = load_reward_model(config, key, device)
+        self.thread = thread if thread is not None else ModelThread()
+        self.model = self.thread.call_without_limit(lambda: load_reward_model(config, key, device))
         self.encoder: Encoder = build_encoder(config, key, policy)
         self.is_causal = is_causal(self.model)
         self.max_length = longest_input(self.model, config)
@@ -79,8 +86,12 @@ class ModelSource:
             ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
             mask[row, : len(sequence)] = 1
         device = self.model.device
+        who = f"A pass of the reward model over {len(sequences)} sequences of up to {longest} tokens"
         try:
-            return [float(v) for v in score_batch(self.model, ids.to(device), mask.to(device)).cpu()]
+            scores = self.thread.call(
+                who, lambda: score_batch(self.model, ids.to(device), mask.to(device)).cpu(), SLOW_PASS
+            )
+            return [float(v) for v in scores]
         except torch.OutOfMemoryError as error:
             raise RewardError(
                 f"The reward model ran out of memory with {len(sequences)} sequences of up to {longest} tokens; "
@@ -88,7 +99,7 @@ class ModelSource:
             ) from error
 
     def close(self) -> None:
-        """Nothing is held open that does not end with the worker."""
+        self.thread.close()
 
 
 @torch.inference_mode()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # By suffix: what `datasets` calls the format.
 BUILDERS = {".jsonl": "json", ".parquet": "parquet"}
+# What `save_to_disk` leaves in the folder of a table, and in that of several splits.
+SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,43 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
     check(path, f"{key} is empty; give a JSONL or Parquet file, a folder of them, or the name of a dataset.")
     local = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or local.suffix in BUILDERS
-    files = _files(local, key) if local.exists() else []
-    if not files and looks_local:
+    saved = is_saved(local)
+    files = _files(local, key) if local.exists() and not saved else []
+    if not files and not saved and looks_local:
         raise ConfigError(f"{key}={path} does not exist.")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said in one sentence below
     try:
-        if files:
+        if saved:
+            table = _split(datasets.load_from_disk(str(local)), split, key, path)
+        elif files:
             names = [str(file) for file in files]
             table = datasets.load_dataset(BUILDERS[files[0].suffix], data_files=names, split="train")
         else:
             table = datasets.load_dataset(path, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = _innermost(error)
-        kind = "could not be read" if files else "is no local file, and no dataset that loads"
+        reason = _broken_line(files) or _innermost(error)
+        kind = "could not be read" if files or saved else "is no local file, and no dataset that loads"
         raise ConfigError(f"{key}={path} {kind}: {reason}.") from error
+    # Of a column that is text in one file and lists in another `datasets` makes text, without a word.
+    broken = _broken_line(files) if len(files) > 1 else ""
+    check(not broken, f"{key}={path} could not be read: {broken}.")
     check(len(table), f"{key}={path} holds no rows.")
     return table
+
+
+def is_saved(local: Path) -> bool:
+    """Whether `datasets` wrote this folder by ``save_to_disk``."""
+    return any((local / name).is_file() for name in (SAVED_TABLE, SAVED_SPLITS))
+
+
+def _split(found: Any, split: str, key: str, path: str) -> Dataset:
+    """Of a table there is but one; of splits the one that is asked for."""
+    if not isinstance(found, dict):
+        return found  # type: ignore[no-any-return]
+    if split not in found:
+        raise ConfigError(f"{key}={path} has no split {split}; allowed: {', '.join(found)}.")
+    return found[split]  # type: ignore[no-any-return]
 
 
 def _files(local: Path, key: str) -> list[Path]:
@@ -76,6 +98,28 @@ def _files(local: Path, key: str) -> list[Path]:
 def _has_content(file: Path) -> bool:
     with file.open("rb") as lines:
         return any(line.strip() for line in lines)
+
+
+def _broken_line(files: Sequence[Path]) -> str:
+    """Where the first line stands that keeps JSONL files from being a table; empty where none does. Arrow counts rows
+    of a block from 0, which is no help to who looks for one."""
+    kinds: dict[str, str] = {}
+    for file in files:
+        if file.suffix != ".jsonl":
+            return ""
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            where = f"{file.name} line {number}"
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except json.JSONDecodeError as error:
+                return f"{where} is no JSON ({error.msg})"
+            if not isinstance(row, dict):
+                return f"{where} is no JSON object"
+            for column, value in row.items():
+                kind = type(value).__name__
+                if value is not None and kinds.setdefault(column, kind) != kind:
+                    return f"{where} has {kind} in the column {column!r} where {kinds[column]} stood before"
+    return ""
 
 
 def _innermost(error: BaseException) -> str:
@@ -104,8 +148,30 @@ def check_rows(table: Dataset, columns: Sequence[str], key: str, path: str) -> b
     for column in columns:
         for number, value in enumerate(table[column], start=1):
             if not good(value):
-                raise ConfigError(f"{key}={path} row {number} has no {kind} in the column {column!r}.")
+                raise ConfigError(f"{key}={path} {row_place(path, number)} has no {kind} in the column {column!r}.")
     return conversational
+
+
+def row_place(path: str, number: int) -> str:
+    """Names the row ``number``, from 1 on, of the table at ``path``; in a folder by its file."""
+    local = Path(path).expanduser()
+    if not local.is_dir() or is_saved(local):
+        return f"row {number}"
+    for file in _files(local, "path"):
+        rows = _rows_in(file)
+        if number <= rows:
+            return f"row {number} of {file.name}"
+        number -= rows
+    return f"row {number}"
+
+
+def _rows_in(file: Path) -> int:
+    if file.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        return int(ParquetFile(file).metadata.num_rows)
+    with file.open("rb") as lines:
+        return sum(bool(line.strip()) for line in lines)
 
 
 def _is_text(value: Any) -> bool:
@@ -132,8 +198,9 @@ def hold_out(
     seed and the order of the rows. Raises ConfigError when no row is left to train on.
     """
     if config.heldout_split:
-        if Path(config.path).expanduser().exists():
-            raise ConfigError(f"{key}.heldout_split is for datasets by name; give {key}.heldout_fraction for files.")
+        local = Path(config.path).expanduser()
+        if local.exists() and not (local / SAVED_SPLITS).is_file():
+            raise ConfigError(f"{key}.heldout_split is for data with splits; give {key}.heldout_fraction for this.")
         heldout = read(config.heldout_split)
         return Split(table, heldout, _numbered([_digest(prompt(row)) for row in heldout]))
     digests = [_digest(prompt(row)) for row in table]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,26 +26,28 @@ class PairEncoder:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Ids]:
         """``chosen_ids`` and ``rejected_ids``, as TRL's ``RewardTrainer`` takes data that is tokenised already."""
-        prompt = row.get("prompt")
-        return {f"{side}_ids": self.encode(prompt, row[side]) for side in ("chosen", "rejected")}
+        prompt, tools = row.get("prompt"), row.get("tools")
+        options = dict(row.get("chat_template_kwargs") or {})
+        if tools:
+            options["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+        return {f"{side}_ids": self.encode(prompt, row[side], **options) for side in ("chosen", "rejected")}
 
-    def encode(self, prompt: Any, answer: Any) -> Ids:
-        """Ids of texts or of conversations; ``prompt`` None: it is the beginning of ``answer``."""
+    def encode(self, prompt: Any, answer: Any, **options: Any) -> Ids:
+        """Ids of texts or of conversations; ``prompt`` None: it is the beginning of ``answer``. ``options`` go to the
+        chat template."""
         if isinstance(answer, str):
             return self._join(prompt or "", answer.removesuffix(self._end), special=True)
-        before = self._render(prompt, add_generation_prompt=True) if prompt else ""
-        whole = self._render([*(prompt or []), *answer])
+        before = self._render(prompt, add_generation_prompt=True, **options) if prompt else ""
+        whole = self._render([*(prompt or []), *answer], **options)
         if not whole.startswith(before):  # a template that writes the prompt in another way once there is an answer
             before = ""
         rest = whole[len(before) :]
         rest = rest.rpartition(self._end)[0] if self._end in rest else rest
         return self._join(before, rest, special=False)
 
-    def _render(self, messages: list[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[Any], **options: Any) -> str:
         # As text first: the template writes the special tokens itself.
-        return str(
-            self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     def _join(self, prompt: str, answer: str, special: bool) -> Ids:
         """``answer`` has no end token yet. ``special``: the tokenizer adds the special tokens that begin a text."""

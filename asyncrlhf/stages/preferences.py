@@ -165,19 +165,22 @@ def prefer_probability(margin: float, config: PreferencesConfig) -> float:
 
 def describe(pairs: Sequence[Pair], rewards: Sequence[float]) -> dict[str, float | int]:
     """Figures of the labels: ``agreement``, the share whose chosen answer has more reward; ``margin_mean``, the mean
-    size of the difference; and the rewards of all answers that ended."""
+    size of the difference; the rewards of either side, and those of all answers that ended."""
     margins = np.array([pair.gold_chosen - pair.gold_rejected for pair in pairs])
     return {
         "pairs": len(pairs),
         "agreement": float(np.mean([pair.agrees for pair in pairs])),
         "margin_mean": float(np.abs(margins).mean()),
+        "reward_chosen_mean": float(np.mean([pair.gold_chosen for pair in pairs])),
+        "reward_rejected_mean": float(np.mean([pair.gold_rejected for pair in pairs])),
         "reward_mean": float(np.mean(rewards)),
         "reward_std": float(np.std(rewards)),
     }
 
 
 def _line(pair: Pair, task: TaskConfig) -> dict[str, Any]:
-    prompt: Any = pair.chosen.prompt.text
+    # What the policy saw: a reward model must read in training what it will score.
+    prompt: Any = task.prompt_template.replace("{prompt}", pair.chosen.prompt.text)
     chosen: Any = pair.chosen.response_text
     rejected: Any = pair.rejected.response_text
     if task.chat_template:

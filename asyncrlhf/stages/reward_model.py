@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.stages.calibration import agreement
-from asyncrlhf.stages.data import Split, check_columns, check_rows, hold_out, read_rows
+from asyncrlhf.stages.data import Split, hold_out
 from asyncrlhf.stages.pairs import PairEncoder, choose_padding
+from asyncrlhf.stages.preference_data import about, read_pairs
 from asyncrlhf.stages.record import MODEL_FOLDER, is_main
 from asyncrlhf.stages.statistics import Estimate
 from asyncrlhf.stages.training import (
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 STAGE = "reward-model"
 KEY = "reward_model"
-FORMATS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 SIDES = ("chosen_ids", "rejected_ids")
 
 
@@ -52,9 +52,7 @@ def run_reward_model(config: RunConfig) -> dict[str, Any]:
     loads it, with the held-out pairs. Raises ConfigError before anything is trained.
     """
     settings = config.reward_model
-    table = read_rows(settings.path, settings.split, f"{KEY}.path")
-    columns = check_columns(table, FORMATS, f"{KEY}.path", settings.path)
-    conversational = check_rows(table, columns, f"{KEY}.path", settings.path)
+    table, conversational = read_pairs(settings.path, settings.split)
     job = prepare_job(config, settings, KEY, STAGE)
     refuse(
         conversational and not job.tokenizer.chat_template,
@@ -62,22 +60,13 @@ def run_reward_model(config: RunConfig) -> dict[str, Any]:
         f"holds conversations, but the tokenizer of model.path={config.model.path} has no chat template.",
     )
     choose_padding(job.tokenizer)
-    split = hold_out(table, settings, KEY, lambda name: read_rows(settings.path, name, f"{KEY}.path"), _about)
+    split = hold_out(table, settings, KEY, lambda name: read_pairs(settings.path, name)[0], about)
     pairs = tokenise(job, split)
 
     def facts(history: list[dict[str, Any]]) -> dict[str, Any]:
         return {"trainer_heldout": heldout_ends(history), "heldout": measure(job, pairs)}
 
     return run_trainer(job, STAGE, pairs.counts, lambda: build_trainer(job, pairs), facts)
-
-
-def _about(row: Mapping[str, Any]) -> Any:
-    """The prompt of a pair; without one, what both answers begin with: the same turns, or the same words."""
-    if row.get("prompt"):
-        return row["prompt"]
-    one, other = row["chosen"], row["rejected"]
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:same]
 
 
 def tokenise(job: Job, split: Split) -> Pairs:

@@ -47,10 +47,13 @@ def run_sft(config: RunConfig) -> dict[str, Any]:
         job,
         f"has {' and '.join(columns)}; {KEY}.assistant_only_loss=true is for messages.",
     )
-    split = hold_out(
-        table, settings, KEY, lambda name: read_rows(settings.path, name, f"{KEY}.path"), lambda row: row[columns[0]]
-    )
 
+    def heldout(split: str) -> Any:
+        rows = read_rows(settings.path, split, f"{KEY}.path")
+        check_rows(rows, check_columns(rows, (columns,), f"{KEY}.path", settings.path), f"{KEY}.path", settings.path)
+        return rows
+
+    split = hold_out(table, settings, KEY, heldout, lambda row: row[columns[0]])
     data = {"train": len(split.train), "heldout": len(split.heldout)}
     return run_trainer(job, STAGE, data, lambda: build_trainer(job, split, columns), _facts)
 

@@ -14,8 +14,9 @@ SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 class TrainerConfig:
     """What both trainers take; one process is one device, so that a batch over all devices is ``accelerate launch``'s.
 
-    ``path``: a JSONL or Parquet file, a folder of them, or the name of a `datasets` dataset. Held out are the rows of
-    ``heldout_split``, or else a share of the prompts, chosen by their hash: all rows of a prompt are on one side.
+    ``path``: a JSONL or Parquet file, a folder of them, what `datasets` saved to disk, or the name of a dataset. Held
+    out are the rows of ``heldout_split``, or else a share of the prompts, chosen by their hash: all rows of a prompt
+    are on one side.
     """
 
     path: str = ""

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import ray
+from transformers import LlamaModel
 
+from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, ReplicaError, RewardError
+from asyncrlhf.orchestrator import ray_services
 from asyncrlhf.orchestrator.local_runtime import LocalLearner, LocalReward
-from asyncrlhf.orchestrator.ray_handles import RayReward
+from asyncrlhf.orchestrator.ray_services import RayReward
+from asyncrlhf.rewards.base import StuckError
+from asyncrlhf.rewards.config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer
-from asyncrlhf.types import RewardResult
+from asyncrlhf.types import Payload, RewardResult
 from tests import loop, ray_run
+from tests.hanging import Hanging
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished
 from tests.reward_server import Server, rewards_by_length, serving
-from tests.unit.rewards.worlds import save_reward_model
+from tests.unit.rewards.worlds import rollout, save_reward_model
 
 # 15 steps of 16 rollouts. A failed call is not made again and opens no circuit unless a test is about that.
 SHORT = (*FAKE, "steps=15", "fusion.max_batch=8")
@@ -210,6 +221,38 @@ def test_a_rollout_that_kills_its_worker_fails_and_its_neighbours_do_not(
     assert failed.drop_reason.str.contains("reward worker died 2 times with it").all()
 
 
+@pytest.mark.parametrize("granularity", ["rollout", "chunk"])
+def test_a_reward_model_that_hangs_costs_the_rollouts_that_it_hangs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: str
+) -> None:
+    """The limit counts as the worker's death: its rollouts are scored alone, and those that hang again fail. All other
+    scores are those of the whole rollout by a model that never hung."""
+    model = save_reward_model(tmp_path / "rm", 19, context=128)
+    hanging = Hanging(monkeypatch)
+    deadly, base = 13, LlamaModel.forward
+
+    def forward(self: LlamaModel, input_ids: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "reward-models" and bool((input_ids == deadly).any()):
+            hanging.hang()
+        return base(self, input_ids=input_ids, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaModel, "forward", forward)
+        done = loop.run(
+            tmp_path / "run", *FAKE, "steps=3", "fusion.max_batch=8", f"fusion={granularity}", "fusion.chunk_tokens=2",
+            "reward.kind=model", f"reward.model.path={model}", "reward.model.inputs=ids", "reward.timeout_seconds=77",
+            "max_failure_fraction=1",
+        )  # fmt: skip
+    done.assert_ledger_whole()
+    failed_rows(done, r"reward worker died 2 times with it: A pass .* took longer than reward\.timeout_seconds=77")
+    rows = done.rollouts
+    tokenizer = load_tokenizer(ModelConfig())
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in rows.prompt + rows.response]
+    hangs = pd.Series([deadly in tokens for tokens in ids], index=rows.index)
+    assert "trained" not in set(rows.state[hangs]) and "failed" not in set(rows.state[~hangs])
+    assert done.summary["ledger"]["trained"] > 0 and set(hanging.limits) == {77.0}
+
+
 def test_a_lost_worker_leaves_its_work_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_worker(monkeypatch, 1, lambda r: r.rollout_id > 100, lost=True)
     done = loop.run(tmp_path, *SHORT, "reward.workers=2")
@@ -222,6 +265,47 @@ def test_the_loss_of_the_last_worker_ends_the_run(tmp_path: Path, monkeypatch: p
     with pytest.raises(ReplicaError, match=r"No reward worker is left: reward-0 died: struck"):
         loop.run(tmp_path, *SHORT)
     assert summary_of(tmp_path)["ledger"]["adds_up"]
+
+
+class Sticky:
+    """A reward actor whose model hangs in the first process, and works in the next."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        mark = Path(spec.model.path)
+        self._sticks = not mark.exists()
+        mark.touch()
+
+    def ready(self) -> bool:
+        return True
+
+    def score(self, indices: Any, *bundles: Any) -> list[RewardResult]:
+        if self._sticks:
+            raise StuckError("A pass of the reward model took longer than reward.timeout_seconds=30.")
+        return [RewardResult(bundles[bundle][index].rollout_id, 1.0) for bundle, index in indices]
+
+
+def is_dead(actor: Any) -> bool:
+    try:
+        ray.get(actor.ready.remote(), timeout=60)
+    except ray.exceptions.RayActorError:
+        return True
+    return False
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("ray_local")
+async def test_under_ray_a_worker_whose_model_hangs_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_services, "RewardActor", Sticky)
+    spec = RewardSpec(RewardConfig(), TaskConfig(), ModelConfig(path=str(tmp_path / "mark")), 8)
+    worker = RayReward(spec, 0, {"num_cpus": 0}, 60.0)
+    await worker.ready()
+    first = worker.actor
+    assert await worker.score([Payload(ray.put([rollout(7, "a")]), 0)]) == [RewardResult(7, 1.0)]
+    assert worker.actor is not first
+    await ray_run.until(lambda: is_dead(first), "the end of the actor that hung")
+    await worker.close()
 
 
 @pytest.mark.thorough

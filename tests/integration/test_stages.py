@@ -31,6 +31,7 @@ from asyncrlhf.stages import training
 from asyncrlhf.stages.record import StageRecord
 from asyncrlhf.tasks.base import PromptEncoder
 from asyncrlhf.types import Prompt, Rollout
+from tests.reward_server import serving
 
 QUIET = ("logging.wandb=disabled", "logging.progress=none")
 SUMS = [(a, b) for a in range(10) for b in range(10)]
@@ -172,6 +173,42 @@ def test_evaluate_with_what_the_stages_made(
     assert np.mean([s["response"] == "7" for s in found["samples"]]) > 0.9
     rewards = [s["reward"] for s in found["samples"]]
     assert found["reward_mean"] == pytest.approx(np.mean(rewards))
+
+
+def test_a_judge_decides_the_win_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fake behind an OpenAI-compatible server: right sums get 9, wrong ones 3; of one answer it cannot tell."""
+    lost: list[str] = []
+
+    def judge(asked: dict[str, Any]) -> Any:
+        prompt, response = asked["messages"][0]["content"].split("|")
+        if not lost and len(server.asked) > 1:  # the first question is the probe before the start
+            lost.append(prompt)
+        right = str(sum(int(n) for n in prompt.removesuffix("=").split("+")))
+        said = "I cannot tell." if prompt in lost else f"Score: {9 if response == right else 3}"
+        return {"choices": [{"message": {"content": said}}]}
+
+    with serving(judge) as server:
+        options = (
+            "reward.kind=judge",
+            "reward.judge.engine=http",
+            "reward.judge.model=m",
+            f"reward.http.url={server.url}",
+        )
+        text = ("reward.judge.template='{prompt}|{response}'", "reward.judge.concurrency=1")
+        small = ("task.heldout_size=12", "evaluation.against=answers", f"run_dir={tmp_path}", *QUIET)
+        assert main(["evaluate", *options, *text, *small]) == 0
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert "win rate against answers" in capsys.readouterr().out
+    assert (
+        len(found["samples"]) == 11 and found["failed"] == 1 and lost[0] not in {s["prompt"] for s in found["samples"]}
+    )
+    right = [s["response"] == s["answer"] for s in found["samples"]]
+    assert 0 < sum(right) < 11, "the tiny model knows some sums"
+    assert [s["reward"] for s in found["samples"]] == [9.0 if r else 3.0 for r in right]
+    assert {s["against_reward"] for s in found["samples"]} == {9.0}
+    # Against the right answer a wrong one loses, and a right one ties.
+    assert found["win_rate"] == pytest.approx(0.5 * np.mean(right)) and found["win_rate_prompts"] == 11
+    assert found["tie_rate"] == pytest.approx(np.mean(right))
 
 
 def test_train_takes_the_model_and_the_reward_model(tuned: Path, judge: Path, data: Path) -> None:
@@ -362,3 +399,14 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert [word for word in words if word not in sentence] == [], said.err
     assert sentence.startswith("asyncrlhf: ") and said.out == "" and "Traceback" not in said.err
     assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_report_draws_what_the_trainers_logged(tuned: Path, judge: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, titles in ((tuned, ("Loss", "Token accuracy")), (judge, ("Loss", "Accuracy", "Margin", "Scores"))):
+        assert main(["report", str(run), "--out", str(run.parent / f"report-{run.name}")]) == 0
+        page = (run.parent / f"report-{run.name}" / "index.html").read_text()
+        # Plotly writes "<" as \u003c.
+        assert [title for title in titles if rf"\u003cb\u003e{title}\u003c" not in page] == []
+    capsys.readouterr()
+    assert main(["report", str(tuned), str(judge), "--out", str(tuned.parent / "none")]) == 2
+    assert "is a run of sft and" in capsys.readouterr().err and not (tuned.parent / "none").exists()

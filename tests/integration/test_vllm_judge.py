@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrlhf.errors import RewardError
 from asyncrlhf.rewards.judge import JudgeSource
 from asyncrlhf.rewards.judge_vllm import VllmChat
+from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.service_config import JudgeConfig
 from tests.unit.rewards.worlds import rollout
 from tests.vllm_tiny import needs_vllm
@@ -33,7 +35,7 @@ def test_the_tiny_model_judges_as_transformers_does(tiny_model_path: Path) -> No
         with torch.inference_mode():
             out = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
         expected.append(tokenizer.decode(out, skip_special_tokens=True))
-    chat = VllmChat(config, "reward", gpus=0)
+    chat = VllmChat(config, "reward", gpus=0, thread=ModelThread(60))
     judge = JudgeSource(config, chat)
     try:
         assert chat.answers(questions) == expected
@@ -44,5 +46,12 @@ def test_the_tiny_model_judges_as_transformers_does(tiny_model_path: Path) -> No
             assert score == float(found[-1]) if found else isinstance(score, RewardError)
         assert isinstance(scores[0], float), "the model knows some sums"
         assert isinstance(late, RewardError) and "do not fit its context of 128" in str(late)
+        chat._asker._clock = chain([0, 0], repeat(60)).__next__  # one step fits in: a token of each answer
+        for answer in chat.answers(questions):
+            assert isinstance(answer, RewardError) and "answer took longer than reward.timeout_seconds=60" in str(
+                answer
+            )
+        chat._asker._clock = repeat(0).__next__
+        assert chat.answers(questions) == expected, "nothing is left of what was taken back"
     finally:
         judge.close()

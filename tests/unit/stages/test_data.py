@@ -50,7 +50,9 @@ def test_jsonl_parquet_and_folders_are_read_alike(here: Path) -> None:
         ("no-such-dataset", ["sft.path=no-such-dataset is no local file, and no dataset that loads"]),
         ("empty.jsonl", ["sft.path=empty.jsonl holds no rows"]),
         ("blank.jsonl", ["sft.path=blank.jsonl holds no rows"]),
-        ("broken.jsonl", ["sft.path=broken.jsonl could not be read", "JSON", "row 1"]),
+        ("broken.jsonl", ["sft.path=broken.jsonl could not be read: broken.jsonl line 3 is no JSON (Expecting"]),
+        ("folder", ["could not be read: b.jsonl line 2 has list in the column 'text' where str stood before"]),
+        ("list.jsonl", ["could not be read: list.jsonl line 1 is no JSON object"]),
         ("not.parquet", ["sft.path=not.parquet could not be read", "Parquet"]),
         ("notes.txt", ["sft.path=notes.txt is of no known format", ".jsonl or .parquet"]),
         ("bare", ["The folder sft.path=bare holds no .jsonl or .parquet file"]),
@@ -60,7 +62,11 @@ def test_jsonl_parquet_and_folders_are_read_alike(here: Path) -> None:
 def test_what_cannot_be_read_is_one_sentence(path: str, words: list[str], here: Path) -> None:
     (here / "empty.jsonl").write_text("")
     (here / "blank.jsonl").write_text("\n \n")
-    (here / "broken.jsonl").write_text('{"text": "a"}\n{"text" "b"}\n')
+    (here / "broken.jsonl").write_text('{"text": "a"}\n\n{"text" "b"}\n')
+    (here / "list.jsonl").write_text('"a"\n')
+    (here / "folder").mkdir()
+    (here / "folder" / "a.jsonl").write_text(lines([{"text": "a"}] * 3))
+    (here / "folder" / "b.jsonl").write_text(lines([{"text": "a"}, {"text": [1]}]))
     (here / "not.parquet").write_text("text")
     (here / "notes.txt").write_text("text")
     (here / "bare").mkdir()
@@ -145,5 +151,5 @@ def test_a_split_of_its_own_takes_nothing_away(here: Path) -> None:
     assert len(found.train) == 40 and found.heldout.to_list() == [{"prompt": "test"}] and found.heldout_prompts == [0]
     (here / "a.jsonl").write_text(lines(ROWS))
     config = SftConfig(path="a.jsonl", heldout_split="test")
-    with pytest.raises(ConfigError, match="heldout_split is for datasets by name"):
+    with pytest.raises(ConfigError, match="heldout_split is for data with splits"):
         hold_out(table(ROWS), config, "sft", table, lambda row: row["prompt"])

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import numpy as np
 import pytest
 import yaml
 
+from asyncrlhf.cli.main import main
 from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.stages import preferences as stage
+from asyncrlhf.stages.pairs import PairEncoder
 from asyncrlhf.stages.preferences import draw_prompts, make_pairs, prefer_probability, run_preferences
 from asyncrlhf.stages.preferences_config import PreferencesConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
+from asyncrlhf.tasks.base import PromptEncoder
 from asyncrlhf.types import Prompt, Rollout
 
 SMALL = (
@@ -112,6 +116,7 @@ def test_the_stage_leaves_pairs_that_trl_reads_and_a_summary(tmp_path: Path) -> 
     assert summary == done
     assert (summary["pairs"], summary["agreement"], summary["margin_mean"]) == (len(lines), 1.0, 1.0)
     assert (summary["prompts"], summary["answers"], summary["failed"]) == (12, 60, 0)
+    assert (summary["reward_chosen_mean"], summary["reward_rejected_mean"]) == (1.0, 0.0)
     assert summary["ties_dropped"] + len(lines) <= 24
     assert yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["preferences"]["num_prompts"] == 12
     again = run_preferences(load_config([*SMALL, f"run_dir={tmp_path / 'b'}", "seed=5"]))
@@ -131,6 +136,61 @@ def test_chat_tasks_give_conversations() -> None:
     assert line["chosen"] == [{"role": "assistant", "content": "answer 0"}]
     assert line["rejected"] == [{"role": "assistant", "content": "answer 1"}]
     assert stage._line(pair, TaskConfig(chat_template=True))["prompt"] == [{"role": "user", "content": "prompt 0"}]
+
+
+@pytest.mark.parametrize("template", ["{prompt}", "2*{prompt}"])
+def test_a_reward_model_reads_of_a_line_what_the_policy_saw(template: str) -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    task = TaskConfig(prompt_template=template)
+    prompt = PromptEncoder(tokenizer, task)("p", "3+4=")
+    scored = [(replace(rollout(i, 0), prompt=prompt, response_text=text), float(i)) for i, text in enumerate("67")]
+    (pair,), _ = make_pairs(scored, PreferencesConfig(), seed=0)
+    ids = PairEncoder(tokenizer)(stage._line(pair, task))
+    for side, answer in (("chosen_ids", "7"), ("rejected_ids", "6")):
+        assert ids[side] == [*prompt.token_ids, *tokenizer(answer, add_special_tokens=False).input_ids, 2]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *typed: str) -> str:
+    assert main(["preferences", *SMALL, *typed]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_shows_what_came_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain lines where no terminal listens, a table where one does; with the same figures."""
+    plain = shown(capsys, "preferences=flip", "preferences.flip_probability=0.4", f"run_dir={tmp_path / 'a'}")
+    lines = dict(line.split(": ", 1) for line in plain.splitlines())
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    pairs = [json.loads(line) for line in Path(lines["file"]).read_text().splitlines()]
+    for side in ("chosen", "rejected"):
+        assert float(lines[f"reward of {side} answers"]) == pytest.approx(
+            np.mean([pair[f"gold_{side}"] for pair in pairs]), abs=5e-4
+        )
+    assert lines["prompts"] == "12, 5 answers each"
+    assert int(lines["pairs"]) == len(pairs)
+    assert int(lines["pairs of equal reward, left out"]) == summary["ties_dropped"]
+    agree = np.mean([pair["gold_chosen"] > pair["gold_rejected"] for pair in pairs])
+    assert 0 < agree < 1 and float(lines["labels that agree with the reward"]) == pytest.approx(agree, abs=5e-4)
+    assert lines["noise of the labels"] == "flipped with probability 0.4"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    table = shown(capsys, "preferences=flip", "preferences.flip_probability=0.4", f"run_dir={tmp_path / 'b'}")
+    for name, value in lines.items():
+        assert name in table and (name == "file" or value in table)
+    assert "┃" in table and f"reward_model.path={tmp_path / 'b' / 'preferences.jsonl'}" in table
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("default", PreferencesConfig()),
+        ("bradley_terry", PreferencesConfig(noise="bradley_terry")),
+        ("flip", PreferencesConfig(noise="flip", flip_probability=0.1)),
+    ],
+)
+def test_the_presets_are_labellers(preset: str, expected: PreferencesConfig) -> None:
+    assert load_config([f"preferences={preset}"]).preferences == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""A reference worker: the frozen start model, which gives finished rollouts their reference log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.actors.where import Where, where
+from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.learner.reference import ReferencePolicy
+from asyncrlhf.learner.reference_config import ReferenceConfig
+from asyncrlhf.types import Payload, ReferenceResult, Rollout
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """Everything a reference worker needs to start on any machine. ``precision``: ``learner.mixed_precision``."""
+
+    reference: ReferenceConfig
+    model: ModelConfig
+    temperature: float
+    precision: str
+
+    @property
+    def fingerprint(self) -> dict[str, str | float]:
+        """What decides over the log-probs: others than a checkpoint's are computed anew when a run goes on."""
+        dtype = self.precision if self.reference.dtype == "auto" else self.reference.dtype
+        return {"model": self.model.path, "temperature": self.temperature, "dtype": dtype}
+
+
+class ReferenceWorker:
+    """The start model, never a resumed policy, and without the adapter of a LoRA run, which begins as the model itself.
+
+    Each answer lies in a bundle of its own, beside the rollout's other arrays, so that whoever reads the rollout later
+    needs one reference and not two.
+    """
+
+    def __init__(self, spec: ReferenceSpec) -> None:
+        own = spec.reference
+        device = "cuda" if own.gpus > 0 else "cpu"
+        dtype = torch.float32 if own.dtype == "auto" else getattr(torch, own.dtype)
+        self._policy = ReferencePolicy(
+            load_model(spec.model, device, dtype=dtype),
+            temperature=spec.temperature,
+            precision=spec.precision if own.dtype == "auto" else "none",
+            token_budget=own.token_budget,
+        )
+
+    def complete(self, rollouts: Sequence[Rollout]) -> tuple[list[ReferenceResult], RolloutBundle]:
+        """One result a rollout, in order; the payload of those that succeeded is an index into the bundle."""
+        done: list[Rollout] = []
+        results = []
+        for rollout, answer in zip(rollouts, self._policy.answer(rollouts), strict=True):
+            if isinstance(answer, str):
+                results.append(ReferenceResult(rollout.rollout_id, None, error=answer))
+                continue
+            results.append(ReferenceResult(rollout.rollout_id, Payload(None, len(done))))
+            done.append(answer)
+        return results, RolloutBundle(done)
+
+
+class ReferenceActor:
+    """The Ray actor around one worker."""
+
+    def __init__(self, spec: ReferenceSpec) -> None:
+        torch.set_num_threads(spec.reference.threads)
+        self._worker = ReferenceWorker(spec)
+
+    def ready(self) -> bool:
+        return True
+
+    def where(self) -> Where:
+        return where()
+
+    def complete(
+        self, indices: Sequence[tuple[int, int]], *bundles: Sequence[Rollout]
+    ) -> tuple[list[ReferenceResult], RolloutBundle]:
+        """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
+        return self._worker.complete([bundles[bundle][index] for bundle, index in indices])

@@ -1,0 +1,162 @@
+"""Workers that share a queue of finished rollouts and outlive each other: what rewards and reference have alike."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.handles import WorkerLostError
+from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.types import Payload, RolloutInfo
+
+# A rollout in so many calls that ended with their worker's death is what kills workers.
+DEATHS_ALLOWED = 1
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A generated rollout in a service's queue, and the learner's version when it arrived there."""
+
+    info: RolloutInfo
+    at_version: int
+
+
+class HasRollout(Protocol):
+    @property
+    def rollout_id(self) -> int: ...
+
+
+Worker = TypeVar("Worker")
+Result = TypeVar("Result", bound=HasRollout)
+
+
+class Service(ABC, Generic[Worker, Result]):
+    """``title``: what its workers are called in sentences."""
+
+    title: str
+
+    def __init__(self, state: RunState, assembly: Assembly, workers: list[Worker]) -> None:
+        self._state = state
+        self._assembly = assembly
+        self._workers = workers  # alive
+        self._ready: deque[Waiting] = deque()
+        self._suspects: deque[Waiting] = deque()  # they shared a call with a worker's death, and are asked for alone
+        self._deaths: dict[int, int] = {}  # by rollout id
+        self._in_hand: set[int] = set()  # ids in calls under way
+        self._calls = 0  # under way
+
+    @property
+    def queued(self) -> list[int]:
+        """Rollout ids that wait for a worker, or for its answer."""
+        return sorted(self._in_hand) + [w.info.rollout_id for w in [*self._suspects, *self._ready]]
+
+    async def serve(self, worker: Worker) -> None:
+        """One worker, call by call. Returns when it is lost and others are left; raises ReplicaError when it was the
+        last one."""
+        while True:
+            await self._state.changed.wait_for(
+                lambda: self._suspects or self._mine(worker) or self._has_other_work(worker)
+            )
+            batch = await self._next_batch(worker)
+            if not batch:
+                if not await self._other_work(worker):
+                    return
+                continue
+            ids = {w.info.rollout_id for w in batch}
+            self._in_hand |= ids
+            self._calls += 1
+            try:
+                results = await self._call(worker, [w.info.payload for w in batch])
+            except WorkerLostError as error:
+                self._lose(worker, batch, error)
+                return
+            except ReplicaError as error:
+                self._forgot(worker)
+                self._suspect(batch, error)
+                continue
+            finally:
+                self._in_hand -= ids
+                self._calls -= 1
+            self._answered(worker, batch)
+            self._file(batch, {r.rollout_id: r for r in results})
+
+    @abstractmethod
+    def _mine(self, worker: Worker) -> list[Waiting]:
+        """What this worker would be asked for now: one call's worth, oldest first."""
+
+    @abstractmethod
+    def _full(self, batch: Sequence[Waiting]) -> bool:
+        """Whether a call cannot take more, so that there is no reason to wait for company."""
+
+    @abstractmethod
+    async def _call(self, worker: Worker, payloads: Sequence[Payload]) -> list[Result]:
+        """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
+
+    @abstractmethod
+    def _accept(self, waiting: Waiting, result: Result) -> None:
+        """Take one rollout's result."""
+
+    @abstractmethod
+    def _failure(self, rollout_id: int, cause: str) -> Result:
+        """The result of a rollout that killed its workers."""
+
+    def _has_other_work(self, worker: Worker) -> bool:
+        return False
+
+    async def _other_work(self, worker: Worker) -> bool:
+        """What an idle worker does; false when it is lost."""
+        return True
+
+    def _forgot(self, worker: Worker) -> None:
+        """The worker died: what it held beside the queue is gone."""
+
+    def _answered(self, worker: Worker, batch: Sequence[Waiting]) -> None:
+        """A call came to its end."""
+
+    async def _next_batch(self, worker: Worker) -> list[Waiting]:
+        """Gathered for ``fusion.max_wait_ms`` while more can come; of suspects one alone."""
+        if self._suspects:
+            return [self._suspects.popleft()]
+        wait_ms = self._state.config.fusion.max_wait_ms
+        more_to_come = any(r.in_flight for r in self._state.replicas)
+        batch = self._mine(worker)
+        if batch and not self._full(batch) and wait_ms > 0 and more_to_come:
+            await asyncio.sleep(wait_ms / 1000)
+            batch = self._mine(worker)
+        taken = {w.info.rollout_id for w in batch}
+        self._ready = deque(w for w in self._ready if w.info.rollout_id not in taken)
+        return batch
+
+    def _file(self, batch: list[Waiting], results: dict[int, Result]) -> None:
+        for waiting in batch:
+            self._deaths.pop(waiting.info.rollout_id, None)
+            self._accept(waiting, results[waiting.info.rollout_id])
+        self._state.progressed()
+
+    def _lose(self, worker: Worker, batch: list[Waiting], error: ReplicaError) -> None:
+        """Go on with the workers that are left."""
+        self._workers.remove(worker)
+        self._forgot(worker)
+        if not self._workers:
+            raise ReplicaError(f"No {self.title} is left: {error}")
+        self._suspect(batch, error)
+
+    def _suspect(self, batch: list[Waiting], error: ReplicaError) -> None:
+        """Ask for each rollout of a call that died once more, alone; one that had its second chance has failed."""
+        again = f" Its {len(batch)} rollouts are scored again, one by one." if batch else ""
+        self._assembly.message(f"{error}{again}")
+        for waiting in batch:
+            rollout_id = waiting.info.rollout_id
+            self._deaths[rollout_id] = self._deaths.get(rollout_id, 0) + 1
+            if self._deaths[rollout_id] <= DEATHS_ALLOWED:
+                self._suspects.append(waiting)
+                continue
+            cause = f"Its {self.title} died {self._deaths.pop(rollout_id)} times with it: {error}"
+            self._file([waiting], {rollout_id: self._failure(rollout_id, cause)})
+        self._state.progressed()

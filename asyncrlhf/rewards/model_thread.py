@@ -1,0 +1,90 @@
+"""The thread that a reward worker's models run in, and the limit on how long its callers wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from asyncrlhf.rewards.base import StuckError
+from asyncrlhf.rewards.functions import late
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Call:
+    work: Callable[[], Any]
+    begun: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    given_up: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        self.begun.set()
+        try:
+            if not self.given_up:
+                self.value = self.work()
+        except BaseException as error:
+            self.error = error
+        self.ended.set()
+
+
+class ModelThread:
+    """Makes one call after the other. Python cannot stop one that hangs, but its caller need not wait for ever.
+
+    All models of a worker share one: OpenMP has a team of threads for each thread that calls it, and with more than one
+    team it no longer spins between kernels. ``seconds=None`` is no limit.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
+        self._calls: SimpleQueue[_Call | None] | None = None
+
+    def call(self, who: str, work: Callable[[], T], remedy: str = "") -> T:
+        """What ``work`` returns or raises; StuckError, whose subject is ``who``, after ``seconds``. Waits at most as
+        long before that for an earlier call that was given up to come to its end. ``remedy``: a sentence for whoever
+        has a call that is no more than slow."""
+        return self._call(who, work, self.seconds, remedy)
+
+    def call_without_limit(self, work: Callable[[], T]) -> T:
+        """As :meth:`call`, for what may take long, such as loading: whoever starts a worker has a limit for that."""
+        return self._call("", work, None)
+
+    def _call(self, who: str, work: Callable[[], T], seconds: float | None, remedy: str = "") -> T:
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            # A daemon: one that hangs must not keep the process alive.
+            threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="reward-models").start()
+        call = _Call(work)
+        self._calls.put(call)
+        if not wait(call.begun, seconds):
+            call.given_up = True
+            raise StuckError(f"{who} did not begin within reward.timeout_seconds={seconds:g}: an earlier one hangs.")
+        if not wait(call.ended, seconds):
+            assert seconds is not None
+            raise StuckError(f"{late(who, seconds)} {remedy}".strip())
+        if call.error is not None:
+            raise call.error
+        value: T = call.value
+        return value
+
+    def close(self) -> None:
+        """End the thread after what it is about; a later call starts another."""
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
+
+
+def wait(event: threading.Event, seconds: float | None) -> bool:
+    """Whether ``event`` comes within ``seconds``."""
+    return event.wait(seconds)
+
+
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.run()
+        del call  # or it would hold on to tensors until the next one
