@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrlhf.report.load import Group, Run
+from asyncrlhf.report.load import TRAIN, Group, Run
 
 Axis = Literal["step", "wall_time"]
 GRID_POINTS = 200  # of the common wall-clock axis on which seeds are averaged
@@ -25,6 +25,7 @@ class Series:
     metric: str
     label: str
     dash: Literal["solid", "dash", "dot"] = "solid"
+    sparse: bool = False  # as a panel's, of one of its metrics
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,53 @@ PANELS = (
     Panel("Response length", "tokens, mean", (Series("response_length_mean", "length"),)),
 )
 
+_LOSS = Panel("Loss", "nats", (Series("loss", "training"), Series("heldout_loss", "held out", "dash", sparse=True)))
+_OPTIMIZER = (
+    Panel("Gradient norm", "before clipping", (Series("grad_norm", "norm"),)),
+    Panel("Learning rate", "", (Series("learning_rate", "learning rate"),)),
+)
+STAGE_PANELS = {
+    TRAIN: PANELS,
+    "sft": (
+        _LOSS,
+        Panel(
+            "Token accuracy",
+            "fraction of the tokens",
+            (
+                Series("mean_token_accuracy", "training"),
+                Series("heldout_mean_token_accuracy", "held out", "dash", sparse=True),
+            ),
+            (0.0, 1.0),
+        ),
+        Panel("Entropy", "nats a token", (Series("entropy", "entropy"),)),
+        *_OPTIMIZER,
+    ),
+    "reward-model": (
+        _LOSS,
+        Panel(
+            "Accuracy",
+            "fraction of the pairs",
+            (Series("accuracy", "training"), Series("heldout_accuracy", "held out", "dash", sparse=True)),
+            (0.0, 1.0),
+        ),
+        Panel(
+            "Margin",
+            "chosen less rejected, mean",
+            (Series("margin", "training"), Series("heldout_margin", "held out", "dash", sparse=True)),
+        ),
+        Panel(
+            "Scores",
+            "of a batch",
+            (
+                Series("mean_reward", "mean"),
+                Series("max_reward", "largest", "dash"),
+                Series("min_reward", "smallest", "dot"),
+            ),
+        ),
+        *_OPTIMIZER,
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -86,7 +134,13 @@ class Curve:
 def shown_panels(groups: Sequence[Group]) -> list[Panel]:
     """Panels for which at least one run has data."""
     runs = [run for group in groups for run in group.runs]
-    return [p for p in PANELS if any(run.column(s.metric) is not None for run in runs for s in p.series)]
+    panels = STAGE_PANELS.get(runs[0].stage, PANELS)
+    return [p for p in panels if any(run.column(s.metric) is not None for run in runs for s in p.series)]
+
+
+def step_name(groups: Sequence[Group]) -> str:
+    """What a step of these runs is."""
+    return "learner steps" if groups[0].runs[0].stage == TRAIN else "optimizer steps"
 
 
 def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0, sparse: bool = False) -> Curve | None:

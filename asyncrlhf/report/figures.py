@@ -21,6 +21,7 @@ from asyncrlhf.report.curves import (
     curve,
     shown_panels,
     staleness_bound,
+    step_name,
     time_scale,
 )
 from asyncrlhf.report.load import Group
@@ -68,15 +69,16 @@ def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel, axis: Axis) -
     scale, unit = time_scale([run for group in groups for run in group.runs]) if axis == "wall_time" else (1.0, "")
     for group_index, group in enumerate(groups):
         for series_index, series in enumerate(panel.series):
-            drawn = curve(group, series.metric, axis, scale, panel.sparse)
+            sparse = panel.sparse or series.sparse
+            drawn = curve(group, series.metric, axis, scale, sparse)
             if drawn is not None:
                 color = _color(group_index if len(groups) > 1 else series_index)
-                _draw_curve(axes, drawn, color, _DASHES[series.dash], panel.sparse)
+                _draw_curve(axes, drawn, color, _DASHES[series.dash], sparse)
     bound = staleness_bound(groups) if panel.bound else None
     if bound is not None:
         axes.axhline(bound, color="#888888", linewidth=1.2, linestyle=":")
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=20)
-    axes.set_xlabel("learner steps" if axis == "step" else f"wall-clock, {unit}", fontsize=9)
+    axes.set_xlabel(step_name(groups) if axis == "step" else f"wall-clock, {unit}", fontsize=9)
     axes.set_ylabel(panel.unit, fontsize=9)
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)

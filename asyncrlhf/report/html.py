@@ -11,7 +11,17 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from asyncrlhf.report.curves import COLORS, Axis, Curve, Panel, curve, shown_panels, staleness_bound, time_scale
+from asyncrlhf.report.curves import (
+    COLORS,
+    Axis,
+    Curve,
+    Panel,
+    curve,
+    shown_panels,
+    staleness_bound,
+    step_name,
+    time_scale,
+)
 from asyncrlhf.report.figures import write_figures
 from asyncrlhf.report.load import Group, Run, group_runs, load_runs
 from asyncrlhf.report.table import build_tables
@@ -70,7 +80,7 @@ def render(runs: Sequence[Run], groups: Sequence[Group]) -> str:
     """The whole page as text, plotly.js included."""
     panels = shown_panels(groups)
     _, unit = time_scale(runs)
-    sections = [("Over learner steps", [_figure(groups, panel, "step") for panel in panels])]
+    sections = [(f"Over {step_name(groups)}", [_figure(groups, panel, "step") for panel in panels])]
     if any(run.column("wall_time") is not None for run in runs):
         sections.append((f"Over wall-clock ({unit})", [_figure(groups, panel, "wall_time") for panel in panels]))
     legend = [] if len(groups) == 1 else [(_color(i), _described(group)) for i, group in enumerate(groups)]
@@ -95,12 +105,13 @@ def _figure(groups: Sequence[Group], panel: Panel, axis: Axis) -> str:
     figure = go.Figure()
     for group_index, group in enumerate(groups):
         for series_index, series in enumerate(panel.series):
-            drawn = curve(group, series.metric, axis, scale, panel.sparse)
+            sparse = panel.sparse or series.sparse
+            drawn = curve(group, series.metric, axis, scale, sparse)
             if drawn is None:
                 continue
             color = _color(group_index if len(groups) > 1 else series_index)
             name = series.label if len(groups) == 1 else f"{group.label}: {series.label}"
-            _add_curve(figure, drawn, color, series.dash, name, panel.sparse)
+            _add_curve(figure, drawn, color, series.dash, name, sparse)
     if len(groups) > 1 and len(panel.series) > 1:
         for series in panel.series:
             line = {"color": "#555", "width": 2, "dash": series.dash}
@@ -115,7 +126,7 @@ def _figure(groups: Sequence[Group], panel: Panel, axis: Axis) -> str:
     for trace in figure.data:
         if len(groups) == 1 and len(panel.series) > 1 and trace.name:
             trace.showlegend = True
-    _lay_out(figure, panel, "learner steps" if axis == "step" else f"wall-clock, {unit}")
+    _lay_out(figure, panel, step_name(groups) if axis == "step" else f"wall-clock, {unit}")
     config = {"displaylogo": False, "responsive": True}
     return figure.to_html(include_plotlyjs=False, full_html=False, config=config, default_height="320px")
 

@@ -16,6 +16,11 @@ from asyncrlhf.orchestrator.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FI
 
 # What may differ between two runs of one configuration: where they lie and what they show.
 _NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint")
+# What a command leaves whose folder has no curves, by its file.
+_WITHOUT_CURVES = {"preferences.jsonl": "preference data", "evaluation.json": "an evaluation"}
+# Metrics that give the stage away, for runs that have no summary yet.
+_OF_STAGE = {"mean_token_accuracy": "sft", "min_reward": "reward-model"}
+TRAIN = "train"
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,14 @@ class Run:
     @property
     def seed(self) -> int | None:
         return self.config.get("seed")
+
+    @property
+    def stage(self) -> str:
+        """The command that made it: ``train``, ``sft`` or ``reward-model``."""
+        if self.summary is not None:
+            return str(self.summary.get("stage", TRAIN))
+        found = (stage for name, stage in _OF_STAGE.items() if {name, f"heldout_{name}"} & self.columns.keys())
+        return next(found, TRAIN)
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -59,6 +72,9 @@ def load_run(path: Path) -> Run:
         raise ConfigError(f"{path} is not a folder; give the directory of a run, such as runs/arithmetic/<time>.")
     metrics = path / METRICS_FILE
     if not metrics.is_file():
+        for name, what in _WITHOUT_CURVES.items():
+            if (path / name).is_file():
+                raise ConfigError(f"{path} holds {what} and no curves; give a run of train, sft or reward-model.")
         raise ConfigError(f"{path} holds no {METRICS_FILE}, so it is not a run directory{_hint(path)}.")
     rows = [row for row in read_metrics(metrics) if "step" in row]
     if not rows:
@@ -71,12 +87,20 @@ def load_run(path: Path) -> Run:
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read several; the same folder named twice is read once. Raises ConfigError when there is none."""
+    """Read several; the same folder named twice is read once. Raises ConfigError when there is none, and for runs of
+    several stages, whose curves mean different things under one name."""
     unique = list(dict.fromkeys(Path(path).resolve() for path in paths))
     if not unique:
         raise ConfigError("no run was named; give one or several run directories.")
     shown = {Path(path).resolve(): Path(path) for path in paths}
-    return [load_run(shown[path]) for path in unique]
+    runs = [load_run(shown[path]) for path in unique]
+    other = next((run for run in runs if run.stage != runs[0].stage), None)
+    if other is not None:
+        raise ConfigError(
+            f"{runs[0].path} is a run of {runs[0].stage} and {other.path} one of {other.stage}, whose curves do not "
+            "compare; give runs of one stage."
+        )
+    return runs
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

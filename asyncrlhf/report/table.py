@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table as RichTable
@@ -19,25 +17,18 @@ from asyncrlhf.orchestrator.summary import (
     time_weighted_mean,
     values,
 )
-from asyncrlhf.report.load import Group, Run, config_differences
-
-MISSING = "-"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text, for HTML and for the terminal alike."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
+from asyncrlhf.report.cells import MISSING, Table, number, spread
+from asyncrlhf.report.load import TRAIN, Group, Run, config_differences
+from asyncrlhf.report.stage_table import stage_results, stage_seeds
 
 
 def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
     """The tables that these runs call for, in the order to show them."""
-    tables = [_results(runs), _ledger(runs), *_replicas(runs)]
-    if any(len(group.runs) > 1 for group in groups):
-        tables.insert(0, _seeds(groups))
+    several = any(len(group.runs) > 1 for group in groups)
+    if runs[0].stage == TRAIN:
+        tables = [*([_seeds(groups)] if several else []), _results(runs), _ledger(runs), *_replicas(runs)]
+    else:
+        tables = [*([stage_seeds(groups)] if several else []), stage_results(runs)]
     differences = config_differences(runs)
     if differences:
         rows = [[key, *(MISSING if value is None else str(value) for value in row)] for key, row in differences.items()]
@@ -84,15 +75,15 @@ def _result_row(run: Run) -> list[str]:
         run.label,
         MISSING if run.seed is None else str(run.seed),
         f"{run.rows[-1]['step']:,}",
-        _number(reward["first"], "{:.3f}"),
-        _number(reward["last"], "{:.3f}"),
+        number(reward["first"], "{:.3f}"),
+        number(reward["last"], "{:.3f}"),
         f"{solved[0]:.3f} → {solved[-1]:.3f}" if solved else MISSING,
         MISSING if wall is None else duration(wall),
-        _number(time_weighted_mean(run.rows, "samples_per_second"), "{:,.1f}"),
-        _number(mean(values(run.rows, "staleness_mean")), "{:.2f}"),
-        _number(worst, "{:.0f}"),
-        _number(time_weighted_mean(run.rows, "learner_idle_fraction"), "{:.0%}"),
-        _number(time_weighted_mean(run.rows, "generator_idle_fraction"), "{:.0%}"),
+        number(time_weighted_mean(run.rows, "samples_per_second"), "{:,.1f}"),
+        number(mean(values(run.rows, "staleness_mean")), "{:.2f}"),
+        number(worst, "{:.0f}"),
+        number(time_weighted_mean(run.rows, "learner_idle_fraction"), "{:.0%}"),
+        number(time_weighted_mean(run.rows, "generator_idle_fraction"), "{:.0%}"),
         run.summary.get("exit_reason", MISSING) if run.summary else "no summary (running or killed)",
     ]
 
@@ -132,7 +123,7 @@ def _seeds(groups: Sequence[Group]) -> Table:
         [
             group.label,
             str(len(group.runs)),
-            *(_spread([pick(r) for r in group.runs], f) for pick, f in zip(picks, formats, strict=True)),
+            *(spread([pick(r) for r in group.runs], f) for pick, f in zip(picks, formats, strict=True)),
         ]
         for group in groups
     ]
@@ -144,19 +135,7 @@ def _last_heldout(run: Run) -> float | None:
     return None if heldout is None else float(heldout[heldout == heldout][-1])
 
 
-def _spread(found: Sequence[float | None], template: str) -> str:
-    known = [value for value in found if value is not None]
-    if not known:
-        return MISSING
-    middle = template.format(statistics.fmean(known))
-    return f"{middle} ± {template.format(statistics.stdev(known))}" if len(known) > 1 else middle
-
-
 def _reasons(counts: dict[str, Any]) -> str:
     if not counts:
         return "0"
     return f"{sum(counts.values()):,} ({', '.join(f'{reason} {count:,}' for reason, count in counts.items())})"
-
-
-def _number(value: float | None, template: str) -> str:
-    return MISSING if value is None else template.format(value)

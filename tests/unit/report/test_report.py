@@ -226,3 +226,81 @@ def test_only_panels_with_data_are_drawn_and_time_has_a_fitting_unit(tmp_path: P
     assert time_scale([run]) == (1.0, "seconds")
     run.columns["wall_time"][-1] = 4000.0
     assert time_scale([run]) == (60.0, "minutes")
+
+
+def make_stage(folder: Path, stage: str, *, seed: int = 0, summary: bool = True) -> Path:
+    """As TRL's trainers log: a line of training each second step, and evaluations on lines of their own."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    extra = {"sft": ["mean_token_accuracy"], "reward-model": ["accuracy", "margin", "min_reward"]}[stage]
+    lines = []
+    for step in range(0, 13, 2):
+        if step:
+            lines.append({"step": step, "wall_time": step * 1.0, **{name: rng.uniform() for name in ("loss", *extra)}})
+        if step % 6 == 0:
+            held = {f"heldout_{name}": rng.uniform() for name in ("loss", *extra)}
+            lines.append({"step": step, "wall_time": step + 0.5, **held})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, "sft": {"learning_rate": 1e-3}}))
+    if summary:
+        (folder / "summary.json").write_text(json.dumps({"stage": stage, "exit_reason": "done"}))
+    return folder
+
+
+@pytest.mark.parametrize("summary", [True, False], ids=["done", "under way"])
+@pytest.mark.parametrize(
+    ("stage", "titles"),
+    [("sft", ["Loss", "Token accuracy"]), ("reward-model", ["Loss", "Accuracy", "Margin", "Scores"])],
+)
+def test_a_stage_has_its_own_curves_and_figures(tmp_path: Path, stage: str, titles: list[str], summary: bool) -> None:
+    run = load_run(make_stage(tmp_path / "one", stage, summary=summary))
+    [group] = group_runs([run])
+    assert run.stage == stage and [panel.title for panel in shown_panels([group])] == titles
+    frame = pd.read_json(run.path / "metrics.jsonl", lines=True)
+    for panel in shown_panels([group]):
+        for series in panel.series:
+            if series.metric not in frame:
+                continue
+            drawn = curve(group, series.metric, "step", sparse=series.sparse)
+            known = frame[frame[series.metric].notna()]
+            assert drawn is not None and series.sparse == series.metric.startswith("heldout_")
+            np.testing.assert_array_equal(drawn.x, known.step)
+            np.testing.assert_allclose(drawn.y, known[series.metric])
+    [results] = build_tables([run], [group])
+    cells = dict(zip(results.header, results.rows[0], strict=True))
+    held = frame.heldout_loss.dropna()
+    assert cells["held-out loss"] == f"{held.iloc[0]:.3f} → {held.iloc[-1]:.3f}"
+    assert ("held-out accuracy" in cells) == (stage == "reward-model") and cells["steps"] == "12"
+    if summary:
+        return
+    page = build_report([run.path]).read_text()
+    assert "optimizer steps" in page and "learner steps" not in page and "Held-out accuracy" not in page
+    made = {path.name for path in (run.path / "report").iterdir()}
+    assert made == {"index.html", "curves_steps.png", "curves_time.png"}
+
+
+def test_seeds_of_a_stage_are_put_together(tmp_path: Path) -> None:
+    runs = load_runs([make_stage(tmp_path / f"s{seed}", "sft", seed=seed) for seed in range(3)])
+    groups = group_runs(runs)
+    assert len(groups) == 1
+    seeds, results = build_tables(runs, groups)
+    lasts = [pd.read_json(run.path / "metrics.jsonl", lines=True).heldout_loss.dropna().iloc[-1] for run in runs]
+    cells = dict(zip(seeds.header, seeds.rows[0], strict=True))
+    assert cells["held-out loss, last"] == f"{np.mean(lasts):.3f} ± {np.std(lasts, ddof=1):.3f}"
+    assert len(results.rows) == 3
+
+
+def test_folders_of_several_kinds_or_without_curves_are_one_sentence(tmp_path: Path) -> None:
+    sft, model = (make_stage(tmp_path / stage, stage) for stage in ("sft", "reward-model"))
+    train = make_run(tmp_path / "train")
+    with pytest.raises(ConfigError, match=r"sft is a run of sft and .*reward-model one of reward-model, whose curves"):
+        build_report([sft, model], tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"train is a run of train and .*sft one of sft"):
+        build_report([train, sft], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    for file, words in (("preferences.jsonl", "preference data"), ("evaluation.json", "an evaluation")):
+        folder = tmp_path / file
+        folder.mkdir()
+        (folder / file).write_text("{}")
+        with pytest.raises(ConfigError, match=rf"holds {words} and no curves; give a run of train, sft or reward-mod"):
+            build_report([folder])
