@@ -82,6 +82,7 @@ def chain(scale: Scale, folder: Path, seed: int) -> int:
         "seconds": time.monotonic() - started,
     }
     (folder / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    read_curve(run).to_csv(folder / "curve.csv", index=False, float_format="%.5g")
     print(words(result))
     return int(result["gain_in_standard_errors"] <= NEEDED)
 
