@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -30,10 +31,34 @@ T = TypeVar("T")
 YIELD = 4
 
 
+@dataclass
+class _Outbox:
+    """What the engine's thread has handed out and nobody collected yet."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    failures: list[GenerationFailure] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    ended: dict[int, float] = field(default_factory=dict)  # when each rollout got its last token
+
+    @property
+    def has_results(self) -> bool:
+        return bool(self.rollouts or self.failures)
+
+    def withdraw(self, rollout_ids: Sequence[int]) -> list[int]:
+        """Take out what is not wanted any more; returns which of it was there."""
+        wanted = set(rollout_ids)
+        found = [r.rollout_id for r in [*self.rollouts, *self.failures] if r.rollout_id in wanted]
+        self.rollouts = [r for r in self.rollouts if r.rollout_id not in wanted]
+        self.failures = [f for f in self.failures if f.rollout_id not in wanted]
+        self.chunks = [c for c in self.chunks if c.rollout_id not in wanted]
+        return found
+
+
 class GeneratorActor:
     """The Ray actor: one thread owns the engine and samples; calls reach it between two steps.
 
-    ``collect``, ``receive`` and ``generate`` wait in threads of their own, so sampling never waits for them.
+    ``collect``, ``receive`` and ``generate`` wait in threads of their own, so sampling never waits for them. What a
+    step has finished is handed out at its end: whoever collects it does not wait for the step after.
     """
 
     POLL_SECONDS = 0.5
@@ -49,7 +74,9 @@ class GeneratorActor:
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._results = threading.Condition()
         self._chunks = spec.chunk_tokens > 0
-        self._ended: dict[int, float] = {}  # when each finished rollout got its last token
+        self._outbox = _Outbox()  # changed under _results alone
+        self._ended: dict[int, float] = {}  # of what is not handed out yet; the engine's thread alone knows it
+        self._chunks_due = 0.0
         self._busy = 0.0
         self._died: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -69,6 +96,7 @@ class GeneratorActor:
             wait: float | None = None
             while self._execute(wait):
                 wait = self._advance() if self._worker.has_work() else None
+                self._hand_out()
         except BaseException as error:
             self._died = error
             raise
@@ -96,14 +124,34 @@ class GeneratorActor:
     def _advance(self) -> float:
         started = time.monotonic()
         output = self._worker.step(started)
-        if output.finished:
-            with self._results:
-                self._results.notify_all()
         now = time.monotonic()
         self._ended.update((result.rollout_id, now) for result in output.finished)
+        if output.finished:
+            with self._results:
+                self._results.notify_all()  # those that wait for private answers
         pause = 0.0 if output.wake_at is None else max(0.0, output.wake_at - now)
         self._busy += now - started + pause
         return pause
+
+    def _hand_out(self) -> None:
+        """Between two steps, and after commands that made the engine finish something."""
+        now = time.monotonic()
+        looks_for_chunks = self._chunks and now >= self._chunks_due
+        if not (looks_for_chunks or self._worker.has_results()):
+            return
+        chunks: list[Chunk] = []
+        if looks_for_chunks:
+            chunks = self._worker.take_chunks()
+            self._chunks_due = now + self.CHUNK_SECONDS
+        rollouts, failures = self._worker.take()
+        ended, self._ended = self._ended, {}
+        with self._results:
+            self._outbox.ended |= ended
+            self._outbox.rollouts += rollouts
+            self._outbox.failures += failures
+            self._outbox.chunks += chunks
+            if self._outbox.has_results or chunks:
+                self._results.notify_all()
 
     def _call(self, action: Callable[[], T]) -> T:
         """Run ``action`` in the engine's thread, between two steps."""
@@ -132,28 +180,30 @@ class GeneratorActor:
         self._call(lambda: self._worker.submit(items))
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        return self._call(lambda: self._worker.cancel(rollout_ids))
+        def from_both() -> list[int]:
+            gone = self._worker.cancel(rollout_ids)
+            with self._results:
+                return gone + self._outbox.withdraw(rollout_ids)
+
+        return self._call(from_both)
 
     def collect(self) -> tuple[Any, ...]:
         """The facts and the payload, which stays in the object store; with ``chunk_tokens`` the chunks as a third."""
         with self._results:
-            if not self._worker.has_results():
-                looks_for_chunks = self._chunks and self._worker.has_work()
-                self._results.wait(self.CHUNK_SECONDS if looks_for_chunks else self.POLL_SECONDS)
-        if self._worker.has_results() and self._worker.has_work():
+            self._results.wait_for(
+                lambda: self._outbox.has_results or self._outbox.chunks or self._died is not None, self.POLL_SECONDS
+            )
+        if self._outbox.has_results and self._worker.has_work():
             time.sleep(self.BRIEF_LINGER_SECONDS if self._chunks else self.LINGER_SECONDS)
         self._raise_if_dead()
-        rollouts, failures, chunks, ended = self._call(self._take)
+        with self._results:
+            box, self._outbox = self._outbox, _Outbox()
         now = time.monotonic()
-        ages = [now - ended.get(r.rollout_id, now) for r in rollouts]
-        facts = Collected(describe(rollouts), failures, self._busy, self._worker.tokens, ages, describe_chunks(chunks))
-        payload = RolloutBundle(rollouts)
-        return (facts, payload, ChunkBundle(chunks)) if self._chunks else (facts, payload)
-
-    def _take(self) -> tuple[list[Rollout], list[GenerationFailure], list[Chunk], dict[int, float]]:
-        rollouts, failures = self._worker.take()
-        ended, self._ended = self._ended, {}
-        return rollouts, failures, self._worker.take_chunks() if self._chunks else [], ended
+        ages = [now - box.ended.get(r.rollout_id, now) for r in box.rollouts]
+        begun = describe_chunks(box.chunks)
+        facts = Collected(describe(box.rollouts), box.failures, self._busy, self._worker.tokens, ages, begun)
+        payload = RolloutBundle(box.rollouts)
+        return (facts, payload, ChunkBundle(box.chunks)) if self._chunks else (facts, payload)
 
     def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
         ids = [item.request.rollout_id for item in items]

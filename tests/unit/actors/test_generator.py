@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrlhf.actors import generator
 from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.engines.base import StepOutput
 from asyncrlhf.engines.config import GeneratorConfig
 from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.transport.config import WeightsConfig
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
-from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
+from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams
+from tests.ray_run import wait_until
 
 COUNT, LENGTH = 6, 100
 LOOKS = 200  # a collect returns at the latest after half a second
@@ -97,6 +102,72 @@ def test_chunks_of_what_is_under_way_come_with_what_is_finished(chunking_actor: 
     for rollout_id, sequence in sequences.items():
         whole = [*done[rollout_id].prompt.token_ids.tolist(), *done[rollout_id].response_ids.tolist()]
         assert sequence == whole[: len(sequence)]
+
+
+class OneAStep:
+    """An engine that finishes one request a step, and waits before every step for leave."""
+
+    asleep = False
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.leave = threading.Semaphore(0)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.ids += [request.rollout_id for request in requests]
+
+    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        gone = [i for i in self.ids if i in rollout_ids]
+        self.ids = [i for i in self.ids if i not in gone]
+        return gone
+
+    def step(self, now: float) -> StepOutput:
+        assert self.leave.acquire(timeout=60), "nobody gave leave for a step"
+        ids, ones = np.ones(3, np.int64), np.ones(3, np.float32)
+        return StepOutput([Generation(self.ids.pop(0), ids, ones, ids, "stop")], 3, None)
+
+    def close(self) -> None:
+        self.leave.release(1000)
+
+
+@pytest.fixture
+def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GeneratorActor, OneAStep]]:
+    engine = OneAStep()
+    monkeypatch.setattr(os, "nice", lambda increment: 0)
+    monkeypatch.setattr(generator, "build_worker", lambda spec: GeneratorWorker("g", engine, str, None, {}))
+    config = GeneratorConfig(engine="hf", threads=0)
+    actor = GeneratorActor(GeneratorSpec("g", config, ModelConfig(), "local", WeightsConfig()))
+    yield actor, engine
+    engine.close()
+    actor.cancel(range(COUNT))
+    actor._commands.put(None)
+
+
+def test_what_a_step_has_finished_does_not_wait_for_the_next(stepping: tuple[GeneratorActor, OneAStep]) -> None:
+    actor, engine = stepping
+    actor.submit(work(range(COUNT)))
+    for number in range(3):
+        engine.leave.release()
+        for _ in range(LOOKS):
+            facts, rollouts = actor.collect()
+            if rollouts:
+                break
+        assert [rollout.rollout_id for rollout in rollouts] == [number], "the engine is in the midst of a step"
+        assert [info.rollout_id for info in facts.finished] == [number] and 0 <= facts.ages[0] < 60
+
+
+def test_what_is_cancelled_before_it_is_collected_never_comes(stepping: tuple[GeneratorActor, OneAStep]) -> None:
+    actor, engine = stepping
+    actor.submit(work(range(4)))
+    engine.leave.release(2)  # the third step waits
+    with actor._results:
+        assert actor._results.wait_for(lambda: len(actor._outbox.rollouts) == 2, 60), "two rollouts handed out"
+    with ThreadPoolExecutor(1) as pool:
+        gone = pool.submit(actor.cancel, [0, 3])
+        wait_until(lambda: not actor._commands.empty(), "the cancellation in the engine's inbox")
+        engine.leave.release()  # it comes between the third step and the fourth
+        assert sorted(gone.result(timeout=60)) == [0, 3]
+    assert [rollout.rollout_id for rollout in actor.collect()[1]] == [1, 2]
 
 
 def test_chunks_end_with_their_rollout_and_evaluations_send_none() -> None:
