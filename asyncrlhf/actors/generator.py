@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -62,9 +63,11 @@ class GeneratorActor:
     """
 
     POLL_SECONDS = 0.5
-    LINGER_SECONDS = 0.03  # what finishes within it is collected together: a message a rollout would cost more than it
-    # With chunks what is left to compute at the end is little, and the wait for company would be most of the latency.
+    # What finishes within it is collected together, where so many finish that a message for each would cost more.
+    LINGER_SECONDS = 0.03
+    CROWD = 4  # rollouts that have to be expected within it
     BRIEF_LINGER_SECONDS = 0.003
+    RATE_SECONDS = 0.5  # over which the rate of finishing is looked at
     CHUNK_SECONDS = 0.1  # between two looks for chunks: a hint may wait, and a message costs both sides
 
     def __init__(self, spec: GeneratorSpec) -> None:
@@ -76,6 +79,7 @@ class GeneratorActor:
         self._chunks = spec.chunk_tokens > 0
         self._outbox = _Outbox()  # changed under _results alone
         self._ended: dict[int, float] = {}  # of what is not handed out yet; the engine's thread alone knows it
+        self._recent: deque[tuple[float, int]] = deque(maxlen=1000)  # when how many finished
         self._chunks_due = 0.0
         self._busy = 0.0
         self._died: BaseException | None = None
@@ -147,6 +151,8 @@ class GeneratorActor:
         ended, self._ended = self._ended, {}
         with self._results:
             self._outbox.ended |= ended
+            if rollouts:
+                self._recent.append((now, len(rollouts)))
             self._outbox.rollouts += rollouts
             self._outbox.failures += failures
             self._outbox.chunks += chunks
@@ -193,8 +199,9 @@ class GeneratorActor:
             self._results.wait_for(
                 lambda: self._outbox.has_results or self._outbox.chunks or self._died is not None, self.POLL_SECONDS
             )
-        if self._outbox.has_results and self._worker.has_work():
-            time.sleep(self.BRIEF_LINGER_SECONDS if self._chunks else self.LINGER_SECONDS)
+            company = self._outbox.has_results and self._worker.has_work()
+            linger = self._linger() if company else 0.0
+        time.sleep(linger)
         self._raise_if_dead()
         with self._results:
             box, self._outbox = self._outbox, _Outbox()
@@ -204,6 +211,14 @@ class GeneratorActor:
         facts = Collected(describe(box.rollouts), box.failures, self._busy, self._worker.tokens, ages, begun)
         payload = RolloutBundle(box.rollouts)
         return (facts, payload, ChunkBundle(box.chunks)) if self._chunks else (facts, payload)
+
+    def _linger(self) -> float:
+        """How long what is finished waits for others: a score waits with it."""
+        now = time.monotonic()
+        while self._recent and now - self._recent[0][0] > self.RATE_SECONDS:
+            self._recent.popleft()
+        expected = sum(count for _, count in self._recent) * self.LINGER_SECONDS / self.RATE_SECONDS
+        return self.LINGER_SECONDS if expected >= self.CROWD else self.BRIEF_LINGER_SECONDS
 
     def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
         ids = [item.request.rollout_id for item in items]

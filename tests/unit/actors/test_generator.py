@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -154,6 +155,16 @@ def test_what_a_step_has_finished_does_not_wait_for_the_next(stepping: tuple[Gen
                 break
         assert [rollout.rollout_id for rollout in rollouts] == [number], "the engine is in the midst of a step"
         assert [info.rollout_id for info in facts.finished] == [number] and 0 <= facts.ages[0] < 60
+
+
+def test_only_a_crowd_is_waited_for(stepping: tuple[GeneratorActor, OneAStep]) -> None:
+    """In 0.03 s at least 4 have to be expected: 67 in the last half second."""
+    actor, _ = stepping
+    now = time.monotonic()
+    actor._recent.extend([(now - 30.0, 1000), *((now, 1) for _ in range(60))])
+    assert actor._linger() == actor.BRIEF_LINGER_SECONDS
+    actor._recent.append((now + 60.0, 67))
+    assert actor._linger() == actor.LINGER_SECONDS
 
 
 def test_what_is_cancelled_before_it_is_collected_never_comes(stepping: tuple[GeneratorActor, OneAStep]) -> None:
