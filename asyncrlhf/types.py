@@ -86,11 +86,12 @@ class Rollout:
     response_text: str
     generator_id: str
     ref_logprobs: FloatArray | None = None  # [L] log pi_ref, once a reference service has computed it
+    values: FloatArray | None = None  # [L] of the state in which each token was chosen, once a critic service gave them
+    critic_version: int | None = None  # of the critic that gave the values
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}
-        if self.ref_logprobs is not None:
-            lengths.add(len(self.ref_logprobs))
+        lengths |= {len(given) for given in (self.ref_logprobs, self.values) if given is not None}
         if len(lengths) != 1:
             raise ValueError(f"rollout {self.rollout_id}: response, log-probs and versions differ in length: {lengths}")
 
@@ -134,6 +135,7 @@ class ScoredRollout:
     finished_at_version: int
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     referenced_at: float | None = None  # where a reference service is asked
+    valued_at: float | None = None  # where a critic service is asked
 
     def staleness(self, version: int) -> int:
         """Staleness in the batch that moves the policy from ``version`` to ``version + 1``."""
@@ -175,8 +177,8 @@ class RewardResult:
 
 
 @dataclass(frozen=True)
-class ReferenceResult:
-    """Where one rollout lies with its ``ref_logprobs``, or the reason why it has none."""
+class ServiceResult:
+    """Where one rollout lies with what a service gave it (reference log-probs, values), or why it has none."""
 
     rollout_id: int
     payload: Payload | None
@@ -213,6 +215,8 @@ class TrainBatch:
     rollout_ids: IntArray  # [N]
     truncated: NDArray[np.bool_]  # [N] finish_reason == "length"
     ref_logprobs: FloatArray | None = None  # [T] 0 on prompts; None where no reference service was asked
+    values: FloatArray | None = None  # [T] 0 on prompts; None where no critic service was asked
+    critic_versions: IntArray | None = None  # [N] of the critic that gave each sequence its values
 
     @property
     def num_sequences(self) -> int:

@@ -46,6 +46,7 @@ class LearnerSpec:
     steps: int
     seed: int
     reference_served: bool = False  # rollouts come with the reference's log-probs
+    critic_served: bool = False  # and with the critic's values, by workers that get its weights
 
 
 class LearnerWorker:
@@ -69,12 +70,17 @@ class LearnerWorker:
             temperature=spec.temperature,
             max_completion_length=spec.max_completion_length,
             reference_served=spec.reference_served,
+            critic_served=spec.critic_served,
             rank=rank,
             ranks=ranks,
             device=device,
         )
         self.sender: WeightSender | None = None
+        self._critic_sender: WeightSender | None = None
         if rank == 0:
+            if spec.critic_served:
+                beside = spec.weights.beside_the_policy(spec.runtime)
+                self._critic_sender = build_sender(beside, spec.runtime, self.backend.critic_parameters())
             self.sender = build_sender(spec.weights, spec.runtime, self._offered())
             self.backend.before_update(lambda: self._fence())
         self._fence_seconds = 0.0
@@ -93,6 +99,8 @@ class LearnerWorker:
         params = self._offered()
         if self.sender is not None:
             self.sender.begin_snapshot(self.backend.policy_version, params)
+        if self._critic_sender is not None:
+            self._critic_sender.begin_snapshot(self.backend.policy_version, self.backend.critic_parameters())
         if isinstance(params, ShardedParams):
             take_part(lay_out(self._weights, params), params) if self.sender is None else self.sender.fence()
         seconds, self._fence_seconds = time.monotonic() - started + self._fence_seconds, 0.0
@@ -105,10 +113,17 @@ class LearnerWorker:
     def _fence(self) -> None:
         """Wait until nothing reads the parameters any more."""
         self._fence_seconds += self.require_sender().fence()
+        if self._critic_sender is not None:
+            self._fence_seconds += self._critic_sender.fence()
 
     def require_sender(self) -> WeightSender:
         assert self.sender is not None, "only rank 0 sends weights"
         return self.sender
+
+    def critic_ticket(self) -> Ticket:
+        """Of the critic as it was at the newest snapshot; good for as long as somebody keeps it."""
+        assert self._critic_sender is not None, "there is no critic service"
+        return self._critic_sender.ticket()
 
     def digests(self, dtype: str) -> dict[str, str]:
         """Of the tensors in the newest version sent, in the dtype of a generator's engine: what it must hold."""
@@ -125,12 +140,13 @@ class LearnerWorker:
 
     def load(self, folder: Path) -> None:
         if self.sender is not None:
-            self.sender.fence()
+            self._fence()
         self.backend.load(folder)
 
     def close(self) -> None:
-        if self.sender is not None:
-            self.sender.close()
+        for sender in (self.sender, self._critic_sender):
+            if sender is not None:
+                sender.close()
 
 
 class LearnerActor:
@@ -210,6 +226,9 @@ class LearnerActor:
 
     def ticket(self) -> Ticket:
         return self.worker.require_sender().ticket()
+
+    def critic_ticket(self) -> Ticket:
+        return self.worker.critic_ticket()
 
     def transfer(self, ticket: Ticket) -> TransferStats:
         return self.worker.require_sender().transfer(ticket)

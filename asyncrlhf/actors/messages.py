@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from asyncrlhf.rewards.chunked_messages import ChunkInfo
-from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, Payload, Prompt, Rollout, RolloutInfo
+from asyncrlhf.types import (
+    FloatArray,
+    GenerationFailure,
+    GenerationRequest,
+    Payload,
+    Prompt,
+    Rollout,
+    RolloutInfo,
+    ServiceResult,
+)
+
+SERVED = ("ref_logprobs", "values")  # the arrays [L] of a rollout that services give
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,15 @@ class RolloutBundle(Sequence[Rollout]):
         prompts = list({id(r.prompt): r.prompt for r in self._rollouts}.values())
         places = {id(prompt): place for place, prompt in enumerate(prompts)}
         facts = [
-            (r.rollout_id, r.group_id, places[id(r.prompt)], r.finish_reason, r.response_text, r.generator_id)
+            (
+                r.rollout_id,
+                r.group_id,
+                places[id(r.prompt)],
+                r.finish_reason,
+                r.response_text,
+                r.generator_id,
+                r.critic_version,
+            )
             for r in self._rollouts
         ]
         lengths = [len(r.response_ids) for r in self._rollouts]
@@ -58,9 +77,13 @@ class RolloutBundle(Sequence[Rollout]):
             np.concatenate([getattr(r, name) for r in self._rollouts]) if self._rollouts else np.empty(0, np.int64)
             for name in ("response_ids", "behavior_logprobs", "policy_versions")
         )
-        refs = [r.ref_logprobs for r in self._rollouts if r.ref_logprobs is not None]
-        referenced = [r.ref_logprobs is not None for r in self._rollouts] if refs else None
-        return _unpack, (prompts, facts, lengths, flat, referenced, np.concatenate(refs) if refs else None)
+        return _unpack, (prompts, facts, lengths, flat, {name: self._served(name) for name in SERVED})
+
+    def _served(self, name: str) -> tuple[list[bool], Any] | None:
+        """Which rollouts have what a service gives, and that of all of them, one behind the other; None for nobody."""
+        given = [getattr(r, name) for r in self._rollouts]
+        there = [array for array in given if array is not None]
+        return ([array is not None for array in given], np.concatenate(there)) if there else None
 
 
 def _unpack(
@@ -68,25 +91,44 @@ def _unpack(
     facts: list[Any],
     lengths: list[int],
     flat: tuple[Any, Any, Any],
-    referenced: list[bool] | None,
-    refs: Any,
+    served: dict[str, tuple[list[bool], Any] | None],
 ) -> RolloutBundle:
-    """``referenced``: whose log-probs of the reference ``refs`` holds, one behind the other; None for nobody's."""
-    rollouts, start, ref_start = [], 0, 0
-    for i, ((rollout_id, group_id, place, finish, text, generator), length) in enumerate(
+    given = {name: _cut(found, lengths) for name, found in served.items()}
+    rollouts, start = [], 0
+    for i, ((rollout_id, group_id, place, finish, text, generator, critic_version), length) in enumerate(
         zip(facts, lengths, strict=True)
     ):
         ids, logprobs, versions = (array[start : start + length] for array in flat)
         start += length
-        ref = None
-        if referenced is not None and referenced[i]:
-            ref = refs[ref_start : ref_start + length]
-            ref_start += length
+        extra = {name: arrays[i] for name, arrays in given.items()}
         prompt = prompts[place]
-        rollouts.append(
-            Rollout(rollout_id, group_id, prompt, ids, logprobs, versions, finish, text, generator, ref_logprobs=ref)
-        )
+        rollout = Rollout(rollout_id, group_id, prompt, ids, logprobs, versions, finish, text, generator, **extra)
+        rollouts.append(rollout if critic_version is None else replace(rollout, critic_version=critic_version))
     return RolloutBundle(rollouts)
+
+
+def _cut(found: tuple[list[bool], Any] | None, lengths: list[int]) -> list[Any]:
+    """Each rollout's own part, None where it has none."""
+    if found is None:
+        return [None] * len(lengths)
+    there, flat = found
+    ends = np.cumsum([length if has else 0 for has, length in zip(there, lengths, strict=True)])
+    parts = np.split(flat, ends[:-1])
+    return [part if has else None for has, part in zip(there, parts, strict=True)]
+
+
+def bundled(rollouts: Iterable[Rollout], answers: Iterable[Rollout | str]) -> tuple[list[ServiceResult], RolloutBundle]:
+    """A service's answers, each a rollout with what it gave or the sentence that says why there is none, as results in
+    order and the bundle that those which succeeded lie in."""
+    done: list[Rollout] = []
+    results = []
+    for rollout, answer in zip(rollouts, answers, strict=True):
+        if isinstance(answer, str):
+            results.append(ServiceResult(rollout.rollout_id, None, error=answer))
+            continue
+        results.append(ServiceResult(rollout.rollout_id, Payload(None, len(done))))
+        done.append(answer)
+    return results, RolloutBundle(done)
 
 
 @dataclass(frozen=True)

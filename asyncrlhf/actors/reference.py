@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.actors.messages import RolloutBundle, bundled
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.reference import ReferencePolicy
 from asyncrlhf.learner.reference_config import ReferenceConfig
-from asyncrlhf.types import Payload, ReferenceResult, Rollout
+from asyncrlhf.types import Rollout, ServiceResult
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,9 @@ class ReferenceWorker:
             token_budget=own.token_budget,
         )
 
-    def complete(self, rollouts: Sequence[Rollout]) -> tuple[list[ReferenceResult], RolloutBundle]:
+    def complete(self, rollouts: Sequence[Rollout]) -> tuple[list[ServiceResult], RolloutBundle]:
         """One result a rollout, in order; the payload of those that succeeded is an index into the bundle."""
-        done: list[Rollout] = []
-        results = []
-        for rollout, answer in zip(rollouts, self._policy.answer(rollouts), strict=True):
-            if isinstance(answer, str):
-                results.append(ReferenceResult(rollout.rollout_id, None, error=answer))
-                continue
-            results.append(ReferenceResult(rollout.rollout_id, Payload(None, len(done))))
-            done.append(answer)
-        return results, RolloutBundle(done)
+        return bundled(rollouts, self._policy.answer(rollouts))
 
 
 class ReferenceActor:
@@ -78,6 +70,6 @@ class ReferenceActor:
 
     def complete(
         self, indices: Sequence[tuple[int, int]], *bundles: Sequence[Rollout]
-    ) -> tuple[list[ReferenceResult], RolloutBundle]:
+    ) -> tuple[list[ServiceResult], RolloutBundle]:
         """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
         return self._worker.complete([bundles[bundle][index] for bundle, index in indices])

@@ -16,8 +16,9 @@ from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
+from asyncrlhf.orchestrator.parts import build_runtime
 from asyncrlhf.orchestrator.records import read_metrics
-from asyncrlhf.orchestrator.run import Prepared, build_runtime, prepare, train
+from asyncrlhf.orchestrator.run import Prepared, prepare, train
 from asyncrlhf.types import GenerationRequest, Payload
 
 QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]

@@ -177,7 +177,7 @@ def placement(config: RunConfig, cluster: Sequence[Node], gpus: int) -> list[Fin
     """What the config would be placed as, device by device, and why not: on the nodes of a cluster, or without one on
     this machine with its ``gpus``."""
     from asyncrlhf.orchestrator.nodes import keep_apart, shortage, this_machine
-    from asyncrlhf.orchestrator.run import placement_plan
+    from asyncrlhf.orchestrator.parts import placement_plan
 
     try:
         plan = placement_plan(config, max(1, len(cluster)))

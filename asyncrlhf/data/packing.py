@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrlhf.types import IntArray, TrainBatch, TrainSample
+from asyncrlhf.types import FloatArray, IntArray, TrainBatch, TrainSample
 
 
 def pack(samples: Sequence[TrainSample]) -> TrainBatch:
@@ -15,7 +15,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
 
     Response tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``. Raises
     ValueError for an empty list, for an empty prompt or response, which have no token to condition on or to train, and
-    where some rollouts have reference log-probs and others have none.
+    where some rollouts have reference log-probs, or values, and others have none.
     """
     if not samples:
         raise ValueError("cannot pack a batch of no samples")
@@ -32,12 +32,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     versions[response_mask] = np.concatenate([r.policy_versions for r in rollouts])
     logprobs = np.zeros(len(response_mask), dtype=np.float32)
     logprobs[response_mask] = np.concatenate([r.behavior_logprobs for r in rollouts])
-    refs = [r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]
-    if refs and len(refs) < len(rollouts):
-        raise ValueError(f"{len(rollouts) - len(refs)} of {len(rollouts)} rollouts lack the reference's log-probs")
-    ref_logprobs = np.zeros(len(response_mask), dtype=np.float32) if refs else None
-    if ref_logprobs is not None:
-        ref_logprobs[response_mask] = np.concatenate(refs)
+    versions_of_critic = [r.critic_version for r in rollouts if r.critic_version is not None]
     oldest = np.repeat([sample.masked_before_version for sample in samples], spans.sum(axis=1))
     return TrainBatch(
         token_ids=np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]).astype(
@@ -53,8 +48,22 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         group_ids=np.array([r.group_id for r in rollouts], dtype=np.int64),
         rollout_ids=np.array([r.rollout_id for r in rollouts], dtype=np.int64),
         truncated=np.array([r.finish_reason == "length" for r in rollouts], dtype=np.bool_),
-        ref_logprobs=ref_logprobs,
+        ref_logprobs=_served([r.ref_logprobs for r in rollouts], response_mask, "the reference's log-probs"),
+        values=_served([r.values for r in rollouts], response_mask, "the critic's values"),
+        critic_versions=np.array(versions_of_critic, dtype=np.int64) if versions_of_critic else None,
     )
+
+
+def _served(given: Sequence[FloatArray | None], response_mask: np.ndarray, what: str) -> FloatArray | None:
+    """What a service gave each rollout [L], laid out over all tokens [T]; None where it gave nothing to any."""
+    there = [array for array in given if array is not None]
+    if not there:
+        return None
+    if len(there) < len(given):
+        raise ValueError(f"{len(given) - len(there)} of {len(given)} rollouts lack {what}")
+    laid = np.zeros(len(response_mask), dtype=np.float32)
+    laid[response_mask] = np.concatenate(there)
+    return laid
 
 
 def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
@@ -76,6 +85,8 @@ def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
         rollout_ids=batch.rollout_ids[chosen],
         truncated=batch.truncated[chosen],
         ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[tokens],
+        values=None if batch.values is None else batch.values[tokens],
+        critic_versions=None if batch.critic_versions is None else batch.critic_versions[chosen],
     )
 
 

@@ -48,6 +48,11 @@ class LearnerBackend(Protocol):
         """
         ...
 
+    def critic_parameters(self) -> Mapping[str, torch.Tensor]:
+        """What training changes of the critic, by name, for a critic service; empty without a critic. Whole only where
+        the learner is not sharded."""
+        ...
+
     def before_update(self, callback: Callable[[], object]) -> None:
         """Have ``callback`` called each time before the parameters change: a snapshot may still be read from them."""
         ...

@@ -25,12 +25,13 @@ def build_learner(
     temperature: float = 1.0,
     max_completion_length: int | None = None,
     reference_served: bool = False,
+    critic_served: bool = False,
     rank: int = 0,
     ranks: int = 1,
     device: str | torch.device = "cpu",
 ) -> LearnerBackend:
     """One learner rank. ``load_model`` is called once, and once more for the reference when the algorithm needs one and
-    the batches do not come with its log-probs (``reference_served``)."""
+    the batches do not come with its log-probs (``reference_served``). ``critic_served``: they come with values."""
     return BACKENDS[config.backend](
         load_model(),
         config,
@@ -38,6 +39,7 @@ def build_learner(
         steps=steps,
         reference=load_model() if algorithm.needs_reference and not reference_served else None,
         reference_served=reference_served,
+        critic_served=critic_served,
         temperature=temperature,
         max_completion_length=max_completion_length,
         rank=rank,

@@ -15,12 +15,13 @@ class ValueModel(nn.Module):
     """Maps ``PackedInputs`` to the values [M] of the states in which the M response tokens were chosen.
 
     The trunk starts as a copy of the policy's and then learns on its own, so that the value loss cannot disturb the
-    policy. The head starts at zero: the first advantages are those of no baseline.
+    policy. The head starts at zero: the first advantages are those of no baseline. ``keep_policy=False`` takes the
+    trunk itself, for who needs no policy beside it.
     """
 
-    def __init__(self, policy: PreTrainedModel) -> None:
+    def __init__(self, policy: PreTrainedModel, keep_policy: bool = True) -> None:
         super().__init__()
-        self.trunk = copy.deepcopy(policy.base_model)
+        self.trunk = copy.deepcopy(policy.base_model) if keep_policy else policy.base_model
         weight = policy.get_output_embeddings().weight
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)

@@ -39,7 +39,7 @@ def export(plan: StepPlan, targets: Targets, record: StepRecord) -> Arrays:
         "entropy": record.entropy,
         "clipped": record.clipped,
     }
-    for name, optional in (("ref", targets.ref), ("ema", targets.ema)):
+    for name, optional in (("ref", targets.ref), ("ema", targets.ema), ("critic_lag", tokens.critic_lag)):
         if optional is not None:
             tensors[name] = optional
     if targets.returns is not None and targets.old_values is not None:
@@ -112,6 +112,8 @@ def _sequence_metrics(arrays: Arrays) -> dict[str, float]:
     counts = {"tokens": tokens, "sequences": float(len(rewards)), "response_tokens": float(lengths.sum())}
     if len(rewards) == 0:
         return counts
+    if "critic_lag" in arrays:
+        counts["critic_lag_mean"] = float(arrays["critic_lag"].mean())
     _, group_of = np.unique(arrays["group_ids"], return_inverse=True)
     low, high = np.full(group_of.max() + 1, np.inf), np.full(group_of.max() + 1, -np.inf)
     np.minimum.at(low, group_of, rewards)

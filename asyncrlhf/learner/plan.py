@@ -28,6 +28,8 @@ class ResponseTokens:
     weights: torch.Tensor  # [N]
     group_ids: torch.Tensor  # [N]
     ref: torch.Tensor | None = None  # [M] reference log-probs that came with the batch
+    values: torch.Tensor | None = None  # [M] the critic's, that came with the batch
+    critic_lag: torch.Tensor | None = None  # [N] learner steps between the critic that gave them and the present one
 
 
 @dataclass(frozen=True)
@@ -164,4 +166,6 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
         weights=tensor(batch.weights),
         group_ids=tensor(batch.group_ids),
         ref=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
+        values=None if batch.values is None else tensor(batch.values[where]),
+        critic_lag=None if batch.critic_versions is None else tensor(version - batch.critic_versions),
     )

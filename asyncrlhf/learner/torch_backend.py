@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrlhf.algorithms.step_size import sqrt_ess_factor
+from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner import checkpoint, lookahead
 from asyncrlhf.learner.algorithm import AlgorithmConfig
@@ -48,6 +49,7 @@ class TorchBackend:
         model: a loaded causal language model; it becomes float32 and moves to ``device``.
         reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``.
         reference_served: batches come with the reference's log-probs, so that no such model is needed.
+        critic_served: batches come with the critic's values, so that it makes no pass of its own for them.
         steps: learner steps of the whole run, for the learning-rate schedule.
         temperature: the generator's sampling temperature; policy log-probs are taken at the same one, so that policy
             and behavior log-probs speak of one distribution (top-k and top-p apart). 0, greedy, counts as 1.
@@ -66,6 +68,7 @@ class TorchBackend:
         temperature: float = 1.0,
         max_completion_length: int | None = None,
         reference_served: bool = False,
+        critic_served: bool = False,
         rank: int = 0,
         ranks: int = 1,
         device: str | torch.device = "cpu",
@@ -94,6 +97,7 @@ class TorchBackend:
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self._version = 0
         self._skipped_in_a_row = 0
+        self._critic_served = critic_served
 
     @property
     def policy_version(self) -> int:
@@ -105,6 +109,9 @@ class TorchBackend:
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return self.updater.parameters()
+
+    def critic_parameters(self) -> Mapping[str, torch.Tensor]:
+        return {} if self.critic is None else trained_tensors(self.critic)
 
     def before_update(self, callback: Callable[[], object]) -> None:
         self.updater.before_update(callback)
@@ -181,7 +188,7 @@ class TorchBackend:
             ref=self._reference_logprobs(plan),
             ema=None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy),
             proximal=proximal,
-            values=None if self.critic is None else self._passes.all_values(plan),
+            values=self._old_values(plan),
         )
         targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self._peers))
         lookahead.new_targets(algorithm, targets)
@@ -194,6 +201,14 @@ class TorchBackend:
         if self.algorithm.needs_reference and plan.tokens.ref is None:
             raise AsyncRLHFError("A batch came without the reference's log-probs, and the learner holds no reference.")
         return plan.tokens.ref
+
+    def _old_values(self, plan: StepPlan) -> torch.Tensor | None:
+        """[M], by the present critic or from the batch."""
+        if self.critic is None or not self._critic_served:
+            return None if self.critic is None else self._passes.all_values(plan)
+        if plan.tokens.values is None:
+            raise AsyncRLHFError("A batch came without the critic's values, which critic.where=service leaves to it.")
+        return plan.tokens.values
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""

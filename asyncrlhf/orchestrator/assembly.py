@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from asyncrlhf.buffer.replay import Evicted
@@ -11,11 +11,11 @@ from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.types import (
     DropReason,
-    ReferenceResult,
     RewardResult,
     RolloutGroup,
     RolloutInfo,
     ScoredRollout,
+    ServiceResult,
 )
 
 Discard = Callable[[int, int, ScoredRollout | RolloutInfo | None, str, str], None]
@@ -57,13 +57,10 @@ class Assembly:
         scored = ScoredRollout(
             info, result.reward, group.admitted_at, self._state.now(), finished_at_version, dict(result.parts)
         )
-        if self._state.config.reference_served:
-            group.rewarded[info.rollout_id] = scored
-            self._join(group, info.rollout_id)
-        else:
-            self._complete(group, scored)
+        group.rewarded[info.rollout_id] = scored
+        self._join(group, info.rollout_id)
 
-    def referenced(self, info: RolloutInfo, result: ReferenceResult) -> None:
+    def referenced(self, info: RolloutInfo, result: ServiceResult) -> None:
         """The reference's log-probs, or the failure to give them."""
         if not self.awaits(info):
             return
@@ -74,12 +71,31 @@ class Assembly:
         group.referenced[info.rollout_id] = (result.payload, self._state.now())
         self._join(group, info.rollout_id)
 
-    def _join(self, group: GroupInProgress, rollout_id: int) -> None:
-        """Reward and reference come in any order; with both the rollout is complete."""
-        if rollout_id not in group.rewarded or rollout_id not in group.referenced:
+    def valued(self, info: RolloutInfo, result: ServiceResult) -> None:
+        """The critic's values, or the failure to give them."""
+        if not self.awaits(info):
             return
-        scored, (payload, at) = group.rewarded.pop(rollout_id), group.referenced.pop(rollout_id)
-        self._complete(group, replace(scored, info=replace(scored.info, payload=payload), referenced_at=at))
+        if result.payload is None:
+            self.failed(info.rollout_id, info.group_id, result.error or "the critic gave no values", info)
+            return
+        group = self._state.groups[info.group_id]
+        group.valued[info.rollout_id] = (result.payload, self._state.now())
+        self._join(group, info.rollout_id)
+
+    def _join(self, group: GroupInProgress, rollout_id: int) -> None:
+        """What the services give comes in any order; with all of it the rollout is complete. The critic is asked with
+        what the reference answered, so that its payload has both."""
+        config = self._state.config
+        awaited: list[Collection[int]] = [group.rewarded]
+        awaited += [group.referenced] if config.reference_served else []
+        awaited += [group.valued] if config.critic_served else []
+        if any(rollout_id not in given for given in awaited):
+            return
+        scored = group.rewarded.pop(rollout_id)
+        payload, referenced_at = group.referenced.pop(rollout_id, (scored.info.payload, None))
+        payload, valued_at = group.valued.pop(rollout_id, (payload, None))
+        info = replace(scored.info, payload=payload)
+        self._complete(group, replace(scored, info=info, referenced_at=referenced_at, valued_at=valued_at))
 
     def _complete(self, group: GroupInProgress, scored: ScoredRollout) -> None:
         rollout_id = scored.info.rollout_id
@@ -101,6 +117,7 @@ class Assembly:
         group.unscored.discard(rollout_id)
         group.rewarded.pop(rollout_id, None)
         group.referenced.pop(rollout_id, None)
+        group.valued.pop(rollout_id, None)
         self._outcomes.append(False)
         self._failures_told += 1
         if self._failures_told <= 5:

@@ -25,6 +25,7 @@ from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.critic_config import CriticConfig
 from asyncrlhf.learner.reference_config import ReferenceConfig
 from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.orchestrator.logging_config import LoggingConfig
@@ -75,6 +76,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     fusion: FusionConfig = field(default_factory=FusionConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -172,6 +174,11 @@ class RunConfig:
         return self.reference.where == "service" and self.algorithm.needs_reference
 
     @property
+    def critic_served(self) -> bool:
+        """Whether workers of their own compute the critic's old values: where the algorithm has a critic."""
+        return self.critic.where == "service" and self.algorithm.needs_critic
+
+    @property
     def engine_dtypes(self) -> list[str]:
         """What each kind of replica computes in; the fake engine in nothing. An adapter is merged into other weights,
         so that it travels as it is whatever they are."""
@@ -182,6 +189,11 @@ class RunConfig:
         return [self.model.dtype if dtype == "auto" else dtype for dtype in own]
 
     def _check_runtime(self) -> None:
+        check(
+            not (self.critic_served and self.learner.sharded),
+            f"critic.where=service does not work with {self.learner.layout}, which leaves no rank a whole critic to "
+            "hand to the workers; allowed: critic.where=learner.",
+        )
         growing = any(kind.config.max_replicas for kind in replica_kinds(self.generator))
         check(
             not growing or self.runtime == "ray",

@@ -8,9 +8,9 @@
       replica)
     score (each      rollouts that fusion lets through                    collect
       reward worker)
-    serve (each      rollouts, as they end; only with                     collect
-      reference      reference.where=service
-      worker)
+    serve (each      rollouts, as they end; only with                     collect; WeightPublisher (a critic's version)
+      reference or   reference.where=service, critic.where=service
+      critic worker)
     LearnLoop        a batch in the buffer; in scheduled modes also the   score and serve; the publisher
                      publish before
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
@@ -45,6 +45,7 @@ from asyncrlhf.errors import AsyncRLHFError, StallError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.checkpoint import CheckpointWriter, Saved
 from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.orchestrator.critics import Critics, CriticVersions, valued
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.growth import Growth
@@ -56,6 +57,7 @@ from asyncrlhf.orchestrator.references import References, completed
 from asyncrlhf.orchestrator.resume import restore, snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.scoring import Scoring
+from asyncrlhf.orchestrator.service import Service
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.view import RunView
@@ -112,10 +114,11 @@ class Controller:
         self._log = RolloutLog(self.state, runtime, recorder)
         self._assembly = Assembly(self.state, self._log.discard, view.message)
         self._recovery = Recovery(self.state, runtime, view.message)
-        self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._recovery.dead)
+        self._critic_versions = CriticVersions(self.state, runtime)
+        hand_over = self._critic_versions.hand_over
+        self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._recovery.dead, hand_over)
         self._turns = Turns(self.state, runtime, self._publisher.idle, self._recovery.dead)
-        self._scoring: Scoring | None = None
-        self._references: References | None = None
+        self._services: list[Service[Any, Any]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._accuracy: list[float] = []
 
@@ -136,6 +139,7 @@ class Controller:
             await self._runtime.learner.load(self._saved.learner)
             computed_by = self._saved.state.get("reference")
             rollouts = await completed(self._saved.rollouts, computed_by, self.config, self._runtime)
+            rollouts = await valued(rollouts, self.config, self._runtime)
             restore(state, replace(self._saved, rollouts=rollouts), self._source, self._log, self._runtime)
         self._publisher.start(state.version, self._runtime.learner.snapshot(self._publisher.next_probe()))
         await self._publisher.idle()
@@ -150,9 +154,12 @@ class Controller:
     async def _run_loops(self, learn: LearnLoop) -> str:
         """Supervise every loop until the learner's is through with the run."""
         runtime, dead = self._runtime, self._recovery.dead
-        references = self._references = References(self.state, self._assembly, runtime.references)
-        asked = references if runtime.references else None
-        scoring = self._scoring = Scoring(self.state, self._assembly, runtime.rewards, dead, asked)
+        critics = Critics(self.state, self._assembly, runtime.critics, self._critic_versions)
+        onward = critics if runtime.critics else None
+        references = References(self.state, self._assembly, runtime.references, onward)
+        first = references if runtime.references else onward
+        scoring = Scoring(self.state, self._assembly, runtime.rewards, dead, first)
+        self._services = [scoring, references, critics]
         dispatcher = Dispatcher(self.state, self._source, self._sampling, self._recovery.dead)
         self._recovery.restarted = lambda replica: self._spawn(scoring.collect(replica), f"collect {replica.name}")
         if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
@@ -170,6 +177,8 @@ class Controller:
             self._spawn(scoring.score(worker), f"score {number}")
         for number, reference in enumerate(runtime.references):
             self._spawn(references.serve(reference), f"reference {number}")
+        for number, critic in enumerate(runtime.critics):
+            self._spawn(critics.serve(critic), f"critic {number}")
         while not main.done():
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -274,12 +283,9 @@ class Controller:
                 "dead" if not replica.alive else "draining" if replica.draining else f"at version {replica.version}"
             )
             parts.append(f"{replica.name} is {status} with {len(held)} rollouts in flight{_some(held)}.")
-        queued = self._scoring.queued if self._scoring is not None else []
-        if queued:
-            parts.append(f"{len(queued)} rollouts wait for a reward worker{_some(queued)}.")
-        queued = self._references.queued if self._references is not None else []
-        if queued:
-            parts.append(f"{len(queued)} rollouts wait for a reference worker{_some(queued)}.")
+        for service in self._services:
+            if service.queued:
+                parts.append(f"{len(service.queued)} rollouts wait for a {service.title}{_some(service.queued)}.")
         if self._publisher.busy:
             parts.append(f"The publisher waits for {self._publisher.waiting_for or 'a replica'}.")
         if state.requeue:

@@ -12,7 +12,7 @@ from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.base import StepResult
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
-from asyncrlhf.types import FloatArray, Payload, ReferenceResult, RewardResult, Rollout
+from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, ServiceResult
 
 
 class GeneratorHandle(Protocol):
@@ -79,9 +79,17 @@ class RewardHandle(Protocol):
 
 
 class ReferenceHandle(Protocol):
-    async def complete(self, payloads: Sequence[Payload]) -> list[ReferenceResult]:
+    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
         """Where each rollout lies with its reference log-probs. Raises ReplicaError when the worker died of it and
         stands again, WorkerLostError when it does not."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class CriticHandle(Protocol):
+    async def value(self, payloads: Sequence[Payload], ticket: Any) -> list[ServiceResult]:
+        """Where each rollout lies with the values of the critic behind ``ticket``. Raises as ``ReferenceHandle``."""
         ...
 
     async def close(self) -> None: ...
@@ -99,6 +107,10 @@ class LearnerHandle(Protocol):
 
     async def ticket(self) -> Any:
         """An offer of the newest snapshot to the present weight group."""
+        ...
+
+    async def critic_ticket(self) -> Any:
+        """The critic of the newest snapshot, for a critic service's workers; its attribute ``version`` names it."""
         ...
 
     async def transfer(self, ticket: Any) -> Any:
@@ -132,6 +144,11 @@ class Runtime(Protocol):
     @property
     def references(self) -> list[ReferenceHandle]:
         """Empty without ``reference.where=service``."""
+        ...
+
+    @property
+    def critics(self) -> list[CriticHandle]:
+        """Empty without ``critic.where=service``."""
         ...
 
     @property

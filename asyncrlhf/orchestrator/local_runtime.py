@@ -10,9 +10,10 @@ from typing import Literal
 
 import numpy as np
 
+from asyncrlhf.actors.critic import CriticSpec, CriticWorker
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker, describe
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer, RolloutBundle, TrainItem, WorkItem
 from asyncrlhf.actors.reference import ReferenceSpec, ReferenceWorker
 from asyncrlhf.actors.reward import RewardSpec, build_reward
 from asyncrlhf.errors import ReplicaError
@@ -22,7 +23,7 @@ from asyncrlhf.orchestrator.state import Signal
 from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled, describe_chunks
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.transport.base import Ticket, TransferStats
-from asyncrlhf.types import FloatArray, Payload, ReferenceResult, RewardResult, Rollout, RolloutInfo, TrainSample
+from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, RolloutInfo, ServiceResult, TrainSample
 
 
 class LocalGenerator:
@@ -188,12 +189,26 @@ class LocalReference:
     def __init__(self, worker: ReferenceWorker) -> None:
         self._worker = worker
 
-    async def complete(self, payloads: Sequence[Payload]) -> list[ReferenceResult]:
-        results, made = self._worker.complete(fetch_local(payloads))
-        return [r if r.payload is None else replace(r, payload=Payload(made, r.payload.index)) for r in results]
+    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
+        return _placed(*self._worker.complete(fetch_local(payloads)))
 
     async def close(self) -> None:
         """Nothing is held open."""
+
+
+class LocalCritic:
+    def __init__(self, worker: CriticWorker) -> None:
+        self._worker = worker
+
+    async def value(self, payloads: Sequence[Payload], ticket: Ticket) -> list[ServiceResult]:
+        return _placed(*self._worker.value(fetch_local(payloads), ticket))
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _placed(results: Sequence[ServiceResult], made: RolloutBundle) -> list[ServiceResult]:
+    return [r if r.payload is None else replace(r, payload=Payload(made, r.payload.index)) for r in results]
 
 
 class LocalLearner:
@@ -220,6 +235,9 @@ class LocalLearner:
 
     async def ticket(self) -> Ticket:
         return self.worker.require_sender().ticket()
+
+    async def critic_ticket(self) -> Ticket:
+        return self.worker.critic_ticket()
 
     async def transfer(self, ticket: Ticket) -> TransferStats:
         return self.worker.require_sender().transfer(ticket)
@@ -250,17 +268,19 @@ class LocalRuntime:
         reward: RewardSpec,
         sharing: Collection[str] = (),
         reference: ReferenceSpec | None = None,
+        critic: CriticSpec | None = None,
     ) -> None:
         """``sharing``: the generators that take turns with the learner."""
         self.sharing = frozenset(sharing)
         self._specs = {spec.name: spec for spec in generators}
         self._learner_spec = learner
         self._reward_spec = reward
-        self._reference_spec = reference
+        self._reference_spec, self._critic_spec = reference, critic
         self._epoch = 0
         self.generators: list[GeneratorHandle] = []
         self.rewards: list[LocalReward] = []
         self.references: list[LocalReference] = []
+        self.critics: list[LocalCritic] = []
         self.learner: LocalLearner
 
     async def start(self) -> None:
@@ -269,6 +289,9 @@ class LocalRuntime:
         if self._reference_spec is not None:
             count = self._reference_spec.reference.workers
             self.references = [LocalReference(ReferenceWorker(self._reference_spec)) for _ in range(count)]
+        if self._critic_spec is not None:
+            names = [f"critic-{i}" for i in range(self._critic_spec.critic.workers)]
+            self.critics = [LocalCritic(CriticWorker(self._critic_spec, name)) for name in names]
         self.generators = [self._generator(spec) for spec in self._specs.values()]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:

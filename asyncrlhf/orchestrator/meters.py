@@ -34,6 +34,8 @@ TIMING_KEYS = frozenset(
         "reward_latency_p95",
         "reference_latency_p50",
         "reference_latency_p95",
+        "critic_latency_p50",
+        "critic_latency_p95",
         "prefilled_fraction",
         "prefill_evictions",
         "rollouts_in_flight",
@@ -149,12 +151,13 @@ class Meters:
 
 
 def _latencies(taken: Sequence[Taken]) -> dict[str, float]:
-    """Seconds from a rollout's last token to its score, and to its reference log-probs where a service computes them;
-    of those that are used for the first time."""
+    """Seconds from a rollout's last token to its score, and to its reference log-probs and its values where services
+    compute them; of those that are used for the first time."""
     fresh = [r for t in taken if not t.replayed for r in t.group.rollouts]
     ends = {
         "reward": [r.scored_at - r.info.generated_at for r in fresh],
         "reference": [r.referenced_at - r.info.generated_at for r in fresh if r.referenced_at is not None],
+        "critic": [r.valued_at - r.info.generated_at for r in fresh if r.valued_at is not None],
     }
     found: dict[str, float] = {}
     for name, seconds in ends.items():

@@ -1,12 +1,12 @@
 """Which part sits on which device: a pure function from the parts to bundles of resources and seats on them.
 
     separate    [learner-0][learner-1] | [generator-0][generator-1]                 rewards beside the generators
-    interleave  [learner-0][learner-1] | [generator-0][generator-1] | [reward-0][reference-0]
+    interleave  [learner-0][learner-1] | [generator-0][generator-1] | [reward-0][reference-0][critic-0]
     flatten     [learner-0 + generator-0][learner-1 + generator-1]                  they take turns
 
 A bracket is a device: one GPU (a replica that spans several has as many), or on a CPU the threads of a part. Brackets
 of one side of a bar are kept off the nodes of the other sides where there are nodes enough. What holds for reward
-workers holds for those of the reference.
+workers holds for those of the reference and of the critic.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Literal
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.critic_config import CriticConfig
 from asyncrlhf.learner.reference_config import ReferenceConfig
 from asyncrlhf.rewards.config import RewardConfig
 
-Kind = Literal["learner", "generator", "reward", "reference"]
+Kind = Literal["learner", "generator", "reward", "reference", "critic"]
 Side = Literal["learner", "generators", "rewards"]
 Strategy = Literal["PACK", "STRICT_PACK"]
 EPSILON = 1e-6
@@ -111,13 +112,16 @@ def parts_of(
     learner: LearnerConfig,
     reward: RewardConfig,
     reference: ReferenceConfig | None = None,
+    critic: CriticConfig | None = None,
 ) -> list[Part]:
-    """Every actor of a run, learner ranks first. ``reference``: where it is a service that the run asks."""
+    """Every actor of a run, learner ranks first. ``reference``, ``critic``: where they are services that it asks."""
     ranks = [Part(f"learner-{i}", "learner", learner.threads, learner.gpus) for i in range(learner.ranks)]
     rewards = [Part(f"reward-{i}", "reward", reward.threads, reward.gpus) for i in range(reward.workers)]
     if reference is not None:
         own = reference
         rewards += [Part(f"reference-{i}", "reference", own.threads, own.gpus) for i in range(own.workers)]
+    if critic is not None:
+        rewards += [Part(f"critic-{i}", "critic", critic.threads, critic.gpus) for i in range(critic.workers)]
     return [*ranks, *(generator_part(spec) for spec in generators), *rewards]
 
 
@@ -218,7 +222,7 @@ def _with_ranks(plan: Plan, ranks: Sequence[Part]) -> Plan:
 
 def _apart(placement: str, parts: Sequence[Part]) -> Plan:
     """Separate or interleave. A reward worker that asks for nothing needs no device, unless it is to have its own."""
-    rewards = [p for p in parts if p.kind in ("reward", "reference")]
+    rewards = [p for p in parts if p.kind in ("reward", "reference", "critic")]
     if placement == "interleave":
         rewards = [p if p.gpus else replace(p, cpus=max(1.0, p.cpus)) for p in rewards]
     seated = [p for p in rewards if p.cpus or p.gpus]

@@ -187,6 +187,10 @@ class RayLearner:
         ticket: Ticket = await self._first(self.ranks[0].ticket.remote())
         return ticket
 
+    async def critic_ticket(self) -> Ticket:
+        ticket: Ticket = await self._first(self.ranks[0].critic_ticket.remote())
+        return ticket
+
     async def transfer(self, ticket: Ticket) -> TransferStats:
         stats: TransferStats = await self._first(self.ranks[0].transfer.remote(ticket))
         return stats

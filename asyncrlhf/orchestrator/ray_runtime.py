@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from asyncrlhf.actors.cores import available_cores, keep_to, split_cores
+from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import RolloutBundle
@@ -22,13 +23,13 @@ from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
-from asyncrlhf.orchestrator.handles import GeneratorHandle, ReferenceHandle, RewardHandle
+from asyncrlhf.orchestrator.handles import CriticHandle, GeneratorHandle, ReferenceHandle, RewardHandle
 from asyncrlhf.orchestrator.nodes import this_machine
 from asyncrlhf.orchestrator.placement import Plan, generator_part, make_plan, parts_of
 from asyncrlhf.orchestrator.ray_calls import ask, bundle
 from asyncrlhf.orchestrator.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.orchestrator.ray_placement import Placer, free_in_ray, ray_nodes
-from asyncrlhf.orchestrator.ray_services import RayReference, RayReward
+from asyncrlhf.orchestrator.ray_services import RayCritic, RayReference, RayReward
 from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.types import Payload, Rollout
 
@@ -74,6 +75,7 @@ class RayRuntime:
         reward: RewardSpec,
         run_dir: Path | None = None,
         reference: ReferenceSpec | None = None,
+        critic: CriticSpec | None = None,
     ) -> None:
         """``run_dir``: where the learner will save, which its machine must see; None when it will not."""
         self._cluster = cluster
@@ -83,8 +85,9 @@ class RayRuntime:
         self._reward_spec = reward
         self._run_dir = run_dir
         self._reference_spec = reference
-        asked = None if reference is None else reference.reference
-        self._parts = parts_of(generators, learner.learner, reward.reward, asked)
+        self._critic_spec = critic
+        services = (None if reference is None else reference.reference, None if critic is None else critic.critic)
+        self._parts = parts_of(generators, learner.learner, reward.reward, *services)
         self._placer: Placer
         self._owns_ray = False
         self._cores_before: frozenset[int] = frozenset()
@@ -94,6 +97,7 @@ class RayRuntime:
         self.generators: list[GeneratorHandle] = []
         self.rewards: list[RewardHandle] = []
         self.references: list[ReferenceHandle] = []
+        self.critics: list[CriticHandle] = []
         self.learner: RayLearner
 
     @property
@@ -167,12 +171,15 @@ class RayRuntime:
             RayReward(self._reward_spec, i, options(f"reward-{i}"), seconds)
             for i in range(self._reward_spec.reward.workers)
         ]
-        asked = self._reference_spec
+        asked, critic = self._reference_spec, self._critic_spec
         if asked is not None:
             count = asked.reference.workers
             self.references = [RayReference(asked, i, options(f"reference-{i}"), seconds) for i in range(count)]
+        if critic is not None:
+            count = critic.critic.workers
+            self.critics = [RayCritic(critic, i, options(f"critic-{i}"), seconds) for i in range(count)]
         self.generators = [self._generator(spec) for spec in self._generator_specs]
-        parts = [self.learner, *self.rewards, *self.references, *self.generators]
+        parts = [self.learner, *self.rewards, *self.references, *self.critics, *self.generators]
         await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
         if nodes > 1:
             await self._check_run_dir()
@@ -276,7 +283,7 @@ class RayRuntime:
     async def close(self) -> None:
         if not ray.is_initialized():
             return
-        services: list[Any] = [*self.rewards, *self.references]
+        services: list[Any] = [*self.rewards, *self.references, *self.critics]
         parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
         await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
         if hasattr(self, "_placer"):

@@ -1,4 +1,4 @@
-"""Reward and reference workers of a Ray run as the controller sees them: they come back when they die."""
+"""Reward, reference and critic workers of a Ray run as the controller sees them: they come back when they die."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from asyncrlhf.actors.critic import CriticActor, CriticSpec
 from asyncrlhf.actors.reference import ReferenceActor, ReferenceSpec
 from asyncrlhf.actors.reward import RewardActor, RewardSpec
 from asyncrlhf.actors.where import Where
@@ -15,7 +16,8 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.handles import WorkerLostError
 from asyncrlhf.orchestrator.ray_calls import addressed, ask, ask_to_start
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
-from asyncrlhf.types import Payload, ReferenceResult, RewardResult
+from asyncrlhf.transport.base import Ticket
+from asyncrlhf.types import Payload, RewardResult, ServiceResult
 
 Options = Mapping[str, Any]
 
@@ -77,6 +79,22 @@ class RayService:
         except ReplicaError as failure:
             raise WorkerLostError(f"{failure} It had died before: {error}") from failure
 
+    async def _bundled(self, call: Callable[[], Any]) -> list[ServiceResult]:
+        """``call`` returns two references: the results, and the bundle in which the rollouts lie. The bundle's owner is
+        this process, so it outlives the worker."""
+        bundles: list[Any] = []
+
+        def once() -> Any:
+            facts, made = call()
+            bundles.append(made)
+            return facts
+
+        results: list[ServiceResult] = await self._twice(once)
+        return [
+            result if result.payload is None else replace(result, payload=Payload(bundles[-1], result.payload.index))
+            for result in results
+        ]
+
     async def close(self) -> None:
         ray.kill(self.actor)
 
@@ -112,18 +130,22 @@ class RayReference(RayService):
             "reference.max_restarts",
         )
 
-    async def complete(self, payloads: Sequence[Payload]) -> list[ReferenceResult]:
-        """The bundle is a return value of its own: its owner is this process, so it outlives the worker."""
+    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
         wanted, references = addressed(payloads)
-        bundles: list[Any] = []
+        return await self._bundled(lambda: self.actor.complete.options(num_returns=2).remote(wanted, *references))
 
-        def call() -> Any:
-            facts, made = self.actor.complete.options(num_returns=2).remote(wanted, *references)
-            bundles.append(made)
-            return facts
 
-        results: list[ReferenceResult] = await self._twice(call)
-        return [
-            result if result.payload is None else replace(result, payload=Payload(bundles[-1], result.payload.index))
-            for result in results
-        ]
+class RayCritic(RayService):
+    def __init__(self, spec: CriticSpec, number: int, options: Options, start_seconds: float) -> None:
+        name = f"critic-{number}"
+        super().__init__(
+            name,
+            lambda: ray.remote(CriticActor).options(**options).remote(spec, name),
+            start_seconds,
+            spec.critic.max_restarts,
+            "critic.max_restarts",
+        )
+
+    async def value(self, payloads: Sequence[Payload], ticket: Ticket) -> list[ServiceResult]:
+        wanted, references = addressed(payloads)
+        return await self._bundled(lambda: self.actor.value.options(num_returns=2).remote(ticket, wanted, *references))

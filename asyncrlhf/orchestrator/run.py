@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,26 +14,21 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from asyncrlhf.actors.generator import GeneratorSpec
-from asyncrlhf.actors.learner import LearnerSpec
-from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
-from asyncrlhf.engines.config import GeneratorConfig
-from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.orchestrator.clock import run_virtual
 from asyncrlhf.orchestrator.config import RunConfig, to_plain
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
+from asyncrlhf.orchestrator.critics import critic_notes
 from asyncrlhf.orchestrator.evaluation import HeldOut
-from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.nodes import shortage, this_machine
 from asyncrlhf.orchestrator.normalize import normalized
-from asyncrlhf.orchestrator.placement import Plan, make_plan, parts_of
+from asyncrlhf.orchestrator.parts import build_runtime, placement_plan
 from asyncrlhf.orchestrator.progress import Progress
 from asyncrlhf.orchestrator.records import RunRecorder
-from asyncrlhf.orchestrator.references import reference_notes, reference_spec
+from asyncrlhf.orchestrator.references import reference_notes
 from asyncrlhf.orchestrator.summary import build_summary
 from asyncrlhf.orchestrator.view import RunView
 from asyncrlhf.orchestrator.wandb_sink import WandbSink
@@ -42,7 +36,6 @@ from asyncrlhf.rewards.build import check_rewards
 from asyncrlhf.rewards.chunked_check import chunk_outlook
 from asyncrlhf.tasks.base import Task
 from asyncrlhf.tasks.build import build_task
-from asyncrlhf.transport.config import WeightsConfig, resolve_dtype
 from asyncrlhf.types import SamplingParams
 from asyncrlhf.validation import check
 
@@ -87,7 +80,9 @@ def prepare(config: RunConfig) -> Prepared:
     )
     saved = read_checkpoint(found) if found is not None else None
     config, notes = _fusion_in_force(config, tokenizer)
-    return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*notes, *reference_notes(config)])
+    return Prepared(
+        config, run_dir, tokenizer, task, sampling, saved, [*notes, *reference_notes(config), *critic_notes(config)]
+    )
 
 
 def _fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, Sequence[str]]:
@@ -124,7 +119,7 @@ def _check_devices(config: RunConfig) -> None:
     if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
         return
     found = torch.cuda.device_count()
-    services = {"reward": config.reward.gpus, "reference": config.reference.gpus}
+    services = {"reward": config.reward.gpus, "reference": config.reference.gpus, "critic": config.critic.gpus}
     asked = "".join(f"{name}.gpus={gpus:g}, " for name, gpus in services.items() if gpus)
     asked += f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g}"
     if config.runtime == "local":
@@ -157,86 +152,6 @@ def new_run_dir(name: str) -> Path:
         number += 1
         folder = stem.with_name(f"{stem.name}-{number}")
     return folder
-
-
-def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
-    """``weights`` with what it leaves to the run: the dtype on the way, checksums, and the folder of the transport
-    ``disk``, which is made here. Raises ConfigError when that cannot be done."""
-    weights = replace(config.weights, dtype=resolve_dtype(config.weights.dtype, config.engine_dtypes) or "auto")
-    if weights.checksum is None:
-        weights = replace(weights, checksum=weights.verifies or bool(config.ray.cluster))
-    if weights.transport != "disk":
-        return weights
-    folder = (Path(weights.disk_path) if weights.disk_path else (run_dir or Path()) / "weights").absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"weights.disk_path={folder} cannot be made: {error}.") from error
-    check(os.access(folder, os.W_OK | os.X_OK), f"weights.disk_path={folder} cannot be written.")
-    return replace(weights, disk_path=str(folder))
-
-
-def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
-    """The replicas that a run starts with; ``weights`` as ``wire_settings`` gives it."""
-    chunks = config.fusion.chunk_tokens if config.fusion.granularity == "chunk" else 0
-    return [
-        GeneratorSpec(
-            kind.replica(number),
-            sleeping(kind.config, config),
-            config.model,
-            config.runtime,
-            weights or config.weights,
-            chunks,
-        )
-        for kind in replica_kinds(config.generator)
-        for number in range(kind.config.replicas)
-    ]
-
-
-def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
-    """A vLLM replica that takes turns with the learner on GPUs leaves it their memory meanwhile."""
-    takes_turns = config.cluster.placement == "flatten" and generator.engine == "vllm" and generator.gpus > 0
-    return replace(generator, vllm=replace(generator.vllm, enable_sleep_mode=True)) if takes_turns else generator
-
-
-def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
-    """Which part sits on which device of a Ray with so many nodes; raises ConfigError with one sentence."""
-    reference = config.reference if config.reference_served else None
-    parts = parts_of(generator_specs(config), config.learner, config.reward, reference)
-    return make_plan(config.cluster.placement, parts, nodes)
-
-
-def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
-    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go."""
-    weights = wire_settings(config, run_dir)
-    generators = generator_specs(config, weights)
-    learner = LearnerSpec(
-        learner=config.learner,
-        algorithm=config.algorithm,
-        model=config.model,
-        runtime=config.runtime,
-        weights=weights,
-        temperature=config.generator.temperature,
-        max_completion_length=config.generator.max_completion_length,
-        steps=config.steps,
-        seed=config.seed,
-        reference_served=config.reference_served,
-    )
-    reference = reference_spec(config)
-    reward = RewardSpec(
-        config.reward,
-        config.task,
-        config.model,
-        config.generator.max_completion_length,
-        config.fusion.cache_tokens if config.fusion.granularity == "chunk" else 0,
-    )
-    if config.runtime == "local":
-        from asyncrlhf.orchestrator.local_runtime import LocalRuntime
-
-        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing, reference)
-    from asyncrlhf.orchestrator.ray_runtime import RayRuntime
-
-    return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir, reference)
 
 
 def train(config: RunConfig) -> dict[str, Any]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
 from asyncrlhf.errors import ReplicaError, RewardError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.handles import RewardHandle, WorkerLostError
-from asyncrlhf.orchestrator.references import References
 from asyncrlhf.orchestrator.service import Service, Waiting
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.types import Payload, RewardResult, RolloutInfo
+from asyncrlhf.orchestrator.token_service import TokenService
+from asyncrlhf.types import RewardResult, RolloutInfo
 
 
 class Scoring(Service[RewardHandle, RewardResult]):
     """``fusion.granularity`` says when a generated rollout may be scored: at once, with its group, with its batch.
 
     Of chunks (:class:`~asyncrlhf.orchestrator.chunking.Chunking`) it knows who should score what they belong to. The
-    reference service gets each rollout at once, whatever the granularity.
+    services of the models (reference, critic) get each rollout at once, whatever the granularity.
     """
 
     title = "reward worker"
@@ -30,11 +31,12 @@ class Scoring(Service[RewardHandle, RewardResult]):
         assembly: Assembly,
         workers: list[RewardHandle],
         on_dead: Callable[[Replica, ReplicaError], None],
-        references: References | None = None,
+        first: TokenService[Any] | None = None,
     ) -> None:
+        """``first``: of the models' services the one that each rollout goes to."""
         super().__init__(state, assembly, workers)
         self._on_dead = on_dead
-        self._references = references
+        self._first = first
         self._chunks = Chunking(state, workers, assembly.message)
         self._held: list[Waiting] = []
 
@@ -71,8 +73,8 @@ class Scoring(Service[RewardHandle, RewardResult]):
 
     def _take(self, waiting: Waiting) -> None:
         self._held.append(waiting)
-        if self._references is not None:
-            self._references.arrived(waiting)
+        if self._first is not None:
+            self._first.arrived(waiting)
 
     def _finished_at(self, info: RolloutInfo) -> int:
         """The learner's version now; in the scheduled modes the version that the schedule has the generators at,
@@ -104,8 +106,8 @@ class Scoring(Service[RewardHandle, RewardResult]):
         """
         await self.serve(worker)
 
-    async def _call(self, worker: RewardHandle, payloads: Sequence[Payload]) -> list[RewardResult]:
-        return await worker.score(payloads)
+    async def _call(self, worker: RewardHandle, batch: Sequence[Waiting]) -> list[RewardResult]:
+        return await worker.score([w.info.payload for w in batch])
 
     def _has_other_work(self, worker: RewardHandle) -> bool:
         return self._chunks.has_work(worker)

@@ -1,4 +1,4 @@
-"""Workers that share a queue of finished rollouts and outlive each other: what rewards and reference have alike."""
+"""Workers that share a queue of finished rollouts and outlive each other: of rewards, reference and critic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.handles import WorkerLostError
 from asyncrlhf.orchestrator.state import RunState
-from asyncrlhf.types import Payload, RolloutInfo
+from asyncrlhf.types import RolloutInfo
 
 # A rollout in so many calls that ended with their worker's death is what kills workers.
 DEATHS_ALLOWED = 1
@@ -72,7 +72,7 @@ class Service(ABC, Generic[Worker, Result]):
             self._in_hand |= ids
             self._calls += 1
             try:
-                results = await self._call(worker, [w.info.payload for w in batch])
+                results = await self._call(worker, batch)
             except WorkerLostError as error:
                 self._lose(worker, batch, error)
                 return
@@ -95,7 +95,7 @@ class Service(ABC, Generic[Worker, Result]):
         """Whether a call cannot take more, so that there is no reason to wait for company."""
 
     @abstractmethod
-    async def _call(self, worker: Worker, payloads: Sequence[Payload]) -> list[Result]:
+    async def _call(self, worker: Worker, batch: Sequence[Waiting]) -> list[Result]:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
 
     @abstractmethod

@@ -71,9 +71,10 @@ class GroupInProgress:
     unfinished: set[int]
     unscored: set[int]
     scored: list[ScoredRollout] = field(default_factory=list)
-    # Of a reference service, by rollout id: what has its reward and waits for the reference, and the other way round.
+    # By rollout id, what waits for another service: it has its reward, the reference's log-probs, the critic's values.
     rewarded: dict[int, ScoredRollout] = field(default_factory=dict)
     referenced: dict[int, tuple[Payload, float]] = field(default_factory=dict)
+    valued: dict[int, tuple[Payload, float]] = field(default_factory=dict)
 
 
 @dataclass

@@ -32,8 +32,11 @@ class WeightPublisher:
         runtime: Runtime,
         vocab_size: int,
         on_dead: Callable[[Replica, ReplicaError], None],
+        hand_over: Callable[[], Awaitable[None]],
     ) -> None:
+        """``hand_over`` publishes, beside the policy, what else a snapshot holds: the critic, where it is a service."""
         self._state = state
+        self._hand_over = hand_over
         self._runtime = runtime
         self._on_dead = on_dead
         self._task: asyncio.Task[None] | None = None
@@ -102,9 +105,11 @@ class WeightPublisher:
 
     async def _publish(self, version: int, offered: Awaitable[Offer]) -> None:
         started = self._state.now()
+        handing: asyncio.Future[None] | None = None
         try:
             offer = await offered
             self.snapshot_seconds = offer.seconds
+            handing = asyncio.ensure_future(self._hand_over())
             async with self._lock:
                 members = [r for r in self._state.replicas if r.alive]
                 if self._streams:
@@ -113,7 +118,10 @@ class WeightPublisher:
                     await self._send(members)
                     await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
                     await self._loaded(members, version, offer)
+            await handing  # before the next snapshot takes this one's place
         finally:
+            if handing is not None:
+                handing.cancel()
             if self._streams:
                 await self._release(version)  # whatever happened: the learner's next update waits for it
         self.last_seconds = self._state.now() - started

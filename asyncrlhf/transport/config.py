@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrlhf.validation import check, check_choice, check_range
 
@@ -92,6 +92,11 @@ class WeightsConfig:
     @property
     def streams(self) -> bool:
         return self.staging == "stream"
+
+    def beside_the_policy(self, runtime: str) -> WeightsConfig:
+        """For what goes to services: as it is, whole, by what needs no group of receivers."""
+        kind = "local" if runtime == "local" else "object_store"
+        return replace(self, transport=kind, dtype="auto", delta=False, staging="snapshot", disk_path="")
 
 
 def resolve_dtype(asked: str, engines: Sequence[str]) -> str:

@@ -17,7 +17,9 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.base import LearnerBackend
 from asyncrlhf.learner.build import BACKENDS, build_learner
 from asyncrlhf.learner.config import LearnerConfig
-from tests.unit.learner.worlds import VOCABULARY, llama, random_batch
+from asyncrlhf.learner.plan import plan_step
+from asyncrlhf.learner.served_critic import ServedCritic
+from tests.unit.learner.worlds import VOCABULARY, llama, random_batch, samples
 
 Make = Callable[..., LearnerBackend]
 
@@ -103,6 +105,24 @@ def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
             logprobs = model(input_ids=torch.from_numpy(text)[None]).logits[0].log_softmax(-1)
         expected = logprobs[np.arange(len(text) - 1), text[1:]]
         assert found.dtype == np.float32 and found == pytest.approx(expected.numpy(), abs=2e-5)
+
+
+def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> None:
+    """From its tensors alone, after it has learned; who shards it cannot hand it out and is refused by the config."""
+    learner, batch = make(ALGORITHMS["ppo with KL"], critic_learning_rate=1e-2), random_batch()
+    assert dict(make().critic_parameters()) == {}
+    learner.train_step(batch)
+    if learner.shards is not None:
+        return
+    critic = ServedCritic(llama(), precision="none", token_budget=40)
+    critic.load(1, learner.critic_parameters())
+    sequences = [sample.rollout for sample in samples()]
+    found = np.concatenate([answer.values for answer in critic.answer(sequences)])  # type: ignore[union-attr, misc]
+    plan = plan_step(batch, AlgorithmConfig(), 10_000, torch.device("cpu"))
+    own = learner._passes.all_values(plan).numpy()  # type: ignore[attr-defined]
+    where = np.concatenate([np.flatnonzero(plan.batch.rollout_ids[plan.tokens.sequence_ids] == i) for i in range(12)])
+    assert np.abs(own).max() > 0.01
+    np.testing.assert_allclose(found, own[where], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -15,8 +15,9 @@ from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.local_runtime import LocalReward, LocalRuntime, fetch_local
+from asyncrlhf.orchestrator.parts import build_runtime
 from asyncrlhf.orchestrator.ray_services import RayReward
-from asyncrlhf.orchestrator.run import build_runtime, prepare
+from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.rewards.chunked import ChunkedSource
 from asyncrlhf.rewards.config import GRANULARITIES
 from asyncrlhf.rewards.model import ModelSource

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.orchestrator.run import placement_plan, train
+from asyncrlhf.orchestrator.parts import placement_plan
+from asyncrlhf.orchestrator.run import train
 from tests.unit.rewards.worlds import save_reward_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "experiment"

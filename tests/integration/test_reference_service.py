@@ -21,7 +21,7 @@ from asyncrlhf.orchestrator.local_runtime import LocalReference, fetch_local
 from asyncrlhf.orchestrator.ray_runtime import RayRuntime
 from asyncrlhf.orchestrator.ray_services import RayReference
 from asyncrlhf.orchestrator.references import reference_spec
-from asyncrlhf.types import Payload, ReferenceResult, Rollout
+from asyncrlhf.types import Payload, Rollout, ServiceResult
 from tests import loop, ray_run
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished
@@ -98,7 +98,7 @@ class Mortal:
     def __init__(self, inner: LocalReference, deadly: Callable[[Rollout], bool], lost: bool) -> None:
         self.inner, self.deadly, self.lost = inner, deadly, lost
 
-    async def complete(self, payloads: Sequence[Payload]) -> list[ReferenceResult]:
+    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
         if any(self.deadly(rollout) for rollout in fetch_local(payloads)):
             raise (WorkerLostError if self.lost else ReplicaError)("reference-0 died: struck by the test.")
         return await self.inner.complete(payloads)
@@ -111,7 +111,7 @@ def test_a_failure_is_one_failed_rollout_and_never_a_zero(tmp_path: Path, monkey
         results, made = original(self, rollouts)
         bad = [r.rollout_id % 20 == 3 for r in results]
         return [
-            ReferenceResult(r.rollout_id, None, error="no log-probs today") if b else r
+            ServiceResult(r.rollout_id, None, error="no log-probs today") if b else r
             for r, b in zip(results, bad, strict=True)
         ], made
 
@@ -125,7 +125,7 @@ def test_a_failure_is_one_failed_rollout_and_never_a_zero(tmp_path: Path, monkey
 
 def test_when_all_fail_the_run_ends_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(self: ReferenceWorker, rollouts: Sequence[Rollout]) -> Any:
-        return [ReferenceResult(r.rollout_id, None, error="no log-probs at all") for r in rollouts], []
+        return [ServiceResult(r.rollout_id, None, error="no log-probs at all") for r in rollouts], []
 
     monkeypatch.setattr(ReferenceWorker, "complete", none)
     with pytest.raises(AsyncRLHFError, match=r"of the last 16 rollouts failed.*no log-probs at all"):

@@ -7,7 +7,7 @@ import pytest
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.run import build_runtime
+from asyncrlhf.orchestrator.parts import build_runtime
 
 
 def test_a_plain_run_keeps_its_names() -> None:

@@ -50,13 +50,13 @@ def test_each_rollout_gets_its_own_logprobs(budget: int) -> None:
 
 def test_passes_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    original = ReferencePolicy._logprobs
+    original = ReferencePolicy._numbers
 
     def note(self: ReferencePolicy, batch: list[Rollout]) -> list[np.ndarray]:
         asked.append([len(r.prompt.token_ids) + len(r.response_ids) for r in batch])
         return original(self, batch)
 
-    monkeypatch.setattr(ReferencePolicy, "_logprobs", note)
+    monkeypatch.setattr(ReferencePolicy, "_numbers", note)
     given = rollouts()
     policy(token_budget=30).answer(given)
     assert sum(map(len, asked)) == len(given) and len(asked) < len(given)
@@ -89,7 +89,7 @@ def test_running_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(ReferencePolicy, "_logprobs", full)
+    monkeypatch.setattr(ReferencePolicy, "_numbers", full)
     answers = policy().answer(rollouts())
     assert all("lower reference.token_budget" in str(answer) for answer in answers)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.nodes import Node, keep_apart, shortage, this_machine
+from asyncrlhf.orchestrator.parts import generator_specs, placement_plan
 from asyncrlhf.orchestrator.placement import Part, Plan, add_replica, make_plan
-from asyncrlhf.orchestrator.run import generator_specs, placement_plan
 
 
 def parts(

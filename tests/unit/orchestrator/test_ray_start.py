@@ -12,8 +12,8 @@ import pytest
 from asyncrlhf.actors import where
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.orchestrator.parts import build_runtime
 from asyncrlhf.orchestrator.ray_runtime import RayRuntime
-from asyncrlhf.orchestrator.run import build_runtime
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from asyncrlhf.orchestrator.clock import run_virtual
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.controller import build_state
+from asyncrlhf.orchestrator.parts import build_runtime, placement_plan
 from asyncrlhf.orchestrator.references import References, reference_notes, reference_spec
-from asyncrlhf.orchestrator.run import build_runtime, placement_plan
 from asyncrlhf.orchestrator.scoring import Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress
-from asyncrlhf.types import Payload, Prompt, ReferenceResult, RewardResult, RolloutInfo
+from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo, ServiceResult
 from tests.unit.learner.worlds import samples
 
 SERVED = ("runtime=local", "algorithm=online_dpo", "reference=service", "num_generations=4", "batch_size=8")
@@ -95,10 +95,10 @@ class PaperWorker:
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
 
-    async def complete(self, payloads: Sequence[Payload]) -> list[ReferenceResult]:
+    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
         self.calls.append([p.index for p in payloads])
         await asyncio.sleep(1.0)
-        return [ReferenceResult(p.index, Payload("with log-probs", p.index)) for p in payloads]
+        return [ServiceResult(p.index, Payload("with log-probs", p.index)) for p in payloads]
 
 
 class World:
@@ -205,7 +205,7 @@ def test_what_nobody_wants_any_more_is_not_computed() -> None:
 def test_failures_of_both_count_once() -> None:
     async def story(world: World) -> None:
         world.finish(0, 1, 2, 3)
-        world.assembly.referenced(world.info(1), ReferenceResult(1, None, error="no log-probs"))
+        world.assembly.referenced(world.info(1), ServiceResult(1, None, error="no log-probs"))
         world.assembly.scored(world.info(1), 0, RewardResult(1, None, error="no reward"))
         world.score(0, 2, 3)
 

@@ -10,7 +10,7 @@ import torch
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.run import wire_settings
+from asyncrlhf.orchestrator.parts import wire_settings
 from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.transport.build import build_sender, resolve_transport
 from asyncrlhf.transport.collective import CollectiveSender

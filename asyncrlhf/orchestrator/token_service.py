@@ -1,0 +1,77 @@
+"""Services whose calls are bounded by tokens and give rollouts back with something added: reference and critic."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.handles import Runtime
+from asyncrlhf.orchestrator.service import Service, Waiting
+from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.types import Payload, Rollout, ServiceResult
+
+Worker = TypeVar("Worker")
+
+
+class TokenService(Service[Worker, ServiceResult]):
+    """What waits is spread over the idle workers; a call holds at most ``budget`` tokens."""
+
+    def __init__(self, state: RunState, assembly: Assembly, workers: list[Worker], budget: int) -> None:
+        super().__init__(state, assembly, workers)
+        self._budget = budget
+
+    def arrived(self, waiting: Waiting) -> None:
+        """A rollout left its generator, or the service before; the caller wakes the workers."""
+        self._ready.append(waiting)
+
+    def _askable(self, wanted: list[Waiting]) -> list[Waiting]:
+        """Those of ``wanted`` that one call may hold now, oldest first."""
+        return wanted
+
+    def _mine(self, worker: Worker) -> list[Waiting]:
+        """The oldest that are still wanted: a sibling's or another service's failure may have ended them meanwhile."""
+        while self._ready and not self._assembly.awaits(self._ready[0].info):
+            self._ready.popleft()
+        wanted = self._askable([waiting for waiting in self._ready if self._assembly.awaits(waiting.info)])
+        idle = max(1, len(self._workers) - self._calls)
+        room = min(self._budget, math.ceil(sum(map(_tokens, wanted)) / idle))
+        batch: list[Waiting] = []
+        for waiting in wanted:
+            room -= _tokens(waiting)
+            if batch and room < 0:
+                break
+            batch.append(waiting)
+        return batch
+
+    def _full(self, batch: Sequence[Waiting]) -> bool:
+        """More are waiting than fit, or what there is fills the call."""
+        return len(batch) < len(self._ready) or sum(map(_tokens, batch)) >= self._budget
+
+    @abstractmethod
+    def _accept(self, waiting: Waiting, result: ServiceResult) -> None: ...
+
+    def _failure(self, rollout_id: int, cause: str) -> ServiceResult:
+        return ServiceResult(rollout_id, None, error=cause)
+
+
+def _tokens(waiting: Waiting) -> int:
+    return waiting.info.prompt_length + waiting.info.response_length
+
+
+async def completed_by(
+    ask: Callable[[Sequence[Payload]], Awaitable[list[ServiceResult]]],
+    rollouts: Mapping[int, Rollout],
+    lacking: Sequence[Rollout],
+    runtime: Runtime,
+) -> dict[int, Rollout]:
+    """A checkpoint's rollouts, ``lacking`` with what ``ask`` gives. Raises AsyncRLHFError when it fails for one."""
+    results = await ask(runtime.store(lacking))
+    failed = next((r for r in results if r.payload is None), None)
+    if failed is not None:
+        raise AsyncRLHFError(f"Rollout {failed.rollout_id} of the checkpoint cannot be taken up: {failed.error}")
+    fresh = await runtime.fetch([r.payload for r in results if r.payload is not None])
+    return {**rollouts, **{r.rollout_id: r for r in fresh}}
