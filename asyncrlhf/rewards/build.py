@@ -41,7 +41,7 @@ def build_scorer(
     cache_tokens: int = 0,
 ) -> Scorer:
     """Loads every part; raises ConfigError for one that cannot be. ``close()`` ends what the parts hold open."""
-    around = Surroundings(config, tokenizer, task, ModelThread(config.timeout_seconds), cache_tokens)
+    around = Surroundings(config, tokenizer, task, ModelThread(config.model_timeout_seconds), cache_tokens)
     return _assemble(config, config.sources, around, max_completion_length)
 
 
@@ -54,7 +54,7 @@ def check_rewards(
 ) -> None:
     """Raise ConfigError for rewards that cannot be given. Parts that cost little to start score a first probe; of
     models and judges that a worker will load, only the config and the tokenizer are looked at."""
-    around = Surroundings(config, tokenizer, task, ModelThread(config.timeout_seconds))
+    around = Surroundings(config, tokenizer, task, ModelThread(config.model_timeout_seconds))
     light = {name: part for name, part in config.sources.items() if not _is_heavy(part)}
     for name, part in config.sources.items():
         if name not in light:

@@ -71,7 +71,9 @@ class RewardConfig:
     gpus: float = 0.0  # GPUs of one worker; 0 runs its models on the CPU
     max_restarts: int = 3  # a worker that dies so often in a row is not started again
     max_batch_tokens: int = 16384  # padding included, of one forward pass of a reward model
-    timeout_seconds: float = 30.0  # for one call of a function, endpoint or judge, and one pass of a reward model
+    timeout_seconds: float = 30.0  # for one call of a function or endpoint
+    # For one pass of a reward model, and all questions of a call of a judge under vLLM: whoever is slow is no failure.
+    model_timeout_seconds: float = 300.0
     on_failure: str = "skip"
     normalize: str = "none"
     normalize_clip: float = 0.0  # bound of a normalised reward's size; 0 is none
@@ -84,7 +86,8 @@ class RewardConfig:
         check_choice("reward.normalize", self.normalize, NORMALIZATIONS)
         for key in ("workers", "max_batch_tokens"):
             check_range(f"reward.{key}", getattr(self, key), low=1)
-        check_range("reward.timeout_seconds", self.timeout_seconds, low=0, exclusive_low=True)
+        for key in ("timeout_seconds", "model_timeout_seconds"):
+            check_range(f"reward.{key}", getattr(self, key), low=0, exclusive_low=True)
         for key in ("threads", "gpus", "max_restarts", "normalize_clip", "missing_eos_penalty", "overlong_buffer"):
             check_range(f"reward.{key}", getattr(self, key), low=0)
         check(

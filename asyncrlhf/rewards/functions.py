@@ -87,5 +87,5 @@ def call_with_timeout(
     return outcome["value"]
 
 
-def late(who: str, seconds: float) -> str:
-    return f"{who} took longer than reward.timeout_seconds={seconds:g}."
+def late(who: str, seconds: float, setting: str = "reward.timeout_seconds") -> str:
+    return f"{who} took longer than {setting}={seconds:g}."

@@ -12,7 +12,7 @@ import torch
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.functions import late
-from asyncrlhf.rewards.model_thread import ModelThread
+from asyncrlhf.rewards.model_thread import SETTING, ModelThread
 from asyncrlhf.rewards.service_config import JudgeConfig
 
 CPU_CACHE_GB = 1.0
@@ -109,7 +109,7 @@ class VllmChat:
             if i in answers:
                 results.append(answers[i])
             elif i in fitting:
-                results.append(RewardError(late("The judge's answer", cast(float, self._thread.seconds))))
+                results.append(RewardError(late("The judge's answer", cast(float, self._thread.seconds), SETTING)))
             else:
                 results.append(
                     RewardError(

@@ -12,6 +12,7 @@ from asyncrlhf.rewards.base import StuckError
 from asyncrlhf.rewards.functions import late
 
 T = TypeVar("T")
+SETTING = "reward.model_timeout_seconds"
 
 
 @dataclass(eq=False)
@@ -63,10 +64,10 @@ class ModelThread:
         self._calls.put(call)
         if not wait(call.begun, seconds):
             call.given_up = True
-            raise StuckError(f"{who} did not begin within reward.timeout_seconds={seconds:g}: an earlier one hangs.")
+            raise StuckError(f"{who} did not begin within {SETTING}={seconds:g}: an earlier one hangs.")
         if not wait(call.ended, seconds):
             assert seconds is not None
-            raise StuckError(f"{late(who, seconds)} {remedy}".strip())
+            raise StuckError(f"{late(who, seconds, SETTING)} {remedy}".strip())
         if call.error is not None:
             raise call.error
         value: T = call.value

@@ -240,11 +240,13 @@ def test_a_reward_model_that_hangs_costs_the_rollouts_that_it_hangs_on(
         patch.setattr(LlamaModel, "forward", forward)
         done = loop.run(
             tmp_path / "run", *FAKE, "steps=3", "fusion.max_batch=8", f"fusion={granularity}", "fusion.chunk_tokens=2",
-            "reward.kind=model", f"reward.model.path={model}", "reward.model.inputs=ids", "reward.timeout_seconds=77",
-            "max_failure_fraction=1",
+            "reward.kind=model", f"reward.model.path={model}", "reward.model.inputs=ids",
+            "reward.model_timeout_seconds=77", "max_failure_fraction=1",
         )  # fmt: skip
     done.assert_ledger_whole()
-    failed_rows(done, r"reward worker died 2 times with it: A pass .* took longer than reward\.timeout_seconds=77")
+    failed_rows(
+        done, r"reward worker died 2 times with it: A pass .* took longer than reward\.model_timeout_seconds=77"
+    )
     rows = done.rollouts
     tokenizer = load_tokenizer(ModelConfig())
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in rows.prompt + rows.response]
@@ -280,7 +282,7 @@ class Sticky:
 
     def score(self, indices: Any, *bundles: Any) -> list[RewardResult]:
         if self._sticks:
-            raise StuckError("A pass of the reward model took longer than reward.timeout_seconds=30.")
+            raise StuckError("A pass of the reward model took longer than reward.model_timeout_seconds=300.")
         return [RewardResult(bundles[bundle][index].rollout_id, 1.0) for bundle, index in indices]
 
 

@@ -48,7 +48,7 @@ def test_the_tiny_model_judges_as_transformers_does(tiny_model_path: Path) -> No
         assert isinstance(late, RewardError) and "do not fit its context of 128" in str(late)
         chat._asker._clock = chain([0, 0], repeat(60)).__next__  # one step fits in: a token of each answer
         for answer in chat.answers(questions):
-            assert isinstance(answer, RewardError) and "answer took longer than reward.timeout_seconds=60" in str(
+            assert isinstance(answer, RewardError) and "answer took longer than reward.model_timeout_seconds=60" in str(
                 answer
             )
         chat._asker._clock = repeat(0).__next__

@@ -64,9 +64,11 @@ def test_a_call_that_hangs_is_given_up_and_those_behind_it_never_begin(monkeypat
     hanging = Hanging(monkeypatch, for_ever=True)
     thread = ModelThread(7.5)
     done: list[str] = []
-    with pytest.raises(StuckError, match=r"^A pass took longer than reward\.timeout_seconds=7\.5\.$"):
+    with pytest.raises(StuckError, match=r"^A pass took longer than reward\.model_timeout_seconds=7\.5\.$"):
         thread.call("A pass", hanging.hang)
-    with pytest.raises(StuckError, match=r"^Another did not begin within reward\.timeout_seconds=7\.5: an earlier"):
+    with pytest.raises(
+        StuckError, match=r"^Another did not begin within reward\.model_timeout_seconds=7\.5: an earlier"
+    ):
         thread.call("Another", lambda: done.append("given up"))
     assert hanging.limits == [7.5, 7.5]
     hanging.release()
@@ -101,7 +103,9 @@ def test_a_pass_that_hangs_is_no_failed_score_but_a_worker_to_replace(
 ) -> None:
     """The scorer must not go on asking the same model for one rollout after the other."""
     hanging = Hanging(monkeypatch)
-    settings = RewardConfig(kind="model", model=RewardModelConfig(path=str(folder), inputs="ids"), timeout_seconds=12.0)
+    settings = RewardConfig(
+        kind="model", model=RewardModelConfig(path=str(folder), inputs="ids"), model_timeout_seconds=12.0
+    )
     scorer = build_scorer(settings, load_tokenizer(ModelConfig()), lambda: pytest.fail("no task is asked for"), 8)
     sizes = hang_on(monkeypatch, hanging, token=13)
     good, bad = rollout(0, "", ids=[4, 5]), rollout(1, "", ids=[13, 5, 6])
@@ -195,7 +199,7 @@ def test_answers_that_take_too_long_are_taken_back_and_the_others_count() -> Non
 def test_a_step_of_a_judge_that_hangs_leaves_nothing_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Steps({"short": 2, "other": 3}, Hanging(monkeypatch))
     asker = Asker(engine, None, ModelThread(5.0), clock=lambda: engine.time)
-    with pytest.raises(StuckError, match=r"^A step of the judge took longer than reward\.timeout_seconds=5\.$"):
+    with pytest.raises(StuckError, match=r"^A step of the judge took longer than reward\.model_timeout_seconds=5\.$"):
         asker.answers({0: "other"})
     engine.hanging = None
     assert asker.answers({0: "short"}) == {0: "to short"}
@@ -208,7 +212,7 @@ def test_two_models_of_a_sum_share_the_thread(folder: Path) -> None:
     scorer: Scorer = build_scorer(settings, load_tokenizer(ModelConfig()), lambda: pytest.fail("no task"), 8)
     one, other = (s for s, _ in scorer.sources.values())
     assert isinstance(one, ModelSource) and isinstance(other, ModelSource) and one.thread is other.thread
-    assert one.thread.seconds == settings.timeout_seconds
+    assert one.thread.seconds == settings.model_timeout_seconds
     (result,) = scorer.score([rollout(0, "", ids=[4, 5])])
     assert result.reward == pytest.approx(3 * result.parts["a"])
     scorer.close()
