@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -63,11 +63,9 @@ class GeneratorActor:
     """
 
     POLL_SECONDS = 0.5
-    # What finishes within it is collected together, where so many finish that a message for each would cost more.
-    LINGER_SECONDS = 0.03
-    CROWD = 4  # rollouts that have to be expected within it
-    BRIEF_LINGER_SECONDS = 0.003
-    RATE_SECONDS = 0.5  # over which the rate of finishing is looked at
+    # Between two answers with results: a message costs both sides some milliseconds. What finishes alone goes at once.
+    RESULT_SECONDS = 0.03
+    LINGER_SECONDS = 0.003  # for what finishes at the same moment
     CHUNK_SECONDS = 0.1  # between two looks for chunks: a hint may wait, and a message costs both sides
 
     def __init__(self, spec: GeneratorSpec) -> None:
@@ -79,7 +77,7 @@ class GeneratorActor:
         self._chunks = spec.chunk_tokens > 0
         self._outbox = _Outbox()  # changed under _results alone
         self._ended: dict[int, float] = {}  # of what is not handed out yet; the engine's thread alone knows it
-        self._recent: deque[tuple[float, int]] = deque(maxlen=1000)  # when how many finished
+        self._collected_at = -math.inf  # when results were last handed on
         self._chunks_due = 0.0
         self._busy = 0.0
         self._died: BaseException | None = None
@@ -151,8 +149,6 @@ class GeneratorActor:
         ended, self._ended = self._ended, {}
         with self._results:
             self._outbox.ended |= ended
-            if rollouts:
-                self._recent.append((now, len(rollouts)))
             self._outbox.rollouts += rollouts
             self._outbox.failures += failures
             self._outbox.chunks += chunks
@@ -200,11 +196,12 @@ class GeneratorActor:
                 lambda: self._outbox.has_results or self._outbox.chunks or self._died is not None, self.POLL_SECONDS
             )
             company = self._outbox.has_results and self._worker.has_work()
-            linger = self._linger() if company else 0.0
-        time.sleep(linger)
+        time.sleep(self._linger(time.monotonic()) if company else 0.0)
         self._raise_if_dead()
         with self._results:
             box, self._outbox = self._outbox, _Outbox()
+            if box.has_results:
+                self._collected_at = time.monotonic()
         now = time.monotonic()
         ages = [now - box.ended.get(r.rollout_id, now) for r in box.rollouts]
         begun = describe_chunks(box.chunks)
@@ -212,13 +209,9 @@ class GeneratorActor:
         payload = RolloutBundle(box.rollouts)
         return (facts, payload, ChunkBundle(box.chunks)) if self._chunks else (facts, payload)
 
-    def _linger(self) -> float:
+    def _linger(self, now: float) -> float:
         """How long what is finished waits for others: a score waits with it."""
-        now = time.monotonic()
-        while self._recent and now - self._recent[0][0] > self.RATE_SECONDS:
-            self._recent.popleft()
-        expected = sum(count for _, count in self._recent) * self.LINGER_SECONDS / self.RATE_SECONDS
-        return self.LINGER_SECONDS if expected >= self.CROWD else self.BRIEF_LINGER_SECONDS
+        return max(self.LINGER_SECONDS, self._collected_at + self.RESULT_SECONDS - now)
 
     def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
         ids = [item.request.rollout_id for item in items]

@@ -157,14 +157,20 @@ def test_what_a_step_has_finished_does_not_wait_for_the_next(stepping: tuple[Gen
         assert [info.rollout_id for info in facts.finished] == [number] and 0 <= facts.ages[0] < 60
 
 
-def test_only_a_crowd_is_waited_for(stepping: tuple[GeneratorActor, OneAStep]) -> None:
-    """In 0.03 s at least 4 have to be expected: 67 in the last half second."""
-    actor, _ = stepping
-    now = time.monotonic()
-    actor._recent.extend([(now - 30.0, 1000), *((now, 1) for _ in range(60))])
-    assert actor._linger() == actor.BRIEF_LINGER_SECONDS
-    actor._recent.append((now + 60.0, 67))
-    assert actor._linger() == actor.LINGER_SECONDS
+def test_what_finishes_alone_goes_at_once_and_a_crowd_at_most_every_30_ms(
+    stepping: tuple[GeneratorActor, OneAStep],
+) -> None:
+    actor, engine = stepping
+    assert actor._linger(time.monotonic()) == actor.LINGER_SECONDS, "nothing was handed on before"
+    actor.submit(work(range(COUNT)))
+    assert not actor.collect()[1] and actor._linger(time.monotonic()) == actor.LINGER_SECONDS, "an empty answer"
+    engine.leave.release()
+    while not actor.collect()[1]:
+        pass
+    handed_on = actor._collected_at
+    assert actor._linger(handed_on) == pytest.approx(actor.RESULT_SECONDS)
+    assert actor._linger(handed_on + 0.02) == pytest.approx(actor.RESULT_SECONDS - 0.02)
+    assert actor._linger(handed_on + 0.029) == actor._linger(handed_on + 60.0) == actor.LINGER_SECONDS
 
 
 def test_what_is_cancelled_before_it_is_collected_never_comes(stepping: tuple[GeneratorActor, OneAStep]) -> None:
