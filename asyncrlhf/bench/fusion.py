@@ -66,9 +66,9 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     """
     parser = argparse.ArgumentParser(prog="asyncrlhf bench fusion", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=32, help="responses, all of them in flight at once")
-    parser.add_argument("--median", type=int, default=48, help="tokens of a response")
-    parser.add_argument("--ratio", type=float, default=20.0, help="the longest response against the median")
+    parser.add_argument("--batch", type=int, default=16, help="responses, all of them in flight at once")
+    parser.add_argument("--median", type=int, default=128, help="tokens of a response")
+    parser.add_argument("--ratio", type=float, default=8.0, help="the longest response against the median")
     parser.add_argument("--hidden", type=int, default=384, help="width of both models")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--chunk-tokens", type=int, default=16)
