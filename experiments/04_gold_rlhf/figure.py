@@ -21,14 +21,18 @@ SMOOTH = 3  # points of a curve
 
 
 def plot(folder: Path) -> None:
-    """``figure.png`` in ``folder`` out of its CSV files; what has not been run yet stays empty."""
+    """``figure.png`` in ``folder`` out of its CSV files. Without a grid the runs on Ray stand in for it."""
     runs, curves, clock = (complete(read(folder, name)) for name in ("runs", "curves", "clock_curves"))
+    if not len(runs):
+        runs, curves = complete(read(folder, "clock_runs")), clock
     figure, axes = plt.subplots(2, 2, figsize=(13, 9.5), constrained_layout=True)
     normal = curves[curves.algorithm != OVEROPTIMISED]
     lines(axes[0, 0], normal, "step", "gold")
     axes[0, 0].set(xlabel="learner step", ylabel="gold reward", title="gold over steps, mean over seeds")
     over_kl(axes[0, 1], normal, read(folder, "best_of_n"))
-    overoptimisation(axes[1, 0], curves[curves.algorithm == OVEROPTIMISED])
+    too_far = curves[curves.algorithm == OVEROPTIMISED]
+    overoptimisation(axes[1, 0], too_far)
+    axes[1, 0].set_visible(len(too_far) > 0)
     if len(clock):
         lines(axes[1, 1], clock, "wall_time", "gold")
     axes[1, 1].set_visible(len(clock) > 0)
