@@ -11,8 +11,9 @@ from asyncrlhf.actors.messages import RolloutBundle, bundled
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.learner.reference import ReferencePolicy
+from asyncrlhf.learner.chunked_reference import build_reference
 from asyncrlhf.learner.reference_config import ReferenceConfig
+from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.types import Rollout, ServiceResult
 
 
@@ -24,6 +25,7 @@ class ReferenceSpec:
     model: ModelConfig
     temperature: float
     precision: str
+    cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
 
     @property
     def fingerprint(self) -> dict[str, str | float]:
@@ -43,16 +45,21 @@ class ReferenceWorker:
         own = spec.reference
         device = "cuda" if own.gpus > 0 else "cpu"
         dtype = torch.float32 if own.dtype == "auto" else getattr(torch, own.dtype)
-        self._policy = ReferencePolicy(
+        self._policy = build_reference(
             load_model(spec.model, device, dtype=dtype),
             temperature=spec.temperature,
             precision=spec.precision if own.dtype == "auto" else "none",
             token_budget=own.token_budget,
+            cache_tokens=spec.cache_tokens,
         )
 
     def complete(self, rollouts: Sequence[Rollout]) -> tuple[list[ServiceResult], RolloutBundle]:
         """One result a rollout, in order; the payload of those that succeeded is an index into the bundle."""
         return bundled(rollouts, self._policy.answer(rollouts))
+
+    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
+        """Forget ``released``, then read ``chunks`` ahead."""
+        return self._policy.prefill(released, chunks)
 
 
 class ReferenceActor:
@@ -73,3 +80,9 @@ class ReferenceActor:
     ) -> tuple[list[ServiceResult], RolloutBundle]:
         """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
         return self._worker.complete([bundles[bundle][index] for bundle, index in indices])
+
+    def prefill(
+        self, released: Sequence[int], indices: Sequence[tuple[int, int]], *bundles: Sequence[Chunk]
+    ) -> Prefilled:
+        """Forget ``released``, then read the chunks (bundle, index) ahead."""
+        return self._worker.prefill(released, [bundles[bundle][index] for bundle, index in indices])

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -81,14 +82,20 @@ def load_policy(config: ModelConfig, device: str = "cpu", dtype: torch.dtype | N
     return add_adapter(model, config.lora) if config.lora.r else model
 
 
+def load_shape(config: ModelConfig) -> PretrainedConfig:
+    """The checkpoint's config: what its model is like, without weights."""
+    shape: PretrainedConfig = _load(AutoConfig, config)
+    return shape
+
+
 def context_length(config: ModelConfig) -> int:
     """The longest text in tokens, prompt and response together."""
-    return int(getattr(_load(AutoConfig, config), "max_position_embeddings", DEFAULT_CONTEXT))
+    return int(getattr(load_shape(config), "max_position_embeddings", DEFAULT_CONTEXT))
 
 
 def check_model(config: ModelConfig) -> None:
     """Raise ConfigError unless the checkpoint's config and tokenizer load and the adapter fits; reads no weights."""
-    shape = _load(AutoConfig, config)
+    shape = load_shape(config)
     load_tokenizer(config)
     if config.lora.r:
         with torch.device("meta"):

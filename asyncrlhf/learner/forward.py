@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from asyncrlhf.algorithms.logprobs import collision_probability, token_logprobs
 from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
@@ -127,11 +128,13 @@ class PackedPolicy(nn.Module):
         """``forward`` without any other rank."""
         if not self._plain_head:
             return self._facts(self._full_logits(inputs), inputs.targets, temperature)
-        hidden = self._hidden(inputs).index_select(0, inputs.rows)
-        head = self.model.get_output_embeddings()
-        if not self._chunks or len(hidden) * head.weight.shape[0] <= MAX_LOGITS:
-            return self._facts(head(hidden), inputs.targets, temperature)
-        return self._chunked(hidden, inputs.targets, temperature)
+        return self.of_hidden(self._hidden(inputs).index_select(0, inputs.rows), inputs.targets, temperature)
+
+    def of_hidden(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
+        """Of ``targets`` [M], by the last hidden states [M, H] that predict them."""
+        if not self._chunks or len(hidden) * self._vocabulary <= MAX_LOGITS:
+            return self._facts(self._head(hidden), targets, temperature)
+        return self._chunked(hidden, targets, temperature)
 
     def _facts(self, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
         logprobs, entropies = token_logprobs(logits, targets, temperature=temperature)
@@ -140,17 +143,39 @@ class PackedPolicy(nn.Module):
         return TokenFacts(logprobs, entropies, collision_probability(logits.detach(), temperature=temperature))
 
     def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
-        head = self.model.get_output_embeddings()
-
         def score(rows: torch.Tensor, wanted: torch.Tensor) -> TokenFacts:
-            return self._facts(head(rows), wanted, temperature)
+            return self._facts(self._head(rows), wanted, temperature)
 
-        size = max(1, MAX_LOGITS // head.weight.shape[0])
+        size = max(1, MAX_LOGITS // self._vocabulary)
         parts = [
             checkpoint(score, rows, wanted, use_reentrant=False, preserve_rng_state=False)
             for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True)
         ]
         return TokenFacts(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [M, V] of last hidden states [M, H]; what does more than the output layer is asked of the model's own
+        forward, around a trunk that only hands these states over."""
+        if self._plain_head:
+            logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+            return logits
+        trunk: Any = self.model.base_model
+        states: Any = hidden[None]
+        before = vars(trunk).get("forward")
+        trunk.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=states)
+        try:
+            placeholder = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
+            own: torch.Tensor = self.model(input_ids=placeholder, use_cache=False).logits[0]
+        finally:
+            if before is None:
+                del trunk.forward
+            else:
+                trunk.forward = before
+        return own
 
     def _trunk(self, inputs: PackedInputs) -> torch.Tensor:
         return packed_hidden(self.model.base_model, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts
 from asyncrlhf.learner.rollout_passes import RolloutPasses
+from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.types import FloatArray, Rollout
 
 
@@ -27,6 +29,10 @@ class ReferencePolicy(RolloutPasses):
         super().__init__(model.device, precision, token_budget)
         self._policy = PackedPolicy(model.eval().requires_grad_(False))
         self._temperature = temperature or 1.0
+
+    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
+        """Forget ``released`` and read ``chunks`` ahead; this one reads whole rollouts alone."""
+        return Prefilled(False)
 
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
         facts: TokenFacts = self._policy(inputs, self._temperature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -39,6 +40,10 @@ class RolloutPasses(ABC):
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
         """One number a response token: [M]."""
 
+    def _make_room(self) -> bool:
+        """Free what is held beside the weights, for a pass that ran out of memory; false when there was nothing."""
+        return False
+
     @abstractmethod
     def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
         """The rollout with its own numbers [L]."""
@@ -55,31 +60,37 @@ class RolloutPasses(ABC):
         return answers
 
     def _pass(self, rollouts: Sequence[Rollout]) -> list[Rollout | str]:
-        try:
+        found: list[FloatArray] | None = None
+        # What the error holds of the pass is free again only behind this clause.
+        with contextlib.suppress(torch.OutOfMemoryError):
             found = self._numbers(rollouts)
-        except torch.OutOfMemoryError:
+        if found is None and self._make_room():
+            return self._pass(rollouts)
+        if found is None:
             tokens = max(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
             sentence = (
                 f"The {self.model_name} ran out of memory with {len(rollouts)} sequences of up to {tokens} tokens; "
                 f"lower {self.setting}."
             )
             return [sentence] * len(rollouts)
-        return [
-            self._with(rollout, numbers)
-            if np.isfinite(numbers).all()
-            else f"The {self.model_name}'s {self.what} are not all finite."
-            for rollout, numbers in zip(rollouts, found, strict=True)
-        ]
+        return [self._checked(rollout, numbers) for rollout, numbers in zip(rollouts, found, strict=True)]
+
+    def _checked(self, rollout: Rollout, numbers: FloatArray) -> Rollout | str:
+        if np.isfinite(numbers).all():
+            return self._with(rollout, numbers)
+        return f"The {self.model_name}'s {self.what} are not all finite."
 
     @torch.no_grad()
     def _numbers(self, rollouts: Sequence[Rollout]) -> list[FloatArray]:
         plain = [replace(r, ref_logprobs=None, values=None, critic_version=None) for r in rollouts]
         batch = pack([TrainSample(rollout, reward=0.0) for rollout in plain])
         inputs = PackedInputs.build(batch.token_ids, batch.cu_seqlens, batch.response_mask, self._device)
-        autocast = contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
-        with autocast:
+        with self._autocast():
             flat = self._flat(inputs).float().cpu().numpy()
         return np.split(flat, np.cumsum([len(rollout.response_ids) for rollout in rollouts])[:-1])
+
+    def _autocast(self) -> AbstractContextManager:
+        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
     def _refusal(self, rollout: Rollout) -> str | None:
         if len(rollout.prompt.token_ids) == 0 or len(rollout.response_ids) == 0:

@@ -174,6 +174,16 @@ class RunConfig:
         return self.reference.where == "service" and self.algorithm.needs_reference
 
     @property
+    def reward_reads_ahead(self) -> bool:
+        """Whether reward workers are sent chunks; those whose models cannot read them say so."""
+        return self.fusion.granularity == "chunk" and any(p.kind == "model" for p in self.reward.sources.values())
+
+    @property
+    def reference_reads_ahead(self) -> bool:
+        """The same of reference workers."""
+        return self.fusion.granularity == "chunk" and self.reference_served
+
+    @property
     def critic_served(self) -> bool:
         """Whether workers of their own compute the critic's old values: where the algorithm has a critic."""
         return self.critic.where == "service" and self.algorithm.needs_critic

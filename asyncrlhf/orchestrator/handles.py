@@ -65,12 +65,16 @@ class WorkerLostError(ReplicaError):
     """A part died and will not be started again."""
 
 
-class RewardHandle(Protocol):
+class ReaderHandle(Protocol):
+    """A worker that may read ahead."""
+
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
         """Forget ``released`` and read chunks of sequences under way. Raises ReplicaError when the worker died of it
         and stands again, without what it had read, and WorkerLostError when it does not."""
         ...
 
+
+class RewardHandle(ReaderHandle, Protocol):
     async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
         ...
@@ -78,7 +82,7 @@ class RewardHandle(Protocol):
     async def close(self) -> None: ...
 
 
-class ReferenceHandle(Protocol):
+class ReferenceHandle(ReaderHandle, Protocol):
     async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
         """Where each rollout lies with its reference log-probs. Raises ReplicaError when the worker died of it and
         stands again, WorkerLostError when it does not."""

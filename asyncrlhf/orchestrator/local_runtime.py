@@ -171,6 +171,10 @@ def fetch_local(payloads: Sequence[Payload]) -> list[Rollout]:
     return [p.ref[p.index] for p in payloads]
 
 
+def _pieces(chunks: Sequence[ChunkInfo]) -> list[Chunk]:
+    return [c.payload.ref[c.payload.index] for c in chunks]
+
+
 class LocalReward:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -179,7 +183,7 @@ class LocalReward:
         return self._scorer.score(fetch_local(payloads))
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        return self._scorer.prefill(released, [c.payload.ref[c.payload.index] for c in chunks])
+        return self._scorer.prefill(released, _pieces(chunks))
 
     async def close(self) -> None:
         """Nothing is held open."""
@@ -191,6 +195,9 @@ class LocalReference:
 
     async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
         return _placed(*self._worker.complete(fetch_local(payloads)))
+
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        return self._worker.prefill(released, _pieces(chunks))
 
     async def close(self) -> None:
         """Nothing is held open."""

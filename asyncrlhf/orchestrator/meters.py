@@ -38,6 +38,8 @@ TIMING_KEYS = frozenset(
         "critic_latency_p95",
         "prefilled_fraction",
         "prefill_evictions",
+        "reference_prefilled_fraction",
+        "reference_prefill_evictions",
         "rollouts_in_flight",
         "generators_alive",
         "generators_held_back",
@@ -67,7 +69,11 @@ class Meters:
         self._last = state.now()
         self._started = self._last - state.elapsed  # a resumed run's clock goes on where the first one stopped
         self._replicas = ReplicaMeters(state)
-        self._prefill = replace(state.prefill)
+        readers = (
+            ("", state.config.reward_reads_ahead, state.prefill),
+            ("reference_", state.config.reference_reads_ahead, state.reference_prefill),
+        )
+        self._read_ahead = {name: (totals, replace(totals)) for name, reads, totals in readers if reads}
 
     def step(
         self,
@@ -137,17 +143,15 @@ class Meters:
         }
 
     def _prefilled(self) -> dict[str, float]:
-        """Since the step before: the share of the scored tokens that a reward model had read before their rollout's
-        end, and the evictions from its cache."""
-        if self._state.config.fusion.granularity != "chunk":
-            return {}
-        before, now = self._prefill, self._state.prefill
-        self._prefill = replace(now)
-        scored = now.scored - before.scored
-        return {
-            "prefilled_fraction": (now.early - before.early) / scored if scored else 0.0,
-            "prefill_evictions": now.evicted - before.evicted,
-        }
+        """Since the step before, of the reward model and of the reference: the share of the scored tokens that it had
+        read before their rollout's end, and the evictions from its cache."""
+        found: dict[str, float] = {}
+        for name, (now, before) in self._read_ahead.items():
+            self._read_ahead[name] = (now, replace(now))
+            scored = now.scored - before.scored
+            found[f"{name}prefilled_fraction"] = (now.early - before.early) / scored if scored else 0.0
+            found[f"{name}prefill_evictions"] = now.evicted - before.evicted
+        return found
 
 
 def _latencies(taken: Sequence[Taken]) -> dict[str, float]:

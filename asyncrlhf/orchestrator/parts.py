@@ -92,7 +92,7 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
         config.task,
         config.model,
         config.generator.max_completion_length,
-        config.fusion.cache_tokens if config.fusion.granularity == "chunk" else 0,
+        config.fusion.cache_tokens if config.reward_reads_ahead else 0,
     )
     if config.runtime == "local":
         from asyncrlhf.orchestrator.local_runtime import LocalRuntime

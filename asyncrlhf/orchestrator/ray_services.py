@@ -34,6 +34,7 @@ class RayService:
         self._start_seconds = start_seconds
         self._max_restarts, self._setting = max_restarts, setting
         self._deaths = 0  # since the last answer
+        self._replaced: ReplicaError | None = None  # a death that no caller heard of
         self.actor = start()
 
     @property
@@ -53,10 +54,12 @@ class RayService:
             return await self._once(call)
         except WorkerLostError:
             raise
-        except ReplicaError:
+        except ReplicaError as error:
             if self._deaths > 1:
                 raise
-            return await self._once(call)
+            answer = await self._once(call)
+            self._replaced = error
+            return answer
 
     async def _once(self, call: Callable[[], Any]) -> Any:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
@@ -99,7 +102,19 @@ class RayService:
         ray.kill(self.actor)
 
 
-class RayReward(RayService):
+class RayReader(RayService):
+    """A service that may read chunks ahead."""
+
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        if self._replaced is not None:  # the chunks' beginnings are gone
+            error, self._replaced = self._replaced, None
+            raise error
+        wanted, references = addressed([chunk.payload for chunk in chunks])
+        answer: Prefilled = await self._once(lambda: self.actor.prefill.remote(list(released), wanted, *references))
+        return answer
+
+
+class RayReward(RayReader):
     def __init__(self, spec: RewardSpec, number: int, options: Options, start_seconds: float) -> None:
         super().__init__(
             f"reward-{number}",
@@ -114,13 +129,8 @@ class RayReward(RayService):
         results: list[RewardResult] = await self._twice(lambda: self.actor.score.remote(wanted, *references))
         return results
 
-    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        wanted, references = addressed([chunk.payload for chunk in chunks])
-        answer: Prefilled = await self._once(lambda: self.actor.prefill.remote(list(released), wanted, *references))
-        return answer
 
-
-class RayReference(RayService):
+class RayReference(RayReader):
     def __init__(self, spec: ReferenceSpec, number: int, options: Options, start_seconds: float) -> None:
         super().__init__(
             f"reference-{number}",

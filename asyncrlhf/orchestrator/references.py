@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrlhf.actors.reference import ReferenceSpec
+from asyncrlhf.learner.chunked_reference import chunk_refusal
 from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.handles import ReferenceHandle, Runtime
 from asyncrlhf.orchestrator.service import Waiting
@@ -20,7 +22,13 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
     """What the workers are started with; None where the learner asks its own model, or the algorithm none at all."""
     if not config.reference_served:
         return None
-    return ReferenceSpec(config.reference, config.model, config.generator.temperature, config.learner.mixed_precision)
+    return ReferenceSpec(
+        config.reference,
+        config.model,
+        config.generator.temperature,
+        config.learner.mixed_precision,
+        config.fusion.cache_tokens if config.reference_reads_ahead else 0,
+    )
 
 
 def reference_notes(config: RunConfig) -> list[str]:
@@ -30,6 +38,18 @@ def reference_notes(config: RunConfig) -> list[str]:
     return [f"No reference worker is started: algorithm={config.algorithm.name} needs no reference policy."]
 
 
+def chunk_note(config: RunConfig) -> str | None:
+    """What is to be said of a reference service that cannot read ahead, though ``fusion.granularity=chunk`` asks for
+    it; told from the checkpoint's config."""
+    refusal = chunk_refusal(config.model) if config.reference_reads_ahead else None
+    if refusal is None:
+        return None
+    return (
+        f"fusion.granularity=chunk: the reference model of model.path={config.model.path} {refusal}, so it reads whole "
+        "rollouts, as with fusion.granularity=rollout."
+    )
+
+
 def fingerprint(config: RunConfig) -> dict[str, Any] | None:
     """What decides over the log-probs that a checkpoint holds; None where it holds none."""
     spec = reference_spec(config)
@@ -37,7 +57,8 @@ def fingerprint(config: RunConfig) -> dict[str, Any] | None:
 
 
 class References(TokenService[ReferenceHandle]):
-    """Each rollout as soon as it ends, beside its reward. ``onward``: who gets it with its log-probs."""
+    """Each rollout as soon as it ends, beside its reward, with ``fusion.granularity=chunk`` read ahead of that.
+    ``onward``: who gets it with its log-probs."""
 
     title = "reference worker"
 
@@ -48,7 +69,11 @@ class References(TokenService[ReferenceHandle]):
         workers: list[ReferenceHandle],
         onward: TokenService[Any] | None = None,
     ) -> None:
-        super().__init__(state, assembly, workers, state.config.reference.token_budget)
+        chunks = None
+        if state.config.reference_reads_ahead:
+            totals, message = state.reference_prefill, assembly.message
+            chunks = Chunking("The reference model", state, workers, lambda g: g.referenced, totals, message)
+        super().__init__(state, assembly, workers, state.config.reference.token_budget, chunks)
         self._onward = onward
 
     async def _call(self, worker: ReferenceHandle, batch: Sequence[Waiting]) -> list[ServiceResult]:

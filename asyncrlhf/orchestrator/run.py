@@ -28,7 +28,7 @@ from asyncrlhf.orchestrator.normalize import normalized
 from asyncrlhf.orchestrator.parts import build_runtime, placement_plan
 from asyncrlhf.orchestrator.progress import Progress
 from asyncrlhf.orchestrator.records import RunRecorder
-from asyncrlhf.orchestrator.references import reference_notes
+from asyncrlhf.orchestrator.references import chunk_note, reference_notes
 from asyncrlhf.orchestrator.summary import build_summary
 from asyncrlhf.orchestrator.view import RunView
 from asyncrlhf.orchestrator.wandb_sink import WandbSink
@@ -86,13 +86,17 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, Sequence[str]]:
-    """Chunks only where some reward model can read them."""
+    """Chunks only where some reward model, or the reference, can read them."""
     if config.fusion.granularity != "chunk":
         return config, ()
-    outlook = chunk_outlook(config.reward, tokenizer)
-    if not outlook.possible:
+    outlook, refused = chunk_outlook(config.reward, tokenizer), chunk_note(config)
+    reference = config.reference_reads_ahead and refused is None
+    notes = [] if reference and not config.reward_reads_ahead else [*outlook.notes]
+    if refused is not None:
+        notes.append(refused)
+    if not outlook.possible and not reference:
         config = replace(config, fusion=replace(config.fusion, granularity="rollout"))
-    return config, outlook.notes
+    return config, notes
 
 
 def _fitting_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:

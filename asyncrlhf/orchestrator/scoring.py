@@ -9,7 +9,7 @@ from typing import Any
 from asyncrlhf.errors import ReplicaError, RewardError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.chunking import Chunking
-from asyncrlhf.orchestrator.handles import RewardHandle, WorkerLostError
+from asyncrlhf.orchestrator.handles import RewardHandle
 from asyncrlhf.orchestrator.service import Service, Waiting
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.token_service import TokenService
@@ -19,8 +19,8 @@ from asyncrlhf.types import RewardResult, RolloutInfo
 class Scoring(Service[RewardHandle, RewardResult]):
     """``fusion.granularity`` says when a generated rollout may be scored: at once, with its group, with its batch.
 
-    Of chunks (:class:`~asyncrlhf.orchestrator.chunking.Chunking`) it knows who should score what they belong to. The
-    services of the models (reference, critic) get each rollout at once, whatever the granularity.
+    The services of the models (reference, critic) get each rollout at once, whatever the granularity, and chunks as
+    this one does.
     """
 
     title = "reward worker"
@@ -34,10 +34,14 @@ class Scoring(Service[RewardHandle, RewardResult]):
         first: TokenService[Any] | None = None,
     ) -> None:
         """``first``: of the models' services the one that each rollout goes to."""
-        super().__init__(state, assembly, workers)
+        chunks = None
+        if state.config.reward_reads_ahead:
+            chunks = Chunking(
+                "The reward model", state, workers, lambda group: group.rewarded, state.prefill, assembly.message
+            )
+        super().__init__(state, assembly, workers, chunks)
         self._on_dead = on_dead
         self._first = first
-        self._chunks = Chunking(state, workers, assembly.message)
         self._held: list[Waiting] = []
 
     @property
@@ -62,7 +66,9 @@ class Scoring(Service[RewardHandle, RewardResult]):
                 replica.in_flight.discard(failure.rollout_id)
                 group_id = failure.rollout_id // self._state.config.num_generations
                 self._assembly.failed(failure.rollout_id, group_id, failure.error, None)
-            self._chunks.arrived(collected.chunks)
+            self.chunks_arrived(collected.chunks)
+            if self._first is not None:
+                self._first.chunks_arrived(collected.chunks)
             for info in collected.finished:
                 replica.in_flight.discard(info.rollout_id)
                 if self._assembly.generated(info):
@@ -96,7 +102,8 @@ class Scoring(Service[RewardHandle, RewardResult]):
         chosen = {w.info.rollout_id for w in ready}
         self._held = [w for w in self._held if w.info.rollout_id not in chosen]
         self._ready.extend(ready)
-        self._chunks.promised(len(ready))
+        if self._chunks is not None:
+            self._chunks.promised([w.info for w in ready])
 
     async def score(self, worker: RewardHandle) -> None:
         """One reward worker: micro-batches of up to ``fusion.max_batch``, gathered for ``fusion.max_wait_ms``.
@@ -109,34 +116,13 @@ class Scoring(Service[RewardHandle, RewardResult]):
     async def _call(self, worker: RewardHandle, batch: Sequence[Waiting]) -> list[RewardResult]:
         return await worker.score([w.info.payload for w in batch])
 
-    def _has_other_work(self, worker: RewardHandle) -> bool:
-        return self._chunks.has_work(worker)
-
-    async def _other_work(self, worker: RewardHandle) -> bool:
-        """Chunks for an idle worker; false when it is lost."""
-        try:
-            await self._chunks.read(worker)
-        except WorkerLostError as error:
-            self._lose(worker, [], error)
-            return False
-        except ReplicaError as error:
-            self._forgot(worker)
-            self._assembly.message(f"{error} It had no rollout to score; what it read ahead is lost.")
-        return True
-
     def _mine(self, worker: RewardHandle) -> list[Waiting]:
         """Up to ``fusion.max_batch`` rollouts that this worker may score, oldest first."""
-        able = (w for w in self._ready if self._chunks.may_score(worker, w.info))
+        able = (w for w in self._ready if self._may_take(worker, w))
         return list(islice(able, self._state.config.fusion.max_batch))
 
-    def _full(self, batch: Sequence[Waiting]) -> bool:
+    def _full(self, worker: RewardHandle, batch: Sequence[Waiting]) -> bool:
         return len(batch) >= self._state.config.fusion.max_batch
-
-    def _forgot(self, worker: RewardHandle) -> None:
-        self._chunks.lost(worker)
-
-    def _answered(self, worker: RewardHandle, batch: Sequence[Waiting]) -> None:
-        self._chunks.scored(worker, [w.info for w in batch])
 
     def _accept(self, waiting: Waiting, result: RewardResult) -> None:
         self._assembly.scored(waiting.info, waiting.at_version, result)

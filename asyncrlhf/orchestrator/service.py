@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.handles import WorkerLostError
 from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.rewards.chunked_messages import ChunkInfo
 from asyncrlhf.types import RolloutInfo
 
 # A rollout in so many calls that ended with their worker's death is what kills workers.
@@ -37,12 +39,15 @@ Result = TypeVar("Result", bound=HasRollout)
 
 
 class Service(ABC, Generic[Worker, Result]):
-    """``title``: what its workers are called in sentences."""
+    """``title``: what its workers are called in sentences. With ``chunks`` they read ahead while they are idle."""
 
     title: str
 
-    def __init__(self, state: RunState, assembly: Assembly, workers: list[Worker]) -> None:
+    def __init__(
+        self, state: RunState, assembly: Assembly, workers: list[Worker], chunks: Chunking[Any] | None = None
+    ) -> None:
         self._state = state
+        self._chunks = chunks
         self._assembly = assembly
         self._workers = workers  # alive
         self._ready: deque[Waiting] = deque()
@@ -61,11 +66,11 @@ class Service(ABC, Generic[Worker, Result]):
         last one."""
         while True:
             await self._state.changed.wait_for(
-                lambda: self._suspects or self._mine(worker) or self._has_other_work(worker)
+                lambda: self._suspects or self._mine(worker) or self._may_read_ahead(worker)
             )
             batch = await self._next_batch(worker)
             if not batch:
-                if not await self._other_work(worker):
+                if not await self._read_ahead(worker):
                     return
                 continue
             ids = {w.info.rollout_id for w in batch}
@@ -83,7 +88,8 @@ class Service(ABC, Generic[Worker, Result]):
             finally:
                 self._in_hand -= ids
                 self._calls -= 1
-            self._answered(worker, batch)
+            if self._chunks is not None:
+                self._chunks.answered(worker, [w.info for w in batch])
             self._file(batch, {r.rollout_id: r for r in results})
 
     @abstractmethod
@@ -91,7 +97,7 @@ class Service(ABC, Generic[Worker, Result]):
         """What this worker would be asked for now: one call's worth, oldest first."""
 
     @abstractmethod
-    def _full(self, batch: Sequence[Waiting]) -> bool:
+    def _full(self, worker: Worker, batch: Sequence[Waiting]) -> bool:
         """Whether a call cannot take more, so that there is no reason to wait for company."""
 
     @abstractmethod
@@ -106,18 +112,36 @@ class Service(ABC, Generic[Worker, Result]):
     def _failure(self, rollout_id: int, cause: str) -> Result:
         """The result of a rollout that killed its workers."""
 
-    def _has_other_work(self, worker: Worker) -> bool:
-        return False
+    def chunks_arrived(self, chunks: Sequence[ChunkInfo]) -> None:
+        """Of rollouts under way; without effect where nobody reads ahead."""
+        if self._chunks is not None:
+            self._chunks.arrived(chunks)
 
-    async def _other_work(self, worker: Worker) -> bool:
-        """What an idle worker does; false when it is lost."""
+    def _may_take(self, worker: Worker, waiting: Waiting) -> bool:
+        """Whether the rollout need not wait for the worker that read its beginning."""
+        return self._chunks is None or self._chunks.may_take(worker, waiting.info)
+
+    def _may_read_ahead(self, worker: Worker) -> bool:
+        return self._chunks is not None and self._chunks.has_work(worker)
+
+    async def _read_ahead(self, worker: Worker) -> bool:
+        """Chunks for an idle worker; false when it is lost."""
+        if self._chunks is None:
+            return True
+        try:
+            await self._chunks.read(worker)
+        except WorkerLostError as error:
+            self._lose(worker, [], error)
+            return False
+        except ReplicaError as error:
+            self._forgot(worker)
+            self._assembly.message(f"{error} So what it read ahead is lost.")
         return True
 
     def _forgot(self, worker: Worker) -> None:
-        """The worker died: what it held beside the queue is gone."""
-
-    def _answered(self, worker: Worker, batch: Sequence[Waiting]) -> None:
-        """A call came to its end."""
+        """The worker died: what it had read ahead is gone."""
+        if self._chunks is not None:
+            self._chunks.lost(worker)
 
     async def _next_batch(self, worker: Worker) -> list[Waiting]:
         """Gathered for ``fusion.max_wait_ms`` while more can come; of suspects one alone."""
@@ -126,7 +150,7 @@ class Service(ABC, Generic[Worker, Result]):
         wait_ms = self._state.config.fusion.max_wait_ms
         more_to_come = any(r.in_flight for r in self._state.replicas)
         batch = self._mine(worker)
-        if batch and not self._full(batch) and wait_ms > 0 and more_to_come:
+        if batch and not self._full(worker, batch) and wait_ms > 0 and more_to_come:
             await asyncio.sleep(wait_ms / 1000)
             batch = self._mine(worker)
         taken = {w.info.rollout_id for w in batch}

@@ -79,8 +79,8 @@ class GroupInProgress:
 
 @dataclass
 class PrefillTotals:
-    """Tokens of scored rollouts, those of them that a reward model had read before their end, and evictions for want of
-    room (``fusion.granularity=chunk``)."""
+    """Tokens of scored rollouts, those of them that a model had read before their end, and evictions for want of room
+    (``fusion.granularity=chunk``)."""
 
     scored: int = 0
     early: int = 0
@@ -105,7 +105,8 @@ class RunState:
     stopping: bool = False
     last_progress: float = 0.0
     changed: Signal = field(default_factory=Signal)
-    prefill: PrefillTotals = field(default_factory=PrefillTotals)
+    prefill: PrefillTotals = field(default_factory=PrefillTotals)  # by the reward model
+    reference_prefill: PrefillTotals = field(default_factory=PrefillTotals)
     adaptive: AdaptiveBound = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.service import Service, Waiting
 from asyncrlhf.orchestrator.state import RunState
@@ -18,15 +19,25 @@ Worker = TypeVar("Worker")
 
 
 class TokenService(Service[Worker, ServiceResult]):
-    """What waits is spread over the idle workers; a call holds at most ``budget`` tokens."""
+    """What waits is spread over the idle workers, but for what one of them has begun to read; a call holds at most
+    ``budget`` tokens that are yet to be read."""
 
-    def __init__(self, state: RunState, assembly: Assembly, workers: list[Worker], budget: int) -> None:
-        super().__init__(state, assembly, workers)
+    def __init__(
+        self,
+        state: RunState,
+        assembly: Assembly,
+        workers: list[Worker],
+        budget: int,
+        chunks: Chunking[Any] | None = None,
+    ) -> None:
+        super().__init__(state, assembly, workers, chunks)
         self._budget = budget
 
     def arrived(self, waiting: Waiting) -> None:
         """A rollout left its generator, or the service before; the caller wakes the workers."""
         self._ready.append(waiting)
+        if self._chunks is not None:
+            self._chunks.promised([waiting.info])
 
     def _askable(self, wanted: list[Waiting]) -> list[Waiting]:
         """Those of ``wanted`` that one call may hold now, oldest first."""
@@ -36,30 +47,40 @@ class TokenService(Service[Worker, ServiceResult]):
         """The oldest that are still wanted: a sibling's or another service's failure may have ended them meanwhile."""
         while self._ready and not self._assembly.awaits(self._ready[0].info):
             self._ready.popleft()
-        wanted = self._askable([waiting for waiting in self._ready if self._assembly.awaits(waiting.info)])
+        wanted = self._askable(self._wanted(worker))
         idle = max(1, len(self._workers) - self._calls)
-        room = min(self._budget, math.ceil(sum(map(_tokens, wanted)) / idle))
+        costs = [self._left(worker, waiting) for waiting in wanted]
+        own = sum(cost for waiting, cost in zip(wanted, costs, strict=True) if self._owns(worker, waiting))
+        room = min(self._budget, own + math.ceil((sum(costs) - own) / idle))
         batch: list[Waiting] = []
-        for waiting in wanted:
-            room -= _tokens(waiting)
+        for waiting, cost in zip(wanted, costs, strict=True):
+            room -= cost
             if batch and room < 0:
                 break
             batch.append(waiting)
         return batch
 
-    def _full(self, batch: Sequence[Waiting]) -> bool:
+    def _wanted(self, worker: Worker) -> list[Waiting]:
+        return [w for w in self._ready if self._assembly.awaits(w.info) and self._may_take(worker, w)]
+
+    def _full(self, worker: Worker, batch: Sequence[Waiting]) -> bool:
         """More are waiting than fit, or what there is fills the call."""
-        return len(batch) < len(self._ready) or sum(map(_tokens, batch)) >= self._budget
+        tokens = sum(self._left(worker, waiting) for waiting in batch)
+        return len(batch) < len(self._wanted(worker)) or tokens >= self._budget
+
+    def _owns(self, worker: Worker, waiting: Waiting) -> bool:
+        return self._chunks is not None and self._chunks.owns(worker, waiting.info)
+
+    def _left(self, worker: Worker, waiting: Waiting) -> int:
+        """Tokens that the worker has not read, at least one."""
+        read = self._chunks.read_by(worker, waiting.info) if self._chunks is not None else 0
+        return max(1, waiting.info.prompt_length + waiting.info.response_length - read)
 
     @abstractmethod
     def _accept(self, waiting: Waiting, result: ServiceResult) -> None: ...
 
     def _failure(self, rollout_id: int, cause: str) -> ServiceResult:
         return ServiceResult(rollout_id, None, error=cause)
-
-
-def _tokens(waiting: Waiting) -> int:
-    return waiting.info.prompt_length + waiting.info.response_length
 
 
 async def completed_by(

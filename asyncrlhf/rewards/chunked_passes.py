@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,7 +26,7 @@ MOVING_ROPE = ("dynamic", "longrope")
 
 
 class ChunkingRefusedError(Exception):
-    """Why a model's passes cannot be continued, as the end of a sentence; its rollouts are scored at their end."""
+    """Why a model's passes cannot be continued, as the end of a sentence; its rollouts are read at their end."""
 
 
 class SequenceCache(Protocol):
@@ -50,9 +51,9 @@ class Passes(Protocol):
         """An empty cache."""
         ...
 
-    def extend(self, extensions: Sequence[Extension]) -> torch.Tensor:
-        """The hidden state of the last token of each, [N, H]. After an error, such as torch.OutOfMemoryError, the
-        caches are worth nothing."""
+    def extend(self, extensions: Sequence[Extension]) -> list[torch.Tensor]:
+        """The hidden states [n, H] of the tokens of each; views, of which copies must be made to keep a part. After an
+        error, such as torch.OutOfMemoryError, the caches are worth nothing."""
         ...
 
     def fork(self, cache: Any, length: int) -> Any:
@@ -60,11 +61,19 @@ class Passes(Protocol):
         ...
 
 
+# Of texts [n] and the hidden states [n, H] that passes in pieces gave of each: what the model makes of the texts as a
+# whole, and the same numbers made of the hidden states.
+Compare = Callable[[Sequence[IntArray], Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+
+
 def static_refusal(model: PreTrainedModel) -> str | None:
-    """What a model's config alone says against chunks, as the end of a sentence; its weights may be missing."""
-    if not is_causal(model):
-        return "is no causal model with a linear head"
-    config: Any = model.config.get_text_config()
+    """What a reward model's config alone says against chunks, as the end of a sentence; its weights may be missing."""
+    return past_refusal(model.config) if is_causal(model) else "is no causal model with a linear head"
+
+
+def past_refusal(of_model: PretrainedConfig) -> str | None:
+    """Why a later token may see another past than the keys and values that were cached, as the end of a sentence."""
+    config: Any = of_model.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and set(kinds) != {"full_attention"}:
         return f"has layers of {', '.join(sorted(set(kinds) - {'full_attention'}))}"
@@ -75,42 +84,58 @@ def static_refusal(model: PreTrainedModel) -> str | None:
 
 
 def build_passes(model: PreTrainedModel) -> Passes:
-    """The fastest way that is right for ``model``; raises ChunkingRefusedError when there is none.
-
-    Right is what was tried: a few tokens in pieces must leave the hidden states that they leave as a whole.
-    """
+    """The fastest way that is right for a reward model; raises ChunkingRefusedError when there is none."""
     refusal = static_refusal(model)
     if refusal is not None:
         raise ChunkingRefusedError(refusal)
-    for kind in (PackedPasses, SinglePasses):
+    return first_right(model, (PackedPasses, SinglePasses), partial(_last_scores, model))
+
+
+def first_right(
+    model: PreTrainedModel, kinds: Sequence[Callable[[PreTrainedModel], Passes]], compare: Compare
+) -> Passes:
+    """The first of ``kinds`` that is right for ``model``; raises ChunkingRefusedError when none is.
+
+    Right is what was tried: of a few tokens in pieces the model must make what it makes of them as a whole.
+    """
+    refusal = ""
+    for kind in kinds:
         try:
-            passes: Passes = kind(model)
-            _try_out(passes, model)
+            passes = kind(model)
+            _try_out(passes, model, compare)
         except ChunkingRefusedError as error:
             refusal = str(error)
             continue
         return passes
-    raise ChunkingRefusedError(str(refusal))
+    raise ChunkingRefusedError(refusal)
 
 
 @torch.inference_mode()
-def _try_out(passes: Passes, model: PreTrainedModel) -> None:
+def _try_out(passes: Passes, model: PreTrainedModel, compare: Compare) -> None:
     base: Any = model.base_model
     vocabulary = int(base.get_input_embeddings().num_embeddings)
-    whole = [np.arange(n) * 7 % vocabulary for n in (7, 5)]
-    rows = [_row(ids, model) for ids in whole]
-    expected = torch.stack([base(input_ids=row, use_cache=False).last_hidden_state[0, -1] for row in rows])
-    caches = [passes.begin() for _ in whole]
-    for start, stop in ((0, 2), (2, 3), (3, None)):
-        found = passes.extend([Extension(c, ids[start:stop]) for c, ids in zip(caches, whole, strict=True)])
-    if [cache.length for cache in caches] != [len(ids) for ids in whole]:
+    texts = [np.arange(n) * 7 % vocabulary for n in (7, 5)]
+    caches = [passes.begin() for _ in texts]
+    pieces = [
+        passes.extend([Extension(c, ids[start:stop]) for c, ids in zip(caches, texts, strict=True)])
+        for start, stop in ((0, 2), (2, 3), (3, None))
+    ]
+    if [cache.length for cache in caches] != [len(ids) for ids in texts]:
         raise ChunkingRefusedError("keeps no keys and values")
-    head = head_of(model)
-    one, other = head(expected).float(), head(found).float()
+    one, other = compare(texts, [torch.cat(states) for states in zip(*pieces, strict=True)])
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.1
-    # Written so that a score that is no number is refused too.
+    # Written so that a result that is no number is refused too.
     if not bool(((one - other).abs() <= tolerance * one.abs().clamp(min=1.0)).all()):
-        raise ChunkingRefusedError("scores a text in pieces otherwise than as a whole")
+        raise ChunkingRefusedError("reads a text in pieces otherwise than as a whole")
+
+
+def _last_scores(
+    model: PreTrainedModel, texts: Sequence[IntArray], hidden: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    base: Any = model.base_model
+    head = head_of(model)
+    whole = [base(input_ids=_row(ids, model), use_cache=False).last_hidden_state[0, -1] for ids in texts]
+    return head(torch.stack(whole)).float(), head(torch.stack([states[-1] for states in hidden])).float()
 
 
 def _row(ids: IntArray, model: PreTrainedModel) -> torch.Tensor:
@@ -118,7 +143,10 @@ def _row(ids: IntArray, model: PreTrainedModel) -> torch.Tensor:
 
 
 class PackedCache:
-    """Keys and values [2, Hkv, capacity, D] of one sequence for each layer; the first write tells the shape."""
+    """Keys and values [2, Hkv, capacity, D] of one sequence for each layer; the first write tells the shape.
+
+    They are held as attention reads them: in autocast's type where it is on, whatever the projections gave.
+    """
 
     def __init__(self) -> None:
         self.length = 0
@@ -128,9 +156,11 @@ class PackedCache:
         """Put [Hkv, n, D] behind what is held; returns keys and values [Hkv, length + n, D] of the whole sequence."""
         stop = self.length + key.shape[1]
         held = self.layers.get(layer)
+        kind = key.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key.dtype
         if held is None or held.shape[2] < stop:
             capacity = -(-stop // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-            grown = key.new_empty((2, key.shape[0], capacity, key.shape[2]))
+            grown = key.new_empty((2, key.shape[0], capacity, key.shape[2]), dtype=dtype)
             if held is not None:
                 grown[:, :, : self.length] = held[:, :, : self.length]
             held = self.layers[layer] = grown
@@ -171,7 +201,7 @@ class PackedPasses:
         return PackedCache()
 
     @torch.inference_mode()
-    def extend(self, extensions: Sequence[Extension]) -> torch.Tensor:
+    def extend(self, extensions: Sequence[Extension]) -> list[torch.Tensor]:
         spans: list[_Span] = []
         positions: list[IntArray] = []
         start = 0
@@ -190,8 +220,7 @@ class PackedPasses:
         for span in spans:
             if span.cache is not None:
                 span.cache.length += span.stop - span.start
-        last: torch.Tensor = output.last_hidden_state[0, [span.stop - 1 for span in spans]]
-        return last
+        return [output.last_hidden_state[0, span.start : span.stop] for span in spans]
 
     def _mask(self, past: int, n: int) -> torch.Tensor | None:
         if past == 0:
@@ -277,8 +306,8 @@ class SinglePasses:
         return _SingleCache(DynamicCache(config=self._model.config))
 
     @torch.inference_mode()
-    def extend(self, extensions: Sequence[Extension]) -> torch.Tensor:
-        return torch.stack([self._extend(extension) for extension in extensions])
+    def extend(self, extensions: Sequence[Extension]) -> list[torch.Tensor]:
+        return [self._extend(extension) for extension in extensions]
 
     def _extend(self, extension: Extension) -> torch.Tensor:
         n = len(extension.token_ids)
@@ -291,8 +320,8 @@ class SinglePasses:
             options["position_ids"] = _row(np.arange(past, past + n), self._model)
         ids = _row(extension.token_ids, self._model)
         output = self._base(input_ids=ids, use_cache=extension.cache is not None, **options)
-        last: torch.Tensor = output.last_hidden_state[0, -1]
-        return last
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
     @torch.inference_mode()
     def fork(self, cache: _SingleCache, length: int) -> _SingleCache:

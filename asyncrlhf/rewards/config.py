@@ -149,13 +149,13 @@ def _part(name: str, raw: Any) -> RewardPart:
 @dataclass(frozen=True)
 class FusionConfig:
     """When a rollout may be scored: with its ``batch`` or ``group``, at its end (``rollout``), or at its end with
-    all but its last tokens read before, by the reward models that can (``chunk``)."""
+    all but its last tokens read before, by the reward models that can and the reference's workers (``chunk``)."""
 
     granularity: str = "rollout"
     max_batch: int = 64  # rollouts in one scoring call
     max_wait_ms: float = 2.0
     chunk_tokens: int = 64  # sampled tokens after which a sequence is sent on; granularity=chunk
-    cache_tokens: int = 32768  # of the sequences that one reward model holds in its KV cache; granularity=chunk
+    cache_tokens: int = 32768  # of the sequences that one such model holds in its KV cache; granularity=chunk
 
     def __post_init__(self) -> None:
         check_choice("fusion.granularity", self.granularity, GRANULARITIES)

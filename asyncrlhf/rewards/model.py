@@ -137,9 +137,12 @@ def is_causal(model: PreTrainedModel) -> bool:
 
 def longest_input(model: PreTrainedModel, config: RewardModelConfig) -> int:
     """Tokens of prompt and response together: ``max_length``, but at most the model's context where that is known."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    known = [limit for limit in (config.max_length, context) if limit]
-    return int(min(known)) if known else 2**31
+    return min(limit for limit in (config.max_length, context_of(model)) if limit)
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """The longest text in tokens, as far as the model's config says."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
 def padded_batches(lengths: IntArray, budget: int) -> list[list[int]]:

@@ -16,10 +16,12 @@ from asyncrlhf.orchestrator.clock import run_virtual
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.handles import WorkerLostError
+from asyncrlhf.orchestrator.ray_services import RayReader
 from asyncrlhf.orchestrator.scoring import Scoring, Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
-from asyncrlhf.rewards.config import FusionConfig
+from asyncrlhf.rewards.config import FusionConfig, RewardConfig
+from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo
 
 SIZE = 4  # rollouts of a group
@@ -77,7 +79,11 @@ class World:
 
     def __init__(self, workers: int) -> None:
         config = RunConfig(
-            runtime="local", num_generations=SIZE, batch_size=8, fusion=FusionConfig(granularity="chunk", max_wait_ms=0)
+            runtime="local",
+            num_generations=SIZE,
+            batch_size=8,
+            reward=RewardConfig(kind="model", model=RewardModelConfig(path="paper")),
+            fusion=FusionConfig(granularity="chunk", max_wait_ms=0),
         )
         self.state = build_state(config)
         for group in range(2):
@@ -88,6 +94,7 @@ class World:
         self.alive: list[Any] = list(self.workers)
         self.assembly = PaperAssembly(self.state)
         self.scoring = Scoring(self.state, self.assembly, self.alive, lambda *_: None)  # type: ignore[arg-type]
+        assert self.scoring._chunks is not None
         self.chunks = self.scoring._chunks
         self.tasks = [asyncio.create_task(self.scoring.score(worker)) for worker in self.workers]  # type: ignore[arg-type]
 
@@ -242,6 +249,21 @@ def test_chunks_of_what_ended_meanwhile_are_not_sent() -> None:
     assert set(world.assembly.scores) == {0, 2, 7}
 
 
+def test_a_worker_that_is_never_idle_gathers_no_chunks_of_what_has_ended() -> None:
+    async def story(world: World) -> None:
+        world.workers[0].score_seconds = 1000.0
+        world.finish(0)
+        await asyncio.sleep(0.1)
+        for i in range(1, 7):
+            world.arrive(i)
+            world.arrive(i, start=10)
+            world.finish(i)
+        world.arrive(7)
+        assert [len(waiting) for waiting in world.chunks._waiting.values()] == [1]
+
+    assert play(story).workers[0].read() == []
+
+
 def test_a_death_while_reading_ahead_costs_what_was_read_and_nothing_else() -> None:
     async def story(world: World) -> None:
         worker = world.workers[0]
@@ -318,3 +340,26 @@ def test_evictions_are_counted_and_count_as_not_read() -> None:
 
     state = play(story).state
     assert (state.prefill.evicted, state.prefill.early, state.prefill.scored) == (1, 10, 60)
+
+
+async def test_a_death_that_a_second_try_hid_is_told_to_who_reads_ahead() -> None:
+    """Or chunks would go to a worker that has not their beginning, and count as read."""
+
+    class Scripted(RayReader):
+        def __init__(self, *script: object) -> None:
+            super().__init__("reward-0", lambda: None, 1.0, 3, "reward.max_restarts")
+            self.script = list(script)
+
+        async def _once(self, call: Callable[[], Any]) -> Any:
+            found = self.script.pop(0)
+            if isinstance(found, ReplicaError):
+                raise found
+            return found
+
+    worker = Scripted(ReplicaError("reward-0 died."), "scores", Prefilled(True), "more scores", Prefilled(True))
+    assert await worker._twice(list) == "scores"
+    with pytest.raises(ReplicaError, match="reward-0 died"):
+        await worker.prefill([], [])
+    assert (await worker.prefill([], [])).taken
+    assert await worker._twice(list) == "more scores"
+    assert (await worker.prefill([], [])).taken

@@ -11,18 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import MistralConfig
 
 from asyncrlhf.actors.messages import RolloutBundle
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.chunking import PATIENCE_SECONDS, SWEEP_SECONDS
 from asyncrlhf.orchestrator.clock import run_virtual
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.controller import build_state
+from asyncrlhf.orchestrator.handles import WorkerLostError
 from asyncrlhf.orchestrator.parts import build_runtime, placement_plan
-from asyncrlhf.orchestrator.references import References, reference_notes, reference_spec
+from asyncrlhf.orchestrator.references import References, chunk_note, fingerprint, reference_notes, reference_spec
 from asyncrlhf.orchestrator.scoring import Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress
+from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
 from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo, ServiceResult
 from tests.unit.learner.worlds import samples
 
@@ -94,18 +98,31 @@ def test_a_bundle_travels_with_the_logprobs_that_it_has() -> None:
 class PaperWorker:
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
+        self.read: list[int] = []
+        self.released: list[int] = []
+        self.seconds = 1.0
+        self.error: ReplicaError | None = None
+        self.answer = Prefilled(True)
+
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        self.released += released
+        self.read += [chunk.rollout_id for chunk in chunks]
+        if self.error is not None:
+            raise self.error
+        return self.answer
 
     async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
         self.calls.append([p.index for p in payloads])
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.seconds)
         return [ServiceResult(p.index, Payload("with log-probs", p.index)) for p in payloads]
 
 
 class World:
     """Two groups of four under way, and workers that take a second for a call."""
 
-    def __init__(self, budget: int, workers: int) -> None:
-        config: RunConfig = load_config([*SERVED, f"reference.token_budget={budget}", "fusion.max_wait_ms=0"])
+    def __init__(self, budget: int, workers: int, *settings: str) -> None:
+        typed = [*SERVED, f"reference.token_budget={budget}", "fusion.max_wait_ms=0", *settings]
+        config: RunConfig = load_config(typed)
         self.state = build_state(config)
         prompt = Prompt("p", "p", np.arange(3))
         self.discarded: list[tuple[int, str]] = []
@@ -117,7 +134,10 @@ class World:
                 self.state.ledger.admit(i, group, prompt, 0.0)
                 self.state.ledger.start(i, "generator-0", 0)
         self.state.buffer.reserve(8)
-        self.assembly = Assembly(self.state, lambda i, *rest: self.discarded.append((i, rest[-1])), lambda _: None)
+        self.messages: list[str] = []
+        self.assembly = Assembly(
+            self.state, lambda i, *rest: self.discarded.append((i, rest[-1])), self.messages.append
+        )
         self.workers = [PaperWorker() for _ in range(workers)]
         self.worker = self.workers[0]
         self.references = References(self.state, self.assembly, list(self.workers))  # type: ignore[arg-type]
@@ -131,19 +151,24 @@ class World:
             self.references.arrived(Waiting(self.info(i), 0))
         self.state.progressed()
 
+    def arrive(self, *ids: int, start: int = 0, length: int = 8) -> None:
+        self.references.chunks_arrived([ChunkInfo(i, start, length, Payload("chunks", i)) for i in ids])
+
     def score(self, *ids: int) -> None:
         for i in ids:
             self.assembly.scored(self.info(i), 0, RewardResult(i, float(i)))
 
 
-def play(budget: int, story: Callable[[World], Any], workers: int = 1) -> World:
+def play(budget: int, story: Callable[[World], Any], workers: int = 1, *settings: str) -> World:
     async def main() -> World:
-        world = World(budget, workers)
+        world = World(budget, workers, *settings)
         tasks = [asyncio.create_task(world.references.serve(worker)) for worker in world.workers]  # type: ignore[arg-type]
         try:
             await story(world)
             await asyncio.sleep(20.0)
-            assert not any(task.done() for task in tasks)
+            for task in tasks:
+                assert not task.done() or task.exception() is None
+            assert sum(not task.done() for task in tasks) == len(world.references._workers)
         finally:
             for task in tasks:
                 task.cancel()
@@ -214,3 +239,145 @@ def test_failures_of_both_count_once() -> None:
     assert world.state.ledger.counts()["failed"] == 1
     (group,) = world.state.buffer.groups()
     assert [r.info.rollout_id for r in group.rollouts] == [0, 2, 3]
+
+
+CHUNKS = "fusion=chunk"
+
+
+def test_what_a_worker_has_begun_it_ends_and_the_rest_is_spread() -> None:
+    """Rollouts of ten tokens, eight of which were read ahead: a call of six tokens ends three of them."""
+
+    async def story(world: World) -> None:
+        world.arrive(0, 1, 2, 3, 4, 5, 6, 7)
+        await asyncio.sleep(0.5)
+        for worker in world.workers:
+            worker.seconds = 0.3 * PATIENCE_SECONDS
+        world.finish(0, 1, 2, 3, 4, 5, 6, 7)
+
+    world = play(6, story, 2, CHUNKS)
+    shares = [set(worker.read) for worker in world.workers]
+    assert [len(share) for share in shares] == [4, 4] and not shares[0] & shares[1]
+    for worker, share in zip(world.workers, shares, strict=True):
+        assert [len(call) for call in worker.calls] == [3, 1] and {i for call in worker.calls for i in call} == share
+    totals = world.state.reference_prefill
+    assert (totals.scored, totals.early, totals.evicted) == (80, 64, 0)
+    assert world.state.prefill.scored == 0, "the reward model's figures are its own"
+    assert world.references._chunks is not None and not world.references._chunks._owner
+    spread = play(1000, lambda world: _finish(world, 0, 1, 2, 3), 2, CHUNKS)
+    assert sorted(worker.calls for worker in spread.workers) == [[[0, 1]], [[2, 3]]]
+
+
+async def _finish(world: World, *ids: int) -> None:
+    world.finish(*ids)
+
+
+def test_what_is_finished_comes_first_and_another_worker_takes_it_when_its_own_is_held_up() -> None:
+    async def story(world: World) -> None:
+        world.arrive(0)
+        await asyncio.sleep(0.1)
+        (owner,) = (worker for worker in world.workers if worker.read)
+        (other,) = (worker for worker in world.workers if not worker.read)
+        other.seconds = 0.2
+        owner.seconds = 100.0
+        world.finish(4, 5)  # one for each
+        await asyncio.sleep(0.3)
+        world.arrive(1)  # for the other one, which has fewer
+        world.arrive(0, start=8)
+        world.finish(0)
+        assert other.calls in ([[4]], [[5]])
+        await asyncio.sleep(0.9 * PATIENCE_SECONDS)
+        assert len(other.calls) == 1 and other.read == [1]
+        await asyncio.sleep(0.2 * PATIENCE_SECONDS)
+        assert other.calls[1:] == [[0]], "nobody took it"
+        owner.seconds = 0.0
+
+    world = play(1000, story, 2, CHUNKS)
+    assert world.state.reference_prefill.early == 0, "it was answered without what its worker had read"
+
+
+def test_what_has_its_logprobs_is_forgotten_though_its_reward_is_still_to_come() -> None:
+    async def story(world: World) -> None:
+        world.arrive(0, 1, 2, 4)
+        await asyncio.sleep(0.1)
+        assert world.assembly.generated(world.info(0))
+        world.assembly.referenced(world.info(0), ServiceResult(0, Payload("by another worker", 0)))
+        assert world.assembly.generated(world.info(1))
+        world.score(1)  # its log-probs are still to come
+        world.assembly.abandon([1], "stale")
+        await asyncio.sleep(2 * SWEEP_SECONDS)
+        world.state.progressed()
+        await asyncio.sleep(0.1)
+        assert sorted(world.worker.released) == [0, 4]
+
+    play(1000, story, 1, CHUNKS)
+
+
+def test_a_death_while_reading_ahead_costs_what_was_read_and_nothing_else() -> None:
+    async def story(world: World) -> None:
+        world.arrive(0)
+        await asyncio.sleep(0.1)
+        world.worker.error = ReplicaError("reference-0 died.")
+        world.arrive(1)
+        await asyncio.sleep(0.1)
+        world.worker.error = None
+        world.arrive(0, start=8)  # whose beginning is gone
+        world.arrive(2)
+        await asyncio.sleep(0.1)
+        world.finish(0, 1, 2)
+
+    world = play(1000, story, 1, CHUNKS)
+    assert world.worker.read == [0, 1, 2] and world.state.reference_prefill.early == 8
+    assert world.messages == ["reference-0 died. So what it read ahead is lost."]
+    assert sorted(i for call in world.worker.calls for i in call) == [0, 1, 2]
+
+
+def test_a_worker_that_is_lost_while_reading_leaves_its_rollouts_to_the_others() -> None:
+    async def story(world: World) -> None:
+        world.workers[0].error = WorkerLostError("gone.")
+        world.arrive(0, 1)
+        await asyncio.sleep(0.1)
+        world.finish(0, 1)
+
+    world = play(1000, story, 2, CHUNKS)
+    assert len(world.references._workers) == 1
+    assert sorted(i for call in world.workers[1].calls for i in call) == [0, 1]
+
+
+def test_a_worker_whose_model_takes_no_chunks_is_asked_once() -> None:
+    async def story(world: World) -> None:
+        world.worker.answer = Prefilled(False)
+        world.arrive(0)
+        await asyncio.sleep(0.1)
+        world.arrive(1)
+        await asyncio.sleep(0.1)
+        world.finish(0, 1)
+
+    world = play(1000, story, 1, CHUNKS)
+    assert world.worker.read == [0] and world.worker.calls == [[0, 1]]
+    assert [m for m in world.messages if m.startswith("The reference model reads a text in pieces")] == world.messages
+
+
+def test_without_chunks_nobody_is_asked_to_read_ahead() -> None:
+    async def story(world: World) -> None:
+        world.arrive(0, 1)
+        world.finish(0, 1)
+
+    assert play(1000, story).worker.read == []
+
+
+def test_the_settings_of_chunks_reach_the_workers_and_no_checkpoint() -> None:
+    config = load_config([*SERVED, CHUNKS, "fusion.cache_tokens=777"])
+    spec, plain = reference_spec(config), reference_spec(load_config([*SERVED]))
+    assert spec is not None and plain is not None
+    assert (spec.cache_tokens, plain.cache_tokens) == (777, 0)
+    assert fingerprint(config) == plain.fingerprint
+    assert chunk_note(config) is None
+
+
+def test_a_reference_that_cannot_be_continued_is_named_at_the_start(tmp_path: Path) -> None:
+    MistralConfig(sliding_window=8).save_pretrained(tmp_path)
+    typed = [*SERVED, f"model.path={tmp_path}"]
+    sentence = str(chunk_note(load_config([*typed, CHUNKS])))
+    assert "has a sliding window" in sentence and str(tmp_path) in sentence and "whole rollouts" in sentence
+    assert chunk_note(load_config(typed)) is None
+    assert chunk_note(load_config([*typed, CHUNKS, "reference=learner"])) is None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from inspect import signature
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.chunked import ChunkedSource, chunked, token_batches
+from asyncrlhf.rewards.chunked import ChunkedSource, chunked
 from asyncrlhf.rewards.chunked_check import chunk_outlook
 from asyncrlhf.rewards.chunked_messages import Chunk, ChunkBundle
 from asyncrlhf.rewards.chunked_passes import (
@@ -32,14 +30,15 @@ from asyncrlhf.rewards.chunked_passes import (
 )
 from asyncrlhf.rewards.config import RewardConfig
 from asyncrlhf.rewards.model import ModelSource, score_batch
+from asyncrlhf.rewards.readings import Stretch, token_batches
 from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Rollout
+from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
 from tests.unit.rewards.test_reward_model import bert, bloom, gpt2, gpt_neox, opt
 from tests.unit.rewards.worlds import rollout, save_reward_model
 
-VOCABULARY, CONTEXT, END = 19, 64, 2
-PROMPTS = ([5, 6, 7], [5, 6, 8, 9, 10, 11, 12], [3])
+CONTEXT, END = 64, 2
 
 
 @pytest.fixture(scope="module")
@@ -65,54 +64,6 @@ def reference(source: ModelSource, done: Rollout) -> float:
         value = float(source.model(torch.tensor([ids])).logits[0, 0])
     source.model.config.pad_token_id = before
     return value
-
-
-def chunk(done: Rollout, start: int, stop: int) -> Chunk:
-    ids = np.concatenate([done.prompt.token_ids, done.response_ids])
-    return Chunk(done.rollout_id, start, len(done.prompt.token_ids), ids[start:stop])
-
-
-def pieces(done: Rollout, cuts: Sequence[int]) -> list[Chunk]:
-    """The chunks of one sequence, cut after so many response tokens each."""
-    first = len(done.prompt.token_ids)
-    places = [0, *sorted({first + min(cut, len(done.response_ids)) for cut in cuts})]
-    return [chunk(done, start, stop) for start, stop in pairwise(places)]
-
-
-@dataclass(frozen=True)
-class Story:
-    """Rollouts, and calls of chunks as they came: lost, late, twice, out of order, of another sequence's tokens."""
-
-    rollouts: list[Rollout]
-    calls: list[list[Chunk]]
-    released: list[int]
-    order: list[int]
-
-
-@st.composite
-def stories(draw: st.DrawFn) -> Story:
-    tokens = np.random.default_rng(draw(st.integers(0, 2**16)))
-    rollouts = [
-        rollout(
-            number, "", ids=tokens.integers(0, VOCABULARY, draw(st.integers(0, 40))).tolist(),
-            prompt_ids=draw(st.sampled_from(PROMPTS)), finish=draw(st.sampled_from(["stop", "length"])),
-        )
-        for number in range(draw(st.integers(1, 6)))
-    ]  # fmt: skip
-    chunks = []
-    for done in rollouts:
-        made = pieces(done, draw(st.lists(st.integers(0, 40), max_size=4)))
-        chunks += [c for c in made if draw(st.integers(0, 4))]
-        if made and not draw(st.integers(0, 3)):  # a generator that died had sampled another end
-            wrong = made[-1]
-            chunks.append(Chunk(done.rollout_id, wrong.start, wrong.prompt_length, (wrong.token_ids + 1) % VOCABULARY))
-    chunks += [chunks[i] for i in draw(st.lists(st.integers(0, max(len(chunks) - 1, 0)), max_size=3)) if chunks]
-    if draw(st.booleans()):
-        chunks = draw(st.permutations(chunks))
-    size = draw(st.integers(1, 6))
-    calls = [list(chunks[i : i + size]) for i in range(0, len(chunks), size)]
-    released = [r.rollout_id for r in rollouts if not draw(st.integers(0, 5))]
-    return Story(rollouts, calls, released, list(draw(st.permutations(range(len(rollouts))))))
 
 
 @settings(max_examples=150, deadline=None)
@@ -156,7 +107,7 @@ def tokens_computed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = passes.extend
 
-    def extend(extensions: Sequence[Extension]) -> torch.Tensor:
+    def extend(extensions: Sequence[Extension]) -> list[torch.Tensor]:
         seen.append(sum(len(e.token_ids) for e in extensions))
         return original(extensions)
 
@@ -229,7 +180,7 @@ def test_memory_that_runs_out_while_reading_costs_the_cache_alone(
     reads.prefill(pieces(done[0], (5,)))
     original = reads._passes.extend
 
-    def crowded(extensions: Sequence[Extension]) -> torch.Tensor:
+    def crowded(extensions: Sequence[Extension]) -> list[torch.Tensor]:
         if len(extensions) > 1 or extensions[0].cache is not None:
             raise torch.OutOfMemoryError("no room")
         return original(extensions)
@@ -365,7 +316,8 @@ def test_bundles_travel_whole() -> None:
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 100))
 def test_batches_hold_all_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = token_batches([Extension(None, np.zeros(n, np.int64)) for n in lengths], budget)
-    assert [len(e.token_ids) for batch in batches for e in batch] == lengths
+    stretches: list[Stretch[None]] = [Stretch(np.zeros(n + i, np.int64), 1, start=i) for i, n in enumerate(lengths)]
+    batches = [[len(s.extension.token_ids) for s in batch] for batch in token_batches(stretches, budget)]
+    assert [n for batch in batches for n in batch] == lengths
     for batch in batches:
-        assert len(batch) == 1 or sum(len(e.token_ids) for e in batch) <= budget
+        assert len(batch) == 1 or sum(batch) <= budget

@@ -133,7 +133,7 @@ def test_what_was_read_ahead_before_a_pass_hung_changes_no_score(folder: Path, m
     extend = passes.extend
     calls: list[int] = []
 
-    def hang_once(extensions: Any) -> torch.Tensor:
+    def hang_once(extensions: Any) -> list[torch.Tensor]:
         calls.append(len(extensions))
         if len(calls) == 1:
             hanging.hang()

@@ -1,0 +1,299 @@
+"""A reference that reads ahead: whatever chunks came, each log-prob is that of the whole rollout's packed pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GraniteConfig, LlamaForCausalLM, MistralConfig
+
+from asyncrlhf.learner import forward
+from asyncrlhf.learner.chunked_reference import ChunkedReference, build_reference
+from asyncrlhf.learner.reference import ReferencePolicy
+from asyncrlhf.rewards.chunked_messages import Chunk
+from asyncrlhf.rewards.chunked_passes import Extension
+from asyncrlhf.types import Rollout
+from tests.unit.learner.worlds import from_config, llama
+from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
+from tests.unit.rewards.worlds import rollout
+
+TEMPERATURE = 0.7
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return llama(vocab_size=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def whole(model: LlamaForCausalLM) -> ReferencePolicy:
+    return ReferencePolicy(model, temperature=TEMPERATURE, precision="none", token_budget=4096)
+
+
+def reader(model: Any, *, cache_tokens: int = 4096, **options: Any) -> ChunkedReference:
+    usual = {"temperature": TEMPERATURE, "precision": "none", "token_budget": 4096}
+    made = build_reference(model, cache_tokens=cache_tokens, **(usual | options))
+    assert isinstance(made, ChunkedReference)
+    return made
+
+
+def mixed(count: int, length: int) -> list[Rollout]:
+    """Rollouts of three prompts, no two alike."""
+    ids = [[(3 * i + j) % VOCABULARY for j in range(length)] for i in range(count)]
+    return [rollout(i, "", prompt_ids=PROMPTS[i % 3], ids=ids[i]) for i in range(count)]
+
+
+def assert_alike(found: Sequence[Rollout | str], expected: Sequence[Rollout | str]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, str) or isinstance(other, str):
+            assert one == other
+            continue
+        assert one.rollout_id == other.rollout_id and one.ref_logprobs is not None
+        assert one.ref_logprobs.dtype == np.float32
+        np.testing.assert_allclose(one.ref_logprobs, other.ref_logprobs, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    stories(), st.sampled_from([64, 128, 200, 4096]), st.integers(1, 80), st.integers(1, 6), st.sampled_from([0.7, 1.9])
+)
+def test_logprobs_are_those_of_whole_rollouts_whatever_came_before(
+    model: LlamaForCausalLM, story: Story, cache_tokens: int, budget: int, size: int, temperature: float
+) -> None:
+    options = {"temperature": temperature, "token_budget": budget}
+    whole = ReferencePolicy(model, precision="none", **options)  # type: ignore[arg-type]
+    reads = reader(model, cache_tokens=cache_tokens, **options)
+    for number, call in enumerate(story.calls):
+        assert reads.prefill(story.released if number == 2 else [], call).taken
+        assert reads.readings.held <= cache_tokens
+    for start in range(0, len(story.order), size):
+        done = [story.rollouts[i] for i in story.order[start : start + size]]
+        assert_alike(reads.answer(done), whole.answer(done))
+    assert reads.readings.held == 0, "what is answered is forgotten"
+
+
+def tokens_read(reads: ChunkedReference, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """New tokens of each pass that continues sequences from now on."""
+    seen: list[int] = []
+    original = reads.readings._passes.extend
+
+    def extend(extensions: Sequence[Extension]) -> list[torch.Tensor]:
+        seen.append(sum(len(e.token_ids) for e in extensions))
+        return original(extensions)
+
+    monkeypatch.setattr(reads.readings._passes, "extend", extend)
+    return seen
+
+
+def test_at_the_end_only_the_last_tokens_are_left(
+    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = reader(model)
+    seen = tokens_read(reads, monkeypatch)
+    done = rollout(0, "", prompt_ids=PROMPTS[0], ids=[3, 4] * 15)
+    for piece in pieces(done, (10, 20)):
+        reads.prefill([], [piece])
+    assert seen == [13, 10]
+    assert_alike(reads.answer([done]), whole.answer([done]))
+    assert seen == [13, 10, 9], "the last token predicts nothing"
+    reads.prefill([], pieces(done, (29,)))
+    assert_alike(reads.answer([done]), whole.answer([done]))
+    assert seen[3:] == [32], "and where it alone is left there is no pass at all"
+    reads.prefill([], pieces(done, (30,)))
+    assert_alike(reads.answer([done]), whole.answer([done]))
+    assert seen[4:] == [33]
+
+
+def test_siblings_compute_their_prompt_once(
+    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = reader(model)
+    seen = tokens_read(reads, monkeypatch)
+    group = [rollout(i, "", prompt_ids=PROMPTS[1], ids=[3 + i] * 9) for i in range(3)]
+    reads.prefill([], [piece for r in group[:2] for piece in pieces(r, (5,))])
+    reads.prefill([], pieces(group[2], (5,)))
+    assert seen == [7 + 5, 1 + 5, 1 + 5], "but for its last token, which predicts the first of the response"
+    assert_alike(reads.answer(group), whole.answer(group))
+
+
+def test_what_must_give_way_is_read_whole_and_said(
+    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = reader(model, cache_tokens=128)
+    done = [rollout(i, "", prompt_ids=[3 + i], ids=[3 + i] * 30) for i in range(3)]
+    assert reads.prefill([], [p for r in done[:2] for p in pieces(r, (10,))]).evicted == []
+    assert reads.prefill([], pieces(done[2], (10,))).evicted == [0]
+    strange = rollout(7, "", prompt_ids=[1], ids=[VOCABULARY])
+    assert reads.prefill([], pieces(strange, (1,))).evicted == [7]
+    seen = tokens_read(reads, monkeypatch)
+    assert_alike(reads.answer(done), whole.answer(done))
+    assert seen == [2 * 19], "of the one that was evicted nothing was left to continue"
+
+
+def test_a_cache_of_other_tokens_is_never_taken(model: LlamaForCausalLM, whole: ReferencePolicy) -> None:
+    """A generator died, and another one sampled the rollout anew: to the same length, longer, shorter, or once more
+    with chunks of its own."""
+    old = rollout(0, "", prompt_ids=PROMPTS[0], ids=[3] * 12)
+    for ids in ([3] * 5 + [4] * 7, [4] * 20, [3] * 5, [3] * 13):
+        new = rollout(0, "", prompt_ids=PROMPTS[0], ids=ids)
+        for told in (False, True):
+            reads = reader(model)
+            reads.prefill([], pieces(old, (6, 12)))
+            if told:
+                reads.prefill([], pieces(new, (4, len(ids) - 1)))
+            assert_alike(reads.answer([new]), whole.answer([new]))
+
+
+def test_memory_that_runs_out_costs_the_cache_alone(
+    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = [rollout(i, "", prompt_ids=[3 + i], ids=[4, 5] * 5) for i in range(2)]
+    reads = reader(model)
+    original = reads.readings._passes.extend
+
+    def crowded(extensions: Sequence[Extension]) -> list[torch.Tensor]:
+        if any(e.cache is not None and e.cache.length for e in extensions):
+            raise torch.OutOfMemoryError("no room")
+        return original(extensions)
+
+    monkeypatch.setattr(reads.readings._passes, "extend", crowded)
+    reads.prefill([], pieces(done[0], (5,)))
+    assert reads.prefill([], [*pieces(done[1], (5,)), chunk(done[0], 6, 9)]).evicted == [0, 1]
+    assert reads.readings.held == 0
+    assert_alike(reads.answer(done), whole.answer(done))
+    reads.prefill([], [p for r in done for p in pieces(r, (5,))])
+    reads.prefill([], pieces(rollout(2, "", prompt_ids=[7], ids=[4] * 9), (5,)))
+    assert reads.readings.held == 3 * 64
+    assert_alike(reads.answer(done), whole.answer(done))
+    assert reads.readings.held == 0, "the room of all sequences is free for the pass over whole rollouts"
+
+
+def test_a_whole_pass_without_room_gets_that_of_the_caches(
+    model: LlamaForCausalLM, whole: ReferencePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, other = (rollout(i, "", prompt_ids=[3 + i], ids=[4, 5] * 5) for i in range(2))
+    expected = whole.answer([other])
+    reads = reader(model)
+    original = ReferencePolicy._numbers
+
+    def crowded(self: ReferencePolicy, batch: Sequence[Rollout]) -> list[np.ndarray]:
+        if reads.readings.held:
+            raise torch.OutOfMemoryError("no room")
+        return original(self, batch)
+
+    monkeypatch.setattr(ReferencePolicy, "_numbers", crowded)
+    reads.prefill([], pieces(begun, (5,)))
+    assert_alike(reads.answer([other]), expected)
+    monkeypatch.setattr(reads.readings, "give_all_up", list)
+    reads.readings.release([0])
+    reads.prefill([], pieces(begun, (5,)))
+    (answer,) = reads.answer([other])
+    assert "out of memory with 1 sequences of up to 11 tokens; lower reference.token_budget" in str(answer)
+
+
+def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(
+    model: LlamaForCausalLM, whole: ReferencePolicy
+) -> None:
+    done = [
+        rollout(i, "", prompt_ids=PROMPTS[i % 3], ids=[(3 * i + j) % VOCABULARY for j in range(30)]) for i in range(6)
+    ]
+    reads = reader(model, precision="bfloat16")
+    low = ReferencePolicy(model, temperature=TEMPERATURE, precision="bfloat16", token_budget=4096)
+    for cut in (9, 20):
+        reads.prefill([], [p for r in done for p in pieces(r, (cut,))])
+    caches = [reading.cache.layers for reading in reads.readings._readings.values()]
+    assert {held.dtype for layers in caches for held in layers.values()} == {torch.bfloat16}
+    found, packed, exact = ([a.ref_logprobs for a in p.answer(done)] for p in (reads, low, whole))  # type: ignore[union-attr]
+    noise = np.abs(np.concatenate(packed) - np.concatenate(exact))  # type: ignore[arg-type]
+    apart = np.abs(np.concatenate(found) - np.concatenate(packed))  # type: ignore[arg-type]
+    assert 0 < apart.mean() <= 2 * noise.mean() and apart.max() <= 2 * noise.max()
+
+
+@pytest.mark.parametrize("scaling", [None, 3.0])
+def test_logits_are_the_models_own_and_few_at_a_time(scaling: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the output layer is not all that makes the logits, the model's own forward is asked."""
+    made = (
+        llama(vocab_size=VOCABULARY) if scaling is None else from_config(GraniteConfig(**SIZES, logits_scaling=scaling))
+    )
+    whole = ReferencePolicy(made, temperature=TEMPERATURE, precision="none", token_budget=4096)
+    assert whole._policy._plain_head == (scaling is None)
+    done = [
+        rollout(i, "", prompt_ids=PROMPTS[i % 2], ids=[(3 * i + j) % VOCABULARY for j in range(25)]) for i in range(3)
+    ]
+    expected = whole.answer(done)
+    reads = reader(made)
+    monkeypatch.setattr(forward, "MAX_LOGITS", 4 * VOCABULARY)
+    sizes: list[int] = []
+    original = forward.token_logprobs
+
+    def note(logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sizes.append(len(logits))
+        return original(logits, *arguments, **options)
+
+    monkeypatch.setattr(forward, "token_logprobs", note)
+    for cut in (11, 20):
+        reads.prefill([], [p for r in done for p in pieces(r, (cut,))])
+    assert_alike(reads.answer(done), expected)
+    assert sum(sizes) == 3 * 25 and max(sizes) == 4
+    assert "forward" not in vars(made.base_model)
+
+
+def test_a_log_prob_that_is_no_number_is_a_failure() -> None:
+    broken = llama(vocab_size=VOCABULARY, tie_word_embeddings=False)
+    reads = reader(broken)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[9] = torch.nan
+    bad, good = rollout(0, "", prompt_ids=[3], ids=[4, 9, 4, 4]), rollout(1, "", prompt_ids=[3], ids=[4, 4, 4, 4])
+    reads.prefill([], [p for r in (bad, good) for p in pieces(r, (3,))])
+    answers = reads.answer([bad, good])
+    assert "not all finite" in str(answers[0]) and isinstance(answers[1], Rollout)
+
+
+def test_a_rollout_that_cannot_be_scored_fails_alone(model: LlamaForCausalLM) -> None:
+    """Chunks that speak of no prompt, and a response that turned out to be empty."""
+    reads = reader(model)
+    empty, fine = rollout(0, "", prompt_ids=[3], ids=[]), rollout(1, "", prompt_ids=[3], ids=[4, 5])
+    odd = rollout(2, "", prompt_ids=[], ids=[4, 5])
+    reads.prefill([], [Chunk(0, 0, 1, np.array([3])), *pieces(fine, (1,)), Chunk(2, 0, 0, np.array([4]))])
+    answers = reads.answer([empty, fine, odd])
+    assert [isinstance(answer, str) for answer in answers] == [True, False, True]
+    assert "nothing to score" in str(answers[0])
+
+
+def test_a_model_that_cannot_be_continued_reads_whole_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "precision": "none", "token_budget": 64, "cache_tokens": 64}
+    window = from_config(MistralConfig(**SIZES, sliding_window=4))
+    made = build_reference(window, **options)
+    assert type(made) is ReferencePolicy and not made.prefill([], []).taken
+    assert isinstance(
+        build_reference(from_config(MistralConfig(**SIZES, sliding_window=None)), **options), ChunkedReference
+    )
+    moody = llama(vocab_size=VOCABULARY)
+    base: Any = moody.base_model
+    original = base.forward
+
+    def forwards(*arguments: Any, **keywords: Any) -> Any:
+        if "chunk_spans" in keywords:
+            keywords["position_ids"] = keywords["position_ids"] * 2
+        return original(*arguments, **keywords)
+
+    forwards.__signature__ = signature(original)  # type: ignore[attr-defined]
+    monkeypatch.setattr(base, "forward", forwards)
+    assert type(build_reference(moody, **options)) is ReferencePolicy, "the trial at the start found it"
