@@ -117,11 +117,12 @@ def grid(scale: Scale, work: Path, out: Path, seeds: Sequence[int], only: Sequen
             run_cell(base, out, chosen, next(iter(scale.modes)), extra, OVEROPTIMISED)
 
 
-def clock(scale: Scale, work: Path, out: Path, seeds: Sequence[int]) -> None:
+def clock(scale: Scale, work: Path, out: Path, seeds: Sequence[int], only: Sequence[str]) -> None:
     """Modes side by side on real processes, one run after the other, seed by seed."""
     for seed in seeds:
         base = make_base(scale, seed, work / f"seed-{seed}")
-        for algorithm, mode in itertools.product(scale.clock["algorithms"], scale.modes):
+        chosen = [algorithm for algorithm in scale.clock["algorithms"] if not only or algorithm in only]
+        for algorithm, mode in itertools.product(chosen, scale.modes):
             run_cell(base, out, algorithm, mode, scale.clock["train"], algorithm, prefix="clock_")
 
 
@@ -196,7 +197,7 @@ def main() -> int:
         if options.action == "grid":
             grid(scale, work, out, seeds, options.algorithms)
         elif options.action == "clock":
-            clock(scale, work, out, seeds)
+            clock(scale, work, out, seeds, options.algorithms)
         else:
             from figure import plot
 
