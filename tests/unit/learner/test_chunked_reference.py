@@ -19,21 +19,13 @@ from asyncrlhf.learner.reference import ReferencePolicy
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.rewards.chunked_passes import Extension
 from asyncrlhf.types import Rollout
+from tests.unit.learner.worlds import SIZES as LEARNER_SIZES
 from tests.unit.learner.worlds import from_config, llama
 from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
 from tests.unit.rewards.worlds import rollout
 
 TEMPERATURE = 0.7
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+SIZES = LEARNER_SIZES | {"vocab_size": VOCABULARY}
 
 
 @pytest.fixture(scope="module")

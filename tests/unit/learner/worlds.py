@@ -13,20 +13,20 @@ from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 
 VOCABULARY = 17
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
 
 
 def llama(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.3,
-    }
+    settings = SIZES | {"tie_word_embeddings": True}
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
 
