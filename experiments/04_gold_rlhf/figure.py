@@ -21,10 +21,10 @@ SMOOTH = 3  # points of a curve
 
 
 def plot(folder: Path) -> None:
-    """``figure.png`` in ``folder`` out of its CSV files. Without a grid the runs on Ray stand in for it."""
-    runs, curves, clock = (complete(read(folder, name)) for name in ("runs", "curves", "clock_curves"))
-    if not len(runs):
-        runs, curves = complete(read(folder, "clock_runs")), clock
+    """``figure.png`` in ``folder`` out of its CSV files. Where an algorithm has no grid its runs on Ray stand in."""
+    clock = complete(read(folder, "clock_curves"))
+    runs = with_stand_ins(complete(read(folder, "runs")), complete(read(folder, "clock_runs")))
+    curves = with_stand_ins(complete(read(folder, "curves")), clock)
     figure, axes = plt.subplots(2, 2, figsize=(13, 9.5), constrained_layout=True)
     normal = curves[curves.algorithm != OVEROPTIMISED]
     lines(axes[0, 0], normal, "step", "gold")
@@ -43,6 +43,12 @@ def plot(folder: Path) -> None:
     print(f"\nmean and standard deviation over seeds of the last steps\n\n{table(runs)}")
     if len(clock):
         print(f"\nseconds to {SHARE:.0%} of the gain of sync\n\n{times(clock)}")
+
+
+def with_stand_ins(grid: pd.DataFrame, clock: pd.DataFrame) -> pd.DataFrame:
+    """The grid's rows, and the clock's of algorithms that it has none of."""
+    missing = clock[~clock.algorithm.isin(grid.algorithm)]
+    return pd.concat([grid, missing]) if len(grid) and len(missing) else grid if len(grid) else missing
 
 
 def read(folder: Path, name: str) -> pd.DataFrame:
