@@ -332,11 +332,12 @@ def test_a_ray_worker_answers_like_a_local_one_and_again_after_its_death() -> No
 @pytest.mark.usefixtures("ray_local")
 def test_under_ray_a_killed_worker_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers, one of which dies in the midst of the run; and the training is that of the learner's own values."""
-    struck: list[int] = []
+    struck: list[RayCritic] = []
 
     async def strike(worker: RayCritic, payloads: Sequence[Payload], ticket: Any) -> None:
         if not struck and ticket.version == 1:
-            struck.append(await ray_run.strike(worker.actor, 9))
+            struck.append(worker)  # before the wait: the other one may be asked meanwhile
+            await ray_run.strike(worker.actor, 9)
 
     ray_run.before(monkeypatch, RayCritic, "value", strike)
     common = (*PPO, "async.mode=sync", "steps=3", "checkpoint.every=3")
