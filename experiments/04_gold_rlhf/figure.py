@@ -48,7 +48,7 @@ def plot(folder: Path) -> None:
 def with_stand_ins(grid: pd.DataFrame, clock: pd.DataFrame) -> pd.DataFrame:
     """The grid's rows, and the clock's of algorithms that it has none of."""
     missing = clock[~clock.algorithm.isin(grid.algorithm)]
-    return pd.concat([grid, missing]) if len(grid) and len(missing) else grid if len(grid) else missing
+    return pd.concat([rows for rows in (grid, missing) if len(rows)] or [grid])
 
 
 def read(folder: Path, name: str) -> pd.DataFrame:
