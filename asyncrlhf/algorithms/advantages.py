@@ -135,24 +135,34 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
+    final_values: Tensor | None = None,
+    log_ratio: Tensor | None = None,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (1506.02438): (advantages [T], returns [T]), detached, zero outside the mask.
+    """Generalised advantage estimation (1506.02438): (advantages [T], value targets [T]), detached, zero outside the
+    mask.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return = A + V; t runs over a sequence's
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, target = A + V; t runs over a sequence's
     masked tokens only, so that value and accumulator are carried over the tokens between. ``values [T]``: entry t is
-    the value of the state that token t is chosen in; after the last masked token it is 0. Rewards on unmasked tokens
-    are not seen.
+    the value of the state that token t is chosen in. ``final_values [N]``: the value of the state behind a sequence's
+    last masked token, 0 when None: the sequence ended there. Rewards on unmasked tokens are not seen.
+
+    ``log_ratio`` [T], log(pi / mu), corrects for tokens that mu sampled. The targets are then V-trace's (1802.01561)
+    with rho = min(rho_bar, r) and c = lam min(c_bar, r): v_t = V_t + rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1}),
+    whose fixed point is V^pi where no ratio passes ``rho_bar``; without it the fixed point is V^mu. The advantage is
+    A_t = delta_t + gamma lam (v_{t+1} - V_{t+1}): the token's own ratio is left to the loss. With all ratios 1 both
+    are those of plain GAE, for any lam.
     """
     rows = _Rows.of(loss_mask, sequence_ids)
     reward, value = rows.pack(token_rewards, values.dtype), rows.pack(values, values.dtype)
-    delta = reward + gamma * _shifted(value) - value
-    advantages = torch.zeros_like(delta)
-    accumulator = values.new_zeros(len(delta))
-    for step in reversed(range(delta.shape[1])):
-        accumulator = delta[:, step] + gamma * lam * accumulator
-        advantages[:, step] = accumulator
-    packed = rows.unpack(advantages)
-    return packed, packed + masked_values(values.detach(), loss_mask)
+    delta = reward + gamma * rows.following(value, final_values) - value
+    rho, trace = torch.ones_like(delta), torch.full_like(delta, lam)
+    if log_ratio is not None:
+        rho, trace = _cut_ratios(rows, log_ratio, loss_mask, delta, lam, rho_bar, c_bar)
+    gaps = _gaps(delta, rho, trace, gamma)
+    advantages = delta + gamma * lam * rows.following(gaps, None)
+    return rows.unpack(advantages), rows.unpack(gaps) + masked_values(values.detach(), loss_mask)
 
 
 def vtrace(
@@ -166,26 +176,40 @@ def vtrace(
     lam: float = 1.0,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
+    final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """V-trace (1802.01561): (advantages [T], value targets v [T]), detached, zero outside the mask.
 
     With r = exp(``log_ratio`` [T]), the target policy over mu, rho = min(rho_bar, r) and c = lam min(c_bar, r):
     v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}) and
-    A_t = rho_t (r_t + gamma v_{t+1} - V_t). Tokens and values as in ``gae``, which it equals on policy with lam = 1.
-    It needs a critic: with V = 0 and a reward at the end, the first token's advantage is a product of numbers <= 1 that
-    vanishes with length.
+    A_t = rho_t (r_t + gamma v_{t+1} - V_t). Tokens, values and ``final_values`` as in ``gae``, which it equals on
+    policy with lam = 1. It needs a critic: with V = 0 and a reward at the end, the first token's advantage is a product
+    of numbers <= 1 that vanishes with length.
     """
     rows = _Rows.of(loss_mask, sequence_ids)
     reward, value = rows.pack(token_rewards, values.dtype), rows.pack(values, values.dtype)
-    ratio = rows.pack(ratio_of(masked_values(log_ratio.detach(), loss_mask)), values.dtype)
-    rho, trace = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
-    delta = rho * (reward + gamma * _shifted(value) - value)
-    targets = torch.zeros_like(delta)
-    accumulator = values.new_zeros(len(delta))
+    delta = reward + gamma * rows.following(value, final_values) - value
+    rho, trace = _cut_ratios(rows, log_ratio, loss_mask, delta, lam, rho_bar, c_bar)
+    gaps = _gaps(delta, rho, trace, gamma)
+    return rows.unpack(rho * (delta + gamma * rows.following(gaps, None))), rows.unpack(value + gaps)
+
+
+def _cut_ratios(
+    rows: _Rows, log_ratio: Tensor, loss_mask: Tensor, like: Tensor, lam: float, rho_bar: float, c_bar: float
+) -> tuple[Tensor, Tensor]:
+    """(rho, c) of V-trace as tables."""
+    ratio = rows.pack(ratio_of(masked_values(log_ratio.detach(), loss_mask)), like.dtype)
+    return ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
+
+
+def _gaps(delta: Tensor, rho: Tensor, trace: Tensor, gamma: float) -> Tensor:
+    """v - V as a table: gap_t = rho_t delta_t + gamma trace_t gap_{t+1}."""
+    gaps = torch.zeros_like(delta)
+    accumulator = delta.new_zeros(len(delta))
     for step in reversed(range(delta.shape[1])):
-        accumulator = delta[:, step] + gamma * trace[:, step] * accumulator
-        targets[:, step] = value[:, step] + accumulator
-    return rows.unpack(rho * (reward + gamma * _shifted(targets) - value)), rows.unpack(targets)
+        accumulator = rho[:, step] * delta[:, step] + gamma * trace[:, step] * accumulator
+        gaps[:, step] = accumulator
+    return gaps
 
 
 class _Rows(NamedTuple):
@@ -215,7 +239,11 @@ class _Rows(NamedTuple):
     def unpack(self, table: Tensor) -> Tensor:
         return table.new_zeros(self.tokens).index_put((self.where,), table[self.row, self.column])
 
-
-def _shifted(table: Tensor) -> Tensor:
-    """Column t holds what stood in column t + 1; the last holds 0."""
-    return torch.nn.functional.pad(table[:, 1:], (0, 1))[:, : table.shape[1]]
+    def following(self, table: Tensor, final: Tensor | None) -> Tensor:
+        """Column t holds what stood in column t + 1; a row's last token its entry of ``final`` [N], 0 when None."""
+        shifted = torch.nn.functional.pad(table[:, 1:], (0, 1))[:, : table.shape[1]]
+        if final is None:
+            return shifted
+        last = torch.bincount(self.row) - 1
+        filled = (last >= 0).nonzero().squeeze(-1)
+        return shifted.index_put((filled, last[filled]), final.detach()[filled].to(table.dtype))

@@ -1,5 +1,9 @@
 """KL to a reference policy: the k1, k2, k3 estimators, the importance-weighted loss, the penalty in the reward.
 
+In the reward only k1 is a penalty. As a reward, an estimator f(pi, ref) has the score-function gradient
+E[f grad log pi]: k1's is that of KL(pi || ref); k3's is that of KL(pi || ref) - KL(ref || pi), whose leading order
+cancels, so that a run with it drifts from the reference; k2's is close to neither.
+
 Gradients of the estimators as losses, checked by enumeration in the tests (pi = policy, mu = the sampler):
 on-policy, k1 has none in expectation, k2 gives that of KL(pi || ref), k3 that of KL(ref || pi). Off-policy, r k1 and
 r k3 with r = pi / mu *not* detached and sg(r) k2 give that of KL(pi || ref); plain k2 and sg(r) k3 are wrong.
@@ -84,14 +88,14 @@ def kl_token_rewards(
     loss_mask: Tensor,
     *,
     beta: float,
-    estimator: str = "k1",
 ) -> Tensor:
-    """``token_rewards [T]`` less beta times the KL estimate of each masked token: [T], detached (PPO of 1909.08593).
+    """``token_rewards [T]`` less beta k1 of each masked token: [T], detached (PPO of 1909.08593).
 
-    ``policy_logprobs`` [T] is the policy that the penalty speaks of, usually the proximal one.
+    ``policy_logprobs`` [T] is the policy that the penalty speaks of: the one that is being trained, before its update.
+    With stale samples the sampler's own log-probs would leave out how far the policy has moved since.
     """
     with torch.no_grad():
-        return token_rewards - beta * kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator=estimator)
+        return token_rewards - beta * kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")
 
 
 def kl_sequence_rewards(
@@ -102,9 +106,11 @@ def kl_sequence_rewards(
     sequence_ids: Tensor,
     *,
     beta: float,
-    estimator: str = "k1",
 ) -> Tensor:
-    """``rewards [N]`` less beta times the sequence's summed KL estimate: [N], detached (RLOO of 2402.14740)."""
+    """``rewards [N]`` less beta times the sequence's summed k1: [N], detached (RLOO of 2402.14740).
+
+    ``policy_logprobs`` as in ``kl_token_rewards``.
+    """
     with torch.no_grad():
-        estimates = kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator=estimator)
+        estimates = kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")
         return rewards - beta * segment_sum(estimates, sequence_ids, len(rewards)).to(rewards.dtype)

@@ -164,7 +164,7 @@ class MicrobatchLosses:
             anchor,
             facts.mask,
             facts.ids,
-            estimator=config.kl_estimator,
+            estimator=config.loss_estimator,
             normaliser=normaliser,
             importance_weighted=config.kl_importance_weighted,
             weight=weight,

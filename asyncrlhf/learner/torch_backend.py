@@ -181,7 +181,7 @@ class TorchBackend:
         """Everything that must be known before the first update."""
         algorithm = self.algorithm
         proximal = None
-        if algorithm.minibatches > 1 or (algorithm.advantage == "vtrace" and self.ema is None):
+        if algorithm.looks_first:
             self._passes.look(plan.microbatches, record)
             proximal = record.proximal = record.policy.clone()
         passes = Passes(
@@ -189,6 +189,7 @@ class TorchBackend:
             ema=None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy),
             proximal=proximal,
             values=self._old_values(plan),
+            final_values=self._final_values(plan),
         )
         targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self._peers))
         lookahead.new_targets(algorithm, targets)
@@ -209,6 +210,12 @@ class TorchBackend:
         if plan.tokens.values is None:
             raise AsyncRLHFError("A batch came without the critic's values, which critic.where=service leaves to it.")
         return plan.tokens.values
+
+    def _final_values(self, plan: StepPlan) -> torch.Tensor | None:
+        """[N], where the critic stands for the rest of answers that were cut."""
+        if self.algorithm.truncated != "bootstrap":
+            return None
+        return self._passes.final_values(plan, self.config.token_budget)
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""

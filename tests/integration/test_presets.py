@@ -22,8 +22,9 @@ def test_preset_trains(tmp_path: Path, preset: str) -> None:
         assert 0 < row["ess_fraction"] <= 1 and 0 < row["effective_learning_rate"] <= row["learning_rate"]
 
 
-@pytest.mark.parametrize("place", ["reward", "loss"])
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize(
+    ("place", "estimator"), [("reward", "auto"), ("reward", "k1"), ("loss", "auto"), ("loss", "k1"), ("loss", "k3")]
+)
 def test_kl_is_counted_where_it_is_put(tmp_path: Path, place: str, estimator: str) -> None:
     common = (
         *FAKE,

@@ -89,12 +89,14 @@ def test_kl_estimates_and_penalties(estimator: str) -> None:
     np.testing.assert_allclose(found[batch.mask], np.concatenate(expected), rtol=1e-10)
     assert not found[~batch.mask].any()
 
+    if estimator != "k1":
+        return
     rewards = torch.from_numpy(batch.rewards)
-    penalised = kl_sequence_rewards(rewards, policy, ref, mask, ids, beta=0.3, estimator=estimator).numpy()
+    penalised = kl_sequence_rewards(rewards, policy, ref, mask, ids, beta=0.3).numpy()
     totals = np.zeros(batch.num_sequences)
     totals[batch.trained] = [s.sum() for s in expected]
     np.testing.assert_allclose(penalised, batch.rewards - 0.3 * totals, rtol=1e-10)
-    tokens = kl_token_rewards(torch.ones(len(mask)).double(), policy, ref, mask, beta=0.3, estimator=estimator).numpy()
+    tokens = kl_token_rewards(torch.ones(len(mask)).double(), policy, ref, mask, beta=0.3).numpy()
     np.testing.assert_allclose(tokens[batch.mask], 1 - 0.3 * np.concatenate(expected), rtol=1e-10)
 
 

@@ -35,7 +35,7 @@ REFUSED = [
     (MU | {"gate": "m2", "level": "geo"}, "allowed: anchor=mu with level=token"),
     (MU | {"gate": "sat", "coef": "cap"}, "gate=sat shrinks the bounds of PPO's clip"),
     ({"kl": "loss"}, "kl=loss needs algorithm.beta > 0"),
-    ({"kl": "reward", "beta": 0.1, "kl_target": "mu"}, "always 0"),
+    ({"kl": "reward", "beta": 0.1, "kl_target": "mu"}, "not the sampler"),
     ({"advantage_shift": -0.1}, "allowed: advantage=group_mean"),
     ({"advantage": "opob"}, "weighs whole sequences"),
     (MU | {"advantage": "opob"}, "weighs whole sequences"),

@@ -68,7 +68,7 @@ VARIANTS = {
     "reinforce": AlgorithmConfig(advantage="whiten", anchor="self", coef="one", correction="truncate"),
     "dr_grpo": AlgorithmConfig(advantage="group_mean", aggregate="const", whiten=True),
     "kl in the loss": AlgorithmConfig(kl="loss", beta=0.1, entropy_coef=0.01),
-    "kl in the reward": AlgorithmConfig(advantage="loo", kl="reward", beta=0.1, kl_estimator="k1"),
+    "kl in the reward": AlgorithmConfig(advantage="loo", kl="reward", beta=0.1),
     "ppo": AlgorithmConfig(advantage="gae", lam=0.95, kl="reward", beta=0.1),
 }
 
