@@ -147,16 +147,23 @@ def kept_surrogate(theta: Batch, old: Batch, adv: Batch, keep: Batch) -> Batch:
 # Gates: 1 for a token that stays.
 
 
-def m2_keep(now: Batch, mu: Batch, adv: Batch, threshold: float) -> Batch:
-    """M2PO (2510.01161): of the harmful tokens, take the largest (log r)^2 out one by one until the mean is low."""
+def m2_keep(now: Batch, mu: Batch, adv: Batch, threshold: float, *, all_tokens: bool = False) -> Batch:
+    """M2PO (2510.01161), Algorithm 1: M is true for all tokens; T is the set of trust-region tokens; while the mean
+    over T of (log r)^2 is above the threshold, the largest leaves T, and its M becomes false.
+
+    T as the authors' code has it (Infini-AI-Lab/M2PO, ``_get_trust_region_tokens_delta_sq``): A > 0 and r > 1, or
+    A < 0 and r < 1. ``all_tokens``: every token, as AReaL's code has it.
+    """
     keep = [np.ones(len(s)) for s in now]
-    left = []
+    region = {}
     for i, (n, m, a) in enumerate(zip(now, mu, adv, strict=True)):
         r = np.exp(n - m)
-        left += [(np.log(r[t]) ** 2, i, t) for t in range(len(n)) if (a[t] > 0 and r[t] > 1) or (a[t] < 0 and r[t] < 1)]
-    left.sort()
-    while left and np.mean([size for size, _, _ in left]) > threshold:
-        _, i, t = left.pop()
+        for t in range(len(n)):
+            if all_tokens or (a[t] > 0 and r[t] > 1) or (a[t] < 0 and r[t] < 1):
+                region[i, t] = np.log(r[t]) ** 2
+    while region and np.mean(list(region.values())) > threshold:
+        i, t = max(region, key=lambda place: region[place])
+        del region[i, t]
         keep[i][t] = 0.0
     return keep
 
