@@ -63,6 +63,16 @@ def ppo_tokens(theta: Batch, old: Batch, adv: Batch, low: float, high: float, du
     return losses
 
 
+def impact_tokens(theta: Batch, target: Batch, mu: Batch, adv: Batch, eps: Bounds, cap: float) -> Batch:
+    """IMPACT (1912.00167) as RLlib's APPO has it, rllib/algorithms/appo/torch/appo_torch_learner.py:
+    r = clip(mu / target, 0, cap) pi / mu, with cap 2 there, and -min(A r, A clip(r, 1-low, 1+high))."""
+    losses = []
+    for new, slow, m, a in zip(theta, target, mu, adv, strict=True):
+        r = np.clip(np.exp(m - slow), 0.0, cap) * np.exp(new - m)
+        losses.append(-np.minimum(a * r, a * np.clip(r, 1 - eps[0], 1 + eps[1])))
+    return losses
+
+
 def weighted(losses: Batch, weights: Batch) -> Batch:
     return [w * s for w, s in zip(weights, losses, strict=True)]
 

@@ -53,6 +53,7 @@ class AlgorithmConfig:
     whiten: bool = False  # whiten the advantages over the step's tokens
     anchor: str = "prox"
     ema_decay: float = 0.0  # anchor=ema: target = ema_decay target + (1 - ema_decay) policy after each learner step
+    ema_ratio_cap: float = 0.0  # anchor=ema: ratio min(mu / target, ema_ratio_cap) policy / mu (IMPACT); 0 is off
     level: str = "token"
     coef: str = "clip"
     epsilon: float = 0.2
@@ -76,7 +77,6 @@ class AlgorithmConfig:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 5.0
-    correction_scale: float = 1.0  # multiplies the weight before it is cut
     kl: str = "none"
     beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
     kl_estimator: str = "k3"
@@ -144,8 +144,8 @@ class AlgorithmConfig:
     def _check_ranges(self) -> None:
         not_negative = ["epsilon", "epsilon_high", "dual_clip", "cap_low", "correction_low", "beta", "entropy_coef"]
         not_negative += ["value_coef", "delta_low", "delta_high", "m2_threshold", "off_policy_mask_threshold"]
-        not_negative += ["vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"]
-        positive = ["advantage_eps", "cap_high", "correction_high", "value_clip", "correction_scale", "vstar_beta"]
+        not_negative += ["vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg", "ema_ratio_cap"]
+        positive = ["advantage_eps", "cap_high", "correction_high", "value_clip", "vstar_beta"]
         positive += ["sapo_temperature_pos", "sapo_temperature_neg", "rho_bar", "c_bar"]
         for key in not_negative:
             check_range(f"algorithm.{key}", getattr(self, key), low=0)
@@ -244,6 +244,11 @@ class AlgorithmConfig:
             f"algorithm.anchor={self.anchor} with algorithm.ema_decay={self.ema_decay:g} does not fit; "
             "allowed: anchor=ema with ema_decay > 0, or another anchor with ema_decay=0.",
         )
+        check(
+            self.ema_ratio_cap == 0 or (self.anchor == "ema" and self.correction == "none"),
+            f"algorithm.ema_ratio_cap={self.ema_ratio_cap:g} brings the sampler into the ratio to a slow network; "
+            "allowed: anchor=ema with correction=none, or 0 (off).",
+        )
         for coef, level in (("gamma", "prod"), ("geoclip", "token"), ("dprob", "token")):
             check(
                 self.coef != coef or self.level == level,
@@ -281,6 +286,7 @@ class AlgorithmConfig:
         penalty = self.kl != "none"
         found = {
             "mu": self.anchor in ("mu", "prox_interp") or corrected or self.gate != "none" or own_loss
+            or self.ema_ratio_cap > 0
             or self.advantage == "vtrace" or self.lr != "none" or self.kl == "reward"
             or (penalty and self.kl_target == "mu"),
             "prox": self.anchor == "prox" or own_loss or self.lr != "none"

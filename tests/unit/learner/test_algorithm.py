@@ -64,7 +64,8 @@ REFUSED = [
     ({"lr": "sqrt_ess", "lr_ess_base": 0.0}, "lr_ess_base=0.0 is out of range"),
     ({"sat_quantile": 1.5}, "sat_quantile=1.5 is out of range"),
     ({"rho_bar": 0.0}, "rho_bar=0.0 is out of range"),
-    ({"correction_scale": 0.0}, "correction_scale=0.0 is out of range"),
+    ({"ema_ratio_cap": 2.0}, "ema_ratio_cap=2 brings the sampler into"),
+    ({"anchor": "ema", "ema_decay": 0.9, "ema_ratio_cap": 2.0}, "anchor=ema with correction=none"),
     ({"advantage": "loop"}, "did you mean loo?"),
 ]
 
