@@ -41,9 +41,12 @@ def log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor, sequenc
     return masked_values(LEVELS[level](per_token, loss_mask, sequence_ids), loss_mask)
 
 
-def ratio_of(log_ratios: Tensor) -> Tensor:
-    """``exp`` of log-ratios held within +-``MAX_LOG_RATIO``: a ratio times a zero advantage is then zero, not NaN."""
-    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def ratio_of(log_ratios: Tensor, bound: float = math.inf) -> Tensor:
+    """``exp`` of log-ratios held within +-``MAX_LOG_RATIO``: a ratio times a zero advantage is then zero, not NaN.
+
+    ``bound``: the largest ratio, where that is to be less.
+    """
+    return log_ratios.clamp(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, math.log(bound))).exp()
 
 
 def behavior_weight(
@@ -55,7 +58,8 @@ def behavior_weight(
     level: str = "token",
     mode: str = "truncate",
     low: float = 0.0,
-    high: float = float("inf"),
+    high: float = math.inf,
+    ratio_bound: float = math.inf,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The detached weight w = pi_prox / mu of every token: ([T], what was cut).
 
@@ -63,6 +67,7 @@ def behavior_weight(
         proximal_logprobs, behavior_logprobs: [T].
         mode: ``none`` gives 1 everywhere (no correction); ``truncate`` gives clamp(w, low, high) (TIS);
             ``mask`` gives w where low <= w <= high and 0 elsewhere (MIS, IcePop; decoupled PPO of 2505.24298: high 5).
+        ratio_bound: the largest weight that is given, whatever the mode and ``high``.
 
     The weight is 0 outside the mask. The second value holds 0-dim tensors over masked tokens: ``behavior_weight_mean``
     (after cutting), ``behavior_truncated_fraction``, ``behavior_masked_fraction``. A rejected token stays in the loss
@@ -70,6 +75,7 @@ def behavior_weight(
     """
     raw = ratio_of(log_ratio(proximal_logprobs, behavior_logprobs, loss_mask, sequence_ids, level))
     weight, cut = CORRECTIONS[mode](raw, low, high)
+    weight = weight.clamp(max=ratio_bound)
     nothing = torch.zeros_like(cut)
     return masked_values(weight, loss_mask), {
         "behavior_weight_mean": masked_mean(weight, loss_mask),

@@ -63,7 +63,14 @@ def build_targets(
     else:
         if penalty and passes.ref is not None:
             rewards = kl_sequence_rewards(
-                rewards, tokens.behavior, passes.ref, mask, ids, beta=penalty, estimator=config.kl_estimator
+                rewards,
+                tokens.behavior,
+                passes.ref,
+                mask,
+                ids,
+                beta=penalty,
+                estimator=config.kl_estimator,
+                ratio_bound=config.ratio_bound,
             )
         advantages = broadcast(_sequence_advantages(rewards, tokens.group_ids, config), ids)
     if config.whiten or config.advantage == "whiten":
@@ -83,7 +90,13 @@ def _critic_advantages(
     rewards = terminal_rewards(tokens.rewards, mask, ids)
     if penalty and passes.ref is not None:
         rewards = kl_token_rewards(
-            rewards, tokens.behavior, passes.ref, mask, beta=penalty, estimator=config.kl_estimator
+            rewards,
+            tokens.behavior,
+            passes.ref,
+            mask,
+            beta=penalty,
+            estimator=config.kl_estimator,
+            ratio_bound=config.ratio_bound,
         )
     if config.advantage == "gae":
         return gae(rewards, values, mask, ids, gamma=config.gamma, lam=config.lam)
@@ -146,4 +159,5 @@ def correction_weight(
         mode=config.correction,
         low=config.correction_low,
         high=config.correction_high,
+        ratio_bound=config.ratio_bound,
     )

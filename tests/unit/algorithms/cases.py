@@ -51,6 +51,7 @@ def run(
     sequences: list[int] | None = None,
     normaliser: float | None = None,
     sample_weights: NDArray[np.float64] | None = None,
+    ratio_bound: float = np.inf,
 ) -> PolicyLoss:
     """The kernel on ``batch``, or on some of its sequences only as a microbatch would hold them."""
     mask, ids = batch.tensors()
@@ -65,7 +66,7 @@ def run(
     weight = None
     if case.correction is not None:
         between = anchors[case.anchor or "prox"]
-        weight = behavior_weight(between[kept], mu[kept], mask, ids, **case.correction)[0]
+        weight = behavior_weight(between[kept], mu[kept], mask, ids, ratio_bound=ratio_bound, **case.correction)[0]
     length = LENGTH if case.aggregate == "const" else None
     return policy_loss(
         theta[kept],
@@ -82,6 +83,7 @@ def run(
         if normaliser is None
         else normaliser,
         sample_weights=None if sample_weights is None else torch.from_numpy(sample_weights),
+        ratio_bound=ratio_bound,
     )
 
 

@@ -106,6 +106,29 @@ def test_a_token_without_a_behavior_logprob_does_not_stop_the_update(name: str) 
     assert all(bool(torch.isfinite(tensor).all()) for tensor in trained.parameters().values())
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_token_with_a_log_ratio_of_100_is_not_the_whole_step(name: str) -> None:
+    """Its sequence's part of the gradient, against that part on policy: a factor of some hundreds, not of e^20."""
+    batch = random_batch(4, 3, seed=8)
+    behavior, weights = batch.behavior_logprobs.copy(), batch.weights.copy()
+    behavior[batch.response_mask] = model_logprobs(batch)
+    members = np.flatnonzero(batch.group_ids == 1)
+    worst = min((i for i in members if batch.loss_mask[slice(*spans(batch)[i])].any()), key=lambda i: batch.rewards[i])
+    assert batch.rewards[worst] < 0
+    far = behavior.copy()
+    far[spans(batch)[worst][0] + np.flatnonzero(batch.loss_mask[slice(*spans(batch)[worst])])[0]] -= 100.0
+    weights[worst] = 0.0
+    without, near, outlier = (
+        step(one_update(name), dataclasses.replace(batch, behavior_logprobs=mu, weights=w), reference=0)[0]
+        for mu, w in ((behavior, weights), (behavior, batch.weights), (far, batch.weights))
+    )
+    assert distance(outlier, without) <= 500 * distance(near, without)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([(a[key] - b[key]).square().sum() for key in b]).sum().sqrt())
+
+
 def has_advantage_without_spread(algorithm: AlgorithmConfig) -> bool:
     return algorithm.head == "regress" or algorithm.advantage_shift != 0
 
