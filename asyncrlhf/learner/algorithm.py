@@ -261,6 +261,12 @@ class AlgorithmConfig:
                 f"allowed: level={level}.",
             )
         check(
+            self.coef != "geoclip" or (self.aggregate == "seq_mean" and self.advantage not in CRITIC_ADVANTAGES),
+            "algorithm.coef=geoclip (GMPO) is the gradient of a sequence's geometric mean of ratios times one advantage, "
+            f"which algorithm.aggregate={self.aggregate} with algorithm.advantage={self.advantage} is not; "
+            "allowed: aggregate=seq_mean with any advantage but gae and vtrace.",
+        )
+        check(
             self.coef != "dprob" or self.anchor == "mu",
             "algorithm.coef=dprob compares the probabilities of policy and sampler; allowed: anchor=mu.",
         )
