@@ -14,6 +14,9 @@ from torch import Tensor
 from asyncrlhf.algorithms.masked import group_reduce, masked_values, segment_sum
 from asyncrlhf.algorithms.weights import ratio_of
 
+# A float32 log-prob near 0 is known to about 1e-5 (rounding of logits of size 100), so that its (1 - pi)^2 is to 1e-10.
+SCORE_NOISE = 1e-10
+
 
 class _Groups(NamedTuple):
     """Each rollout's reward less its group's mean, its group's size, and its group's sum of squares: [N] float64."""
@@ -83,15 +86,19 @@ def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
 def opob(rewards: Tensor, group_ids: Tensor, *, log_weights: Tensor, score_norms: Tensor) -> Tensor:
     """A = R - b, b = sum w^2 g^2 R / sum w^2 g^2 over the group: [N], the baseline of least variance (2602.17616).
 
-    ``log_weights`` [N], finite: log of the sequence's behavior weight w. ``score_norms`` [N]: g^2, the squared
-    norm of the sequence's score, or the proxy of ``score_norms``. A group of one gives 0.
+    ``log_weights`` [N], finite: log of the sequence's behavior weight w. ``score_norms`` [N]: g^2 >= 0, the squared
+    norm of the sequence's score, or the proxy of ``score_norms``. Where the mean of g^2 under w^2 is below
+    ``SCORE_NOISE``, b is the group's mean: so saturated a policy has no score beyond rounding. A group of one gives 0.
     """
     centred = _groups(rewards, group_ids).centred
     logs = log_weights.detach().double()
     # A factor that a whole group shares cancels: its largest weight is scaled to 1, so that none overflows.
-    scale = (2 * (logs - group_reduce(logs, group_ids, "amax"))).exp() * score_norms.detach().double()
-    total = group_reduce(scale, group_ids, "sum").clamp(min=torch.finfo(torch.float64).tiny)
-    return (centred - group_reduce(scale * centred, group_ids, "sum") / total).to(rewards.dtype)
+    weights = (2 * (logs - group_reduce(logs, group_ids, "amax"))).exp()
+    scale = weights * score_norms.detach().double()
+    total = group_reduce(scale, group_ids, "sum")
+    known = total > SCORE_NOISE * group_reduce(weights, group_ids, "sum")
+    baseline = group_reduce(scale * centred, group_ids, "sum") / torch.where(known, total, 1.0)
+    return torch.where(known, centred - baseline, centred).to(rewards.dtype)
 
 
 def score_norms(
@@ -99,10 +106,14 @@ def score_norms(
 ) -> Tensor:
     """sum_t (1 - 2 pi_t + sum_v pi_v^2): [N], what ``opob`` takes for the squared norm of a sequence's score.
 
-    Each term is the squared norm of the gradient of log pi_t in the token's logits. ``collision`` [T] is
-    ``logprobs.collision_probability``.
+    Each term is the squared norm of the gradient of log pi_t in the token's logits: (1 - pi_t)^2, and pi_v^2 of the
+    other tokens, which together are between 0 and (1 - pi_t)^2. Held there, a term is never below 0 where pi_t rounds
+    to 1. ``collision`` [T] is ``logprobs.collision_probability``.
     """
-    terms = 1 - 2 * policy_logprobs.detach().exp() + collision
+    logprobs = masked_values(policy_logprobs.detach(), loss_mask)
+    rest = logprobs.expm1().square()
+    others = masked_values(collision, loss_mask) - (2 * logprobs).exp()
+    terms = rest + torch.minimum(others.clamp(min=0), rest)
     return segment_sum(masked_values(terms, loss_mask), sequence_ids, num_sequences)
 
 

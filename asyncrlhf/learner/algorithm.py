@@ -39,6 +39,7 @@ class AlgorithmConfig:
     whiten: bool = False  # whiten the advantages over the step's tokens
     anchor: str = "prox"
     ema_decay: float = 0.0  # anchor=ema: target = ema_decay target + (1 - ema_decay) policy after each learner step
+    ema_ratio_cap: float = 0.0  # anchor=ema: ratio min(mu / target, ema_ratio_cap) policy / mu (IMPACT); 0 is off
     level: str = "token"
     coef: str = "clip"
     epsilon: float = 0.2
@@ -62,7 +63,7 @@ class AlgorithmConfig:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 5.0
-    correction_scale: float = 1.0  # multiplies the weight before it is cut
+    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; .inf is off
     kl: str = "none"
     beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
     kl_estimator: str = "auto"  # k1 in the reward, where it alone is a penalty; k3 in the loss
@@ -98,6 +99,7 @@ class AlgorithmConfig:
         penalty = self.kl != "none"
         found = {
             "mu": self.anchor in ("mu", "prox_interp") or corrected or self.gate != "none" or own_loss
+            or self.ema_ratio_cap > 0
             or self.advantage == "vtrace" or self.lr != "none" or (penalty and self.kl_target == "mu"),
             "prox": self.anchor == "prox" or own_loss or self.lr != "none" or self.kl == "reward"
             or self.corrects_values
@@ -108,6 +110,11 @@ class AlgorithmConfig:
             "ema": self.anchor == "ema",
         }  # fmt: skip
         return frozenset(name for name, needed in found.items() if needed)
+
+    @property
+    def token_advantages(self) -> bool:
+        """Whether the tokens of one sequence may have different advantages."""
+        return self.advantage in (*CRITIC_ADVANTAGES, "whiten")
 
     @property
     def corrects_values(self) -> bool:

@@ -78,8 +78,8 @@ def _check_choices(config: AlgorithmConfig) -> None:
 def _check_ranges(config: AlgorithmConfig) -> None:
     not_negative = ["epsilon", "epsilon_high", "dual_clip", "cap_low", "correction_low", "beta", "entropy_coef"]
     not_negative += ["value_coef", "delta_low", "delta_high", "m2_threshold", "off_policy_mask_threshold"]
-    not_negative += ["vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"]
-    positive = ["advantage_eps", "cap_high", "correction_high", "value_clip", "correction_scale", "vstar_beta"]
+    not_negative += ["vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg", "ema_ratio_cap"]
+    positive = ["advantage_eps", "cap_high", "correction_high", "value_clip", "vstar_beta"]
     positive += ["sapo_temperature_pos", "sapo_temperature_neg", "rho_bar", "c_bar"]
     for key in not_negative:
         check_range(f"algorithm.{key}", getattr(config, key), low=0)
@@ -90,6 +90,10 @@ def _check_ranges(config: AlgorithmConfig) -> None:
     for key in ("num_iterations", "minibatches"):
         check_range(f"algorithm.{key}", getattr(config, key), low=1)
     check_range("algorithm.advantage_shift", config.advantage_shift)
+    check(
+        config.ratio_bound >= 1,
+        f"algorithm.ratio_bound={config.ratio_bound:g} is out of range; allowed: >= 1, or .inf.",
+    )
     check_range("algorithm.ema_decay", config.ema_decay, low=0, high=1, exclusive_high=True)
     check_range("algorithm.sat_quantile", config.sat_quantile, low=0, high=1, exclusive_low=True)
     check_range("algorithm.lr_ess_base", config.lr_ess_base, low=0, high=1, exclusive_low=True)
@@ -181,12 +185,23 @@ def _check_ratio(config: AlgorithmConfig) -> None:
         f"algorithm.anchor={config.anchor} with algorithm.ema_decay={config.ema_decay:g} does not fit; "
         "allowed: anchor=ema with ema_decay > 0, or another anchor with ema_decay=0.",
     )
+    check(
+        config.ema_ratio_cap == 0 or (config.anchor == "ema" and config.correction == "none"),
+        f"algorithm.ema_ratio_cap={config.ema_ratio_cap:g} brings the sampler into the ratio to a slow network; "
+        "allowed: anchor=ema with correction=none, or 0 (off).",
+    )
     for coef, level in (("gamma", "prod"), ("geoclip", "token"), ("dprob", "token")):
         check(
             config.coef != coef or config.level == level,
             f"algorithm.coef={coef} is defined on the {level} ratio only, not on algorithm.level={config.level}; "
             f"allowed: level={level}.",
         )
+    check(
+        config.coef != "geoclip" or (config.aggregate == "seq_mean" and not config.token_advantages),
+        "algorithm.coef=geoclip (GMPO) is the gradient of a sequence's geometric mean of ratios times one advantage, "
+        f"which algorithm.aggregate={config.aggregate} with algorithm.advantage={config.advantage} is not; "
+        "allowed: aggregate=seq_mean with any advantage but gae, vtrace and whiten.",
+    )
     check(
         config.coef != "dprob" or config.anchor == "mu",
         "algorithm.coef=dprob compares the probabilities of policy and sampler; allowed: anchor=mu.",

@@ -18,7 +18,11 @@ from asyncrlhf.types import IntArray, TrainBatch
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """The M response tokens of this rank's batch, packed sequence by sequence; prompts are gone."""
+    """The M response tokens of this rank's batch, packed sequence by sequence; prompts are gone.
+
+    A token whose behavior log-prob is NaN or infinite is no evidence: it is out of the loss mask, so that normalisers
+    do not count it, and a sequence's product or mean of ratios is that of its other tokens. Its ``behavior`` is 0.
+    """
 
     sequence_ids: torch.Tensor  # [M] 0 to N-1, sorted
     loss_mask: torch.Tensor  # [M] bool
@@ -164,6 +168,11 @@ def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tupl
     return microbatches, torch.from_numpy(chosen).to(device)
 
 
+def invalid_behavior(batch: TrainBatch) -> np.ndarray:
+    """Response tokens [M] whose behavior log-prob is NaN or infinite."""
+    return ~np.isfinite(batch.behavior_logprobs[batch.response_mask])
+
+
 def _siblings_together(group_ids: IntArray, lengths: IntArray) -> IntArray:
     """An order: siblings side by side for their prompt, long groups first so that attention pads little."""
     names, group_of = np.unique(group_ids, return_inverse=True)
@@ -184,10 +193,11 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    broken = invalid_behavior(batch)
     return ResponseTokens(
         sequence_ids=tensor(np.repeat(np.arange(batch.num_sequences), np.diff(ends))),
-        loss_mask=tensor(batch.loss_mask[where]),
-        behavior=tensor(batch.behavior_logprobs[where]),
+        loss_mask=tensor(batch.loss_mask[where] & ~broken),
+        behavior=tensor(np.where(broken, np.float32(0), batch.behavior_logprobs[where])),
         version_lag=tensor(version - batch.policy_versions[where]),
         rewards=tensor(batch.rewards),
         weights=tensor(batch.weights),

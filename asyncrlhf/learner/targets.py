@@ -10,7 +10,7 @@ import torch
 from asyncrlhf.algorithms.advantages import SEQUENCE_ADVANTAGES, broadcast, gae, terminal_rewards, vstar, vtrace
 from asyncrlhf.algorithms.kl import kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.masked import moments, whiten
-from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal
+from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, target_anchor
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import ResponseTokens
 
@@ -146,12 +146,13 @@ def proximal_of(
     proximal: torch.Tensor | None,
     ema: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The policy [m] that stands between theta and mu: the slow network, the interpolation, or theta before the step.
+    """The policy [m] that stands between theta and mu: the slow network (not below mu / ``ema_ratio_cap``), the
+    interpolation, or theta before the step.
 
     It is the clip's anchor under ``prox``, ``prox_interp`` and ``ema``, and the numerator of the behavior weight.
     """
     if ema is not None:
-        return ema
+        return target_anchor(ema, behavior, config.ema_ratio_cap) if config.ema_ratio_cap else ema
     if config.anchor == "prox_interp":
         return interpolated_proximal(policy.detach(), behavior, version_lag)
     return policy.detach() if proximal is None else proximal
@@ -170,5 +171,5 @@ def correction_weight(
         mode=config.correction,
         low=config.correction_low,
         high=config.correction_high,
-        scale=config.correction_scale,
+        ratio_bound=config.ratio_bound,
     )

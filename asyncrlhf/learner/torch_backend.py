@@ -27,6 +27,7 @@ from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import export, merge, step_metrics
 from asyncrlhf.learner.optim import Updater, schedule_factor
+from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
 from asyncrlhf.learner.record import StepRecord
@@ -83,6 +84,8 @@ class TorchBackend:
         self.constant_length = float(max_completion_length) if max_completion_length else None
         self._losses = MicrobatchLosses(algorithm, UserLoss(algorithm.loss.target) if algorithm.loss.target else None)
         self.model = model.float().train()
+        if config.float32_head:
+            use_float32_head(self.model)
         if not config.sharded:  # the updater moves a part to the device as it cuts it
             nn.Module.to(self.model, self.device)
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
@@ -337,6 +340,8 @@ class TorchBackend:
 
     def _frozen(self, reference: PreTrainedModel) -> nn.Module:
         frozen = reference.eval().requires_grad_(False)
+        if self.config.float32_head:
+            use_float32_head(reference)
         if not self.config.sharded:
             nn.Module.to(frozen, self.device)
         return self.updater.frozen(PackedPolicy(frozen))

@@ -93,7 +93,8 @@ def ragged_batch(
         token_advantages=poisoned(rng.standard_normal(len(mask))),
         target=poisoned(prox + spread * rng.standard_normal(len(mask))),
         values=poisoned(rng.standard_normal(len(mask))),
-        collision=poisoned(rng.random(len(mask))),
+        # Of a distribution: pi^2, and of the other tokens between 0 and (1 - pi)^2.
+        collision=poisoned(np.exp(2 * theta) + rng.random(len(mask)) * (1 - np.exp(theta)) ** 2),
         lag=np.where(mask, rng.integers(0, 12, size=len(mask)), rng.integers(-(2**40), 2**40, size=len(mask))),
         rewards=rng.standard_normal(len(lengths)),
         group_ids=rng.permutation(group_of) * 1000 + 7,

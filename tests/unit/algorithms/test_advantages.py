@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrlhf.algorithms import advantages
-from asyncrlhf.algorithms.logprobs import collision_probability
+from asyncrlhf.algorithms.logprobs import collision_probability, token_logprobs
 from asyncrlhf.algorithms.masked import moments, whiten
 from tests import reference
 from tests.unit.algorithms.batches import ragged_batch
@@ -152,6 +152,44 @@ def test_extreme_weights_and_rewards() -> None:
     torch.testing.assert_close(sharp, torch.tensor([-2.0, 0.0, 0.0]), atol=1e-3, rtol=0)
     with pytest.raises(ValueError, match="beta"):
         advantages.vstar(rewards, group_ids, beta=0.0)
+
+
+def saturated(seed: int, size: int, gap: tuple[float, float]) -> tuple[torch.Tensor, ...]:
+    """(logits [T, V] float32, targets [T], ids [T], rewards [size], group of each) whose targets are ``gap`` above."""
+    rng = np.random.default_rng(seed)
+    ids = np.repeat(np.arange(size), rng.integers(1, 9, size))
+    logits = rng.normal(0, 2, (len(ids), 50))
+    targets = rng.integers(50, size=len(ids))
+    logits[np.arange(len(ids)), targets] = logits.max(1) + rng.uniform(*gap, len(ids))
+    arrays = logits.astype(np.float32), targets, ids, rng.integers(0, 2, size).astype(np.float32), np.arange(size) // 4
+    return tuple(torch.from_numpy(x) for x in arrays)
+
+
+def opob_of(logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, *grouped: torch.Tensor) -> torch.Tensor:
+    mask, size = torch.ones(len(ids), dtype=torch.bool), len(grouped[0])
+    norms = advantages.score_norms(token_logprobs(logits, targets)[0], collision_probability(logits), mask, ids, size)
+    assert (norms >= 0).all()
+    return advantages.opob(*grouped, log_weights=torch.zeros(size), score_norms=norms)
+
+
+def test_a_saturated_policy_has_advantages_within_the_spread_of_its_rewards() -> None:
+    """pi is 1 - 1e-8 and nearer: in float32 1 - 2 pi + sum pi^2 is rounding alone, of either sign."""
+    for seed in range(300):
+        case = saturated(seed, 8, (18.0, 30.0))
+        found = opob_of(*case)
+        *_, rewards, group_ids = case
+        for group in range(2):
+            m = group_ids == group
+            assert torch.isfinite(found[m]).all()
+            assert float(found[m].abs().max()) <= float(rewards[m].max() - rewards[m].min()) + 1e-6, seed
+            torch.testing.assert_close(found[m], rewards[m] - rewards[m].mean(), msg="the group's mean is the baseline")
+
+
+def test_a_nearly_saturated_policy_has_the_advantages_of_double_precision() -> None:
+    for seed in range(50):
+        logits, *rest = saturated(seed, 8, (0.0, 9.0))
+        exact = opob_of(logits.double(), *rest)
+        torch.testing.assert_close(opob_of(logits, *rest), exact, atol=2e-3, rtol=0)
 
 
 def test_the_score_norm_is_that_of_the_logits() -> None:

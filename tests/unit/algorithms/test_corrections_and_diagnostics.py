@@ -16,7 +16,7 @@ from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_r
 from asyncrlhf.algorithms.losses import value_loss
 from asyncrlhf.algorithms.masked import masked_mean, sequence_ids_of
 from asyncrlhf.algorithms.step_size import sqrt_ess_factor
-from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio
+from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio, target_anchor
 from tests import reference
 from tests.unit.algorithms.batches import gradient, ragged_batch, relative_error
 
@@ -61,13 +61,10 @@ def test_behavior_weights(level: str, seed: int) -> None:
             assert float(facts[key]) == pytest.approx(share)
 
 
-def test_a_scaled_weight_is_cut_after_scaling() -> None:
-    """IMPACT (1912.00167): min(1, 2 target / mu)."""
+def test_the_target_anchor_is_not_below_mu_over_the_cap() -> None:
+    """IMPACT (1912.00167): pi / anchor = min(mu / target, 2) pi / mu."""
     target, mu = torch.tensor([0.2, 0.5, 0.9]).log(), torch.tensor([0.8, 0.5, 0.5]).log()
-    mask, ids = torch.ones(3, dtype=torch.bool), torch.zeros(3).long()
-    found, facts = behavior_weight(target, mu, mask, ids, scale=2.0, high=1.0)
-    torch.testing.assert_close(found, torch.tensor([0.5, 1.0, 1.0]))
-    assert float(facts["behavior_truncated_fraction"]) == pytest.approx(2 / 3)
+    torch.testing.assert_close(target_anchor(target, mu, 2.0).exp(), torch.tensor([0.4, 0.5, 0.9]))
 
 
 def test_the_interpolated_proximal_policy_goes_from_mu_towards_theta_with_the_lag() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrlhf.algorithms.aggregate import AGGREGATES, normaliser_count
 from asyncrlhf.algorithms.coefficients import COEFFICIENTS, band, cap, clip, dprob, gamma, geoclip, one, signed, soft
 from asyncrlhf.algorithms.losses import policy_loss
-from asyncrlhf.algorithms.weights import LEVELS
+from asyncrlhf.algorithms.weights import LEVELS, target_anchor
 from tests import reference
 from tests.unit.algorithms.batches import RaggedBatch, gradient, ragged_batch, relative_error
 from tests.unit.algorithms.cases import CASES, LENGTH, PRESETS, Case, run
@@ -48,6 +48,31 @@ def test_gradient_is_that_of_the_paper(name: str, seed: int) -> None:
     expected = reference.numeric_gradient(lambda moved: case.paper(batch, moved, advantages), batch.split(batch.theta))
     assert relative_error(found[batch.mask], expected) < TOLERANCE
     assert not found[~batch.mask].any(), "what lies outside the mask must get a gradient of exactly zero"
+
+
+def test_impact_clips_the_product_and_not_the_ratio_to_the_target() -> None:
+    """Gradients in float64 against RLlib's rule with its cap of 2, on tokens on both sides of mu = 2 target; on the
+    far side the clip of pi / target with the weight min(1, 2 target / mu) afterwards is another rule."""
+    batch = ragged_batch(0, min_sequences=40, max_sequences=40, spread=1.0)
+    mask, ids = batch.tensors()
+    theta, mu, target = leaf(batch), torch.from_numpy(batch.mu), torch.from_numpy(batch.target)
+    advantages, low, high = torch.from_numpy(batch.token_advantages), 0.4, 0.4
+    settings = {"coefficient": clip(low, high), "normaliser": normaliser_count("token", mask, ids)}
+    loss = policy_loss(theta, target_anchor(target, mu, 2.0), advantages, mask, ids, **settings).loss
+    found = gradient(loss, theta)[batch.mask]
+    parts = [batch.split(x) for x in (batch.target, batch.mu, batch.token_advantages)]
+    expected = reference.numeric_gradient(
+        lambda moved: reference.token_mean(reference.impact_tokens(moved, *parts, (low, high), 2.0)),
+        batch.split(batch.theta),
+    )
+    assert relative_error(found, expected) < TOLERANCE
+    far = (batch.mu > batch.target + np.log(2))[batch.mask]
+    assert 0.1 < far.mean() < 0.9
+    weight = (2 * (target - mu).exp()).clamp(max=1.0)
+    after = policy_loss(theta, target, advantages, mask, ids, weight=weight, **settings).loss
+    other = gradient(after, theta)[batch.mask]
+    np.testing.assert_allclose(other[~far], found[~far], rtol=1e-9)
+    assert (~np.isclose(other[far], found[far])).mean() > 0.1, "they agree where neither clips"
 
 
 NEVER_CLIP = {"reinforce", "rloo", "asymre", "vcpo", "vtrace", "sapo", "vespo", "tis on reinforce", "soft a token"}

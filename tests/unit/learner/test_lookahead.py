@@ -121,6 +121,28 @@ def test_the_slow_network_is_the_average_of_the_policies() -> None:
     assert trained.parameters().keys() == dict(llama().named_parameters()).keys(), "only the policy is published"
 
 
+def test_impact_clips_the_ratio_with_the_samplers_part_in_it() -> None:
+    """r = clamp(mu / target, 0, 2) pi / mu (RLlib's APPO), with a target that lies under half of mu on many tokens."""
+    batch, model = stale_batch(), llama()
+    algorithm = dataclasses.replace(preset("impact"), advantage="group_norm", epsilon=0.4, epsilon_high=0.4)
+    assert algorithm.needs == {"mu", "ema", "group"}
+    trained = backend(algorithm)
+    assert trained.ema is not None
+    trained.ema.load_state_dict(llama(seed=3).state_dict())
+    with torch.no_grad():
+        slow = [s.double() for s in plain_logprobs(llama(seed=3), batch)]
+    trained.train_step(batch)
+    thetas, coefficients, capped = plain_logprobs(model, batch), [], []
+    for row, (theta, target, mu) in enumerate(zip(thetas, slow, rows(batch, batch.behavior_logprobs), strict=True)):
+        advantage, now = group_norm(batch)[row], theta.detach().double()
+        ratio = (mu - target).exp().clamp(0, 2) * (now - mu).exp()
+        clipped = (ratio > 1.4) if advantage > 0 else (ratio < 0.6)
+        coefficients.append(advantage * ratio * ~clipped)
+        capped += (mu > target + np.log(2)).tolist()
+    assert 0.1 < np.mean(capped) < 0.9
+    assert_same(gradients(trained), gradient_of(batch, coefficients, thetas, model), tolerance=5e-5)
+
+
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each forward pass of a policy had a gradient."""
