@@ -33,20 +33,26 @@ _thinnest: list[Margin] = []  # of the test that runs now; at most one
 
 
 def assert_close(
-    actual: Any, expected: Any, *, rtol: float = 1e-9, atol: float = 1e-12, of_largest: float = 0.0
+    actual: Any,
+    expected: Any,
+    *,
+    rtol: float = 1e-9,
+    atol: float = 1e-12,
+    of_largest: float = 0.0,
+    what: str = "",
 ) -> None:
     """Every entry of ``actual`` is within ``atol + rtol |entry| + of_largest max |entries|`` of that of ``expected``.
 
     Both are tensors, arrays, floats or sequences of one shape, or mappings of such with the same keys; ``max`` is over
-    all of ``expected``, in a mapping over all its values. The defaults suit float64. Infinities equal themselves, and
-    NaN equals nothing.
+    all of ``expected``, in a mapping over all its values. The defaults suit float64: 1e-9 is some million roundings.
+    Infinities equal themselves, and NaN equals nothing. ``what`` names what is compared in the message.
     """
     __tracebackhide__ = True
     if isinstance(expected, Mapping):
         assert actual.keys() == expected.keys(), f"the keys differ: {sorted(actual.keys() ^ expected.keys())}"
-        pairs = [(f"[{key!r}]", actual[key], expected[key]) for key in expected]
+        pairs = [(f"{what}[{key!r}]", actual[key], expected[key]) for key in expected]
     else:
-        pairs = [("", actual, expected)]
+        pairs = [(what, actual, expected)]
     found = [(name, *_same_kind(name, one, other)) for name, one, other in pairs]
     largest = max((float(np.abs(b).max()) for _, _, b in found if b.size and of_largest), default=0.0)
     for name, a, b in found:

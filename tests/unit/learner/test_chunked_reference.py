@@ -19,6 +19,7 @@ from asyncrlhf.learner.reference import ReferencePolicy
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.rewards.chunked_passes import Extension
 from asyncrlhf.types import Rollout
+from tests.numeric import assert_close
 from tests.unit.learner.worlds import SIZES as LEARNER_SIZES
 from tests.unit.learner.worlds import from_config, llama
 from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
@@ -59,7 +60,7 @@ def assert_alike(found: Sequence[Rollout | str], expected: Sequence[Rollout | st
             continue
         assert one.rollout_id == other.rollout_id and one.ref_logprobs is not None
         assert one.ref_logprobs.dtype == np.float32
-        np.testing.assert_allclose(one.ref_logprobs, other.ref_logprobs, rtol=1e-5, atol=1e-5)
+        assert_close(one.ref_logprobs, other.ref_logprobs, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=120, deadline=None)

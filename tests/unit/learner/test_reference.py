@@ -13,6 +13,7 @@ from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.reference import ReferencePolicy
 from asyncrlhf.types import Rollout
+from tests.numeric import assert_close
 from tests.unit.learner.worlds import backend, llama, samples
 
 TEMPERATURE = 0.7
@@ -44,7 +45,7 @@ def test_each_rollout_gets_its_own_logprobs(budget: int) -> None:
     for rollout, answer in zip(given, answers, strict=True):
         assert isinstance(answer, Rollout) and answer.rollout_id == rollout.rollout_id
         assert answer.ref_logprobs is not None and answer.ref_logprobs.dtype == np.float32
-        np.testing.assert_allclose(answer.ref_logprobs, plain_logprobs(rollout), atol=1e-5)
+        assert_close(answer.ref_logprobs, plain_logprobs(rollout), atol=1e-5)
         assert replace(answer, ref_logprobs=None) == rollout
 
 
@@ -116,7 +117,7 @@ def test_the_learner_takes_what_came_with_the_batch_and_holds_no_reference() -> 
     assert spared.reference is None
     a, b = own.train_step(pack(given)), spared.train_step(pack(served))
     for key in ("loss", "ref_kl", "grad_norm"):
-        assert a.metrics[key] == pytest.approx(b.metrics[key], rel=1e-5, abs=1e-6), key
+        assert_close(a.metrics[key], b.metrics[key], rtol=1e-5, atol=1e-6, what=key)
     assert a.metrics["ref_kl"] > 0.01
 
 

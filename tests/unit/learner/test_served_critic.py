@@ -14,6 +14,7 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.critic import ValueModel
 from asyncrlhf.learner.served_critic import ServedCritic
 from asyncrlhf.types import Rollout, TrainSample
+from tests.numeric import assert_close
 from tests.unit.learner.worlds import backend, llama, samples
 
 PPO = AlgorithmConfig(advantage="gae", anchor="prox", coef="clip", correction="none", minibatches=2)
@@ -50,7 +51,7 @@ def test_each_rollout_gets_the_values_of_the_version_at_hand(budget: int) -> Non
         for rollout, answer in zip(given, critic.answer(given), strict=True):
             assert isinstance(answer, Rollout) and answer.values is not None
             assert answer.critic_version == version and answer.values.dtype == np.float32
-            np.testing.assert_allclose(answer.values, plain_values(rollout, weights(seed=version)), atol=1e-5)
+            assert_close(answer.values, plain_values(rollout, weights(seed=version)), atol=2e-4)
             assert replace(answer, values=None, critic_version=None) == rollout
 
 
@@ -89,7 +90,7 @@ def test_the_learner_takes_what_came_with_the_batch() -> None:
         found[name] = spared.train_step(pack(with_values(given, [v + shift for v in values]))).metrics  # type: ignore[operator]
     expected = own.train_step(pack(given)).metrics
     for key in ("loss", "value_loss", "explained_variance", "grad_norm", "advantage_mean"):
-        assert found["same"][key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+        assert_close(found["same"][key], expected[key], rtol=1e-4, atol=1e-5, what=key)
     assert found["other"]["loss"] != pytest.approx(expected["loss"], rel=1e-2)
     assert found["same"]["critic_lag_mean"] == -1.0, "of version 1, in the hands of version 0"
 
