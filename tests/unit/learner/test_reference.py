@@ -23,14 +23,14 @@ def plain_logprobs(rollout: Rollout, temperature: float = TEMPERATURE) -> np.nda
     """One sequence alone through transformers' own forward pass."""
     ids = torch.from_numpy(np.concatenate([rollout.prompt.token_ids, rollout.response_ids]))[None]
     with torch.no_grad():
-        logprobs = (llama().eval()(input_ids=ids).logits[0] / temperature).log_softmax(-1)
+        logprobs = (llama().double().eval()(input_ids=ids).logits[0] / temperature).log_softmax(-1)
     first = len(rollout.prompt.token_ids)
     return logprobs[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0].numpy()
 
 
 def policy(**options: object) -> ReferencePolicy:
     settings = {"temperature": TEMPERATURE, "precision": "none", "token_budget": 40} | options
-    return ReferencePolicy(llama(), **settings)  # type: ignore[arg-type]
+    return ReferencePolicy(llama() if settings["precision"] != "none" else llama().double(), **settings)  # type: ignore[arg-type]
 
 
 def rollouts() -> list[Rollout]:

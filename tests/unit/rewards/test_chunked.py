@@ -50,7 +50,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 def load(folder: Path, **options: Any) -> ModelSource:
     config = RewardModelConfig(path=str(folder), inputs="ids", **options)
-    return ModelSource(config, "reward", load_tokenizer(ModelConfig()), max_batch_tokens=4096)
+    made = ModelSource(config, "reward", load_tokenizer(ModelConfig()), max_batch_tokens=4096)
+    made.model.double()  # two ways to compute then agree to rounding; scores leave as float32
+    return made
 
 
 def reader(source: ModelSource, cache_tokens: int = 4096, budget: int = 4096) -> ChunkedSource:

@@ -53,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> P
 
 def load(folder: Path, budget: int = 4096, **options: Any) -> ModelSource:
     config = RewardModelConfig(path=str(folder), **options)
-    return ModelSource(config, "reward", load_tokenizer(ModelConfig()), max_batch_tokens=budget)
+    made = ModelSource(config, "reward", load_tokenizer(ModelConfig()), max_batch_tokens=budget)
+    made.model.double()  # two ways to compute then agree to rounding; scores leave as float32
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def source(folder: Path) -> ModelSource:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
     """transformers' own forward on one sequence at a time; without a pad token it reads the very last one."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval().double()
     model.config.pad_token_id = None
 
     @torch.inference_mode()
@@ -163,7 +165,7 @@ def test_other_architectures_score_alike_alone_and_in_a_batch(make: Any, tmp_pat
     model.save_pretrained(tmp_path)
     made = load(tmp_path, inputs="ids")
     sequences = [[5, 6, 7, 8, 9, END], [3, 4, 5], [10, 11, 12, 13, 14, 15, 16, 17], [9]]
-    model.config.pad_token_id = None
+    model.double().config.pad_token_id = None
     with torch.inference_mode():
         expected = [float(model(torch.tensor([s])).logits[0, 0]) for s in sequences]
     assert_close(made.scores(rollouts_of([(s[:1], s[1:]) for s in sequences])), expected, atol=1e-5)
