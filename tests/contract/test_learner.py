@@ -19,7 +19,7 @@ from asyncrlhf.learner.build import BACKENDS, build_learner
 from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.plan import plan_step
 from asyncrlhf.learner.served_critic import ServedCritic
-from tests.numeric import LOGPROBS, assert_close
+from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import VOCABULARY, llama, random_batch, samples
 
 Make = Callable[..., LearnerBackend]
@@ -106,7 +106,7 @@ def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
             logprobs = model(input_ids=torch.from_numpy(text)[None]).logits[0].log_softmax(-1)
         expected = logprobs[np.arange(len(text) - 1), text[1:]]
         assert found.dtype == np.float32
-        assert_close(found, expected.numpy(), atol=LOGPROBS)
+        assert_close(found, expected.numpy(), atol=FLOAT32)
 
 
 def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> None:
