@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 # Another CPU adds in another order, and its rounding differs by some times ours; a third leaves it room.
 LARGEST_RATIO = 1 / 3
-# Absolute, for log-probs, values and scores of float32 models. The tests' models have large weights, so that every token
-# matters, which amplify rounding a hundredfold: another order of sums moves a result by up to 1.3e-5, a wrong mask,
-# position or key by more than 1e-2.
+# Absolute, for log-probs, values and scores of float32 models. Those of the tests have large weights, so that every
+# token matters, which amplifies rounding a hundredfold: another order of sums moves a result by up to 1.3e-5, a wrong
+# mask, position or key by more than 1e-2.
 FLOAT32 = 1e-4
 SHOWN = 10
 
