@@ -45,7 +45,8 @@ def run(name: str, arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", help=f"some of {', '.join(SETTINGS)}, with blanks between; empty: all")
-    chosen, arguments = parser.parse_known_args()
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for pytest")
+    chosen = parser.parse_args()
     names = chosen.settings.split() or list(SETTINGS)
     if unknown := sorted(set(names) - set(SETTINGS)):
         parser.error(f"unknown settings {', '.join(unknown)}; there are {', '.join(SETTINGS)}")
@@ -57,7 +58,7 @@ def main() -> int:
         if name in NEED_AVX2 and not widest.startswith("AVX"):
             outcome[name] = f"skipped: this CPU has no AVX2 (torch finds {widest})"
         else:
-            status = run(name, arguments)
+            status = run(name, chosen.arguments)
             outcome[name] = "passed" if status == 0 else f"FAILED (pytest ended with {status})"
     print(f"=== test-numeric on a CPU that torch calls {widest} ===")
     for name, text in outcome.items():
