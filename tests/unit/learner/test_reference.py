@@ -99,7 +99,8 @@ def test_lower_precision_is_near_and_not_equal() -> None:
     given = rollouts()
     exact, low = policy().answer(given), policy(precision="bfloat16").answer(given)
     differences = np.concatenate([a.ref_logprobs - b.ref_logprobs for a, b in zip(exact, low, strict=True)])  # type: ignore[union-attr, operator]
-    assert 0 < np.abs(differences).max() < 0.3
+    assert differences.any()
+    assert_close(differences, np.zeros_like(differences), atol=0.5)  # rounding gives .1, another token's log-prob nats
 
 
 KL = AlgorithmConfig(advantage="loo", anchor="self", coef="one", correction="none", kl="loss", beta=0.2)
