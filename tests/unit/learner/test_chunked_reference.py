@@ -215,8 +215,8 @@ def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(whole: 
     found, packed, exact = ([a.ref_logprobs for a in p.answer(done)] for p in (reads, low, whole))  # type: ignore[union-attr]
     noise = np.abs(np.concatenate(packed) - np.concatenate(exact))  # type: ignore[arg-type]
     apart = np.abs(np.concatenate(found) - np.concatenate(packed))  # type: ignore[arg-type]
-    # Both carry bfloat16's rounding, .03 nats on average, of sums in other groups. A token read at another place is off by
-    # whole nats, thirty times the first bound.
+    # Both carry bfloat16's rounding, .03 nats on average, of sums in other groups. A token read at another place is off
+    # by whole nats, thirty times the first bound.
     assert apart.any()
     assert_close(apart.mean(), 0.0, atol=4 * noise.mean())
     assert_close(apart, np.zeros_like(apart), atol=8 * noise.max())
