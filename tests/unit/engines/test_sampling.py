@@ -11,6 +11,7 @@ from scipy import stats
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from asyncrlhf.engines.sampling import process_logits, sample_tokens, seed_state, uniforms
+from tests.numeric import assert_close
 
 MASK = 2**64 - 1
 
@@ -57,7 +58,7 @@ def test_processed_logprobs_are_those_of_transformers(temperature: float, top_k:
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
     processed = process_logits(logits, *rows(16, temperature, top_p, top_k))
-    torch.testing.assert_close(processed, expected.log_softmax(-1), atol=1e-5, rtol=1e-5)
+    assert_close(processed, expected.log_softmax(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_every_row_has_its_own_settings() -> None:
@@ -69,7 +70,7 @@ def test_every_row_has_its_own_settings() -> None:
     together = process_logits(logits, temperature, top_p, top_k)
     for i in range(5):
         alone = process_logits(logits[i : i + 1], temperature[i : i + 1], top_p[i : i + 1], top_k[i : i + 1])
-        torch.testing.assert_close(together[i], alone[0])
+        assert_close(together[i], alone[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
@@ -79,7 +80,7 @@ def test_top_p_of_a_large_vocabulary(spread: float) -> None:
     logits = torch.randn(3, 5000) * spread
     processed = process_logits(logits, *rows(3, top_p=0.8))
     expected = TopPLogitsWarper(0.8)(None, logits.double()).log_softmax(-1).float()
-    torch.testing.assert_close(processed, expected, atol=1e-5, rtol=1e-5)
+    assert_close(processed, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 0.95, 8)])
@@ -91,7 +92,7 @@ def test_draws_follow_the_processed_distribution(temperature: float, top_p: floa
     states = np.array([seed_state(11)]).repeat(n)
     tokens, logprobs = sample_tokens(logits, uniforms(states, np.arange(n)), *settings_)
     reference = process_logits(logits[:1], *(array[:1] for array in settings_))[0]
-    torch.testing.assert_close(logprobs, reference[tokens])
+    assert_close(logprobs, reference[tokens], atol=1e-5)
     counts = np.bincount(tokens.numpy(), minlength=12)
     expected = reference.exp().double().numpy() * n
     assert (counts[expected == 0] == 0).all()
@@ -126,4 +127,4 @@ def test_greedy_takes_the_argmax_and_reports_the_plain_logprob() -> None:
     temperature, top_p, top_k = rows(8, 0.0, 0.5, 3)
     tokens, logprobs = sample_tokens(logits, np.full(8, 0.999), temperature, top_p, top_k)
     assert torch.equal(tokens, logits.argmax(-1))
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
+    assert_close(logprobs, logits.log_softmax(-1).max(-1).values, atol=1e-5)

@@ -22,7 +22,8 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import ResponseTokens
 from asyncrlhf.learner.targets import Passes, Targets, build_targets
 from asyncrlhf.types import TrainBatch
-from tests.unit.learner.bandit import ANSWERS, Table, V, copied, course, enumerated, policy
+from tests.numeric import assert_close
+from tests.unit.learner.bandit import Table, V, copied, course, enumerated, policy
 from tests.unit.learner.worlds import backend, gradients
 
 BETA = 0.5
@@ -33,7 +34,7 @@ PLAIN = AlgorithmConfig(
 )
 UNCUT = {"correction": "truncate", "correction_level": "prod", "correction_high": 1e6}
 LAG = 4
-EXACT = 1e-4  # of the largest entry: the learner computes in float32
+EXACT = 1e-4  # of the largest entry: the learner computes in float32. The faults below move it by 0.05 and more
 
 
 @cache
@@ -75,6 +76,10 @@ def truth(place: str, temperature: float = 1.0, rewards: np.ndarray = REWARDS) -
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
 
 
+def assert_exact(gradient: torch.Tensor, exact: torch.Tensor) -> None:
+    assert_close(gradient, exact, rtol=0.0, atol=0.0, of_largest=EXACT)
+
+
 def error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
     return float((gradient - exact).abs().max() / exact.abs().max())
 
@@ -93,7 +98,7 @@ def test_the_expected_gradient_is_the_true_one(place: str, estimator: str, lag: 
     """On policy without a correction, at a lag under uncut weights of whole answers."""
     algorithm = dataclasses.replace(PLAIN, kl=place, kl_estimator=estimator, **(UNCUT if lag else {}))
     batch = enumerated(sampler(lag, temperature), REWARDS)
-    assert error(found(algorithm, batch, temperature), truth(place, temperature)) < EXACT
+    assert_exact(found(algorithm, batch, temperature), truth(place, temperature))
 
 
 def test_lag_without_a_correction_is_seen() -> None:
@@ -149,10 +154,10 @@ def test_a_kl_in_the_reward_is_a_task_reward_of_minus_beta_k1(name: str) -> None
     stale = sampler(LAG, 1.0)
     term = found(dataclasses.replace(algorithm, kl="reward"), enumerated(stale, ZERO))
     same = found(dataclasses.replace(algorithm, beta=0.0), enumerated(stale, penalty()))
-    assert error(term, same) < EXACT
+    assert_exact(term, same)
     exact = truth("reward", rewards=ZERO)
     bias = (cosine(term, exact), float(term.norm() / exact.norm()))
-    assert bias == pytest.approx(BIAS[name], abs=0.01)
+    assert_close(bias, BIAS[name], atol=0.01)
 
 
 # --- planted faults --------------------------------------------------------------------------------------------------
@@ -192,8 +197,4 @@ def test_reinforce_pp_counts_the_kl_from_each_token_on_and_discounts(gamma: floa
     whitened = (togo - togo.mean()) / togo.std()
     (-(pi.sequences().detach()[:, None] * whitened * pi.tokens()).sum()).backward()
     exact = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
-    assert error(found(algorithm, enumerated(sampler(0, 1.0), REWARDS)), exact) < EXACT
-
-
-def test_all_answers_are_there() -> None:
-    assert len(ANSWERS) == V * V and float(sampler(LAG, 1.0).sequences().sum()) == pytest.approx(1.0)
+    assert_exact(found(algorithm, enumerated(sampler(0, 1.0), REWARDS)), exact)
