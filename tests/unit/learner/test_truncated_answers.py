@@ -46,6 +46,11 @@ def step(algorithm: AlgorithmConfig, batch: TrainBatch, budget: int = 10_000) ->
     return all_gradients(trained)
 
 
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest, as a share of the largest entry of ``b``."""
+    return max(float((a[k] - b[k]).abs().max()) for k in b) / max(float(x.abs().max()) for x in b.values())
+
+
 # --- mask ------------------------------------------------------------------------------------------------------------
 
 
@@ -66,8 +71,7 @@ def test_a_masked_answer_stays_in_its_group() -> None:
     )
     assert_same(step(algorithm, batch), step(AlgorithmConfig(), hidden))
     better = dataclasses.replace(batch, rewards=np.where(batch.truncated, batch.rewards + 1, batch.rewards))
-    with pytest.raises(AssertionError):
-        assert_same(step(algorithm, better), step(algorithm, batch))
+    assert difference(step(algorithm, better), step(algorithm, batch)) > 0.01
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -98,8 +102,7 @@ def test_bootstrapping_is_a_score_of_the_value_behind_the_cut(name: str, budget:
     scored = dataclasses.replace(batch, rewards=np.where(batch.truncated, worth, batch.rewards).astype(np.float32))
     bootstrapped = step(dataclasses.replace(algorithm, truncated="bootstrap"), batch, budget)
     assert_same(bootstrapped, step(algorithm, scored), tolerance=2e-5)
-    with pytest.raises(AssertionError):
-        assert_same(bootstrapped, step(algorithm, batch), tolerance=1e-2)
+    assert difference(bootstrapped, step(algorithm, batch)) > 0.05
 
 
 def test_bootstrapping_without_a_cut_answer_changes_nothing() -> None:
@@ -114,8 +117,7 @@ def test_a_value_of_zero_behind_the_cut_is_found(monkeypatch: pytest.MonkeyPatch
     algorithm = dataclasses.replace(CRITICS["gae"], truncated="bootstrap")
     right = step(algorithm, batch)
     monkeypatch.setattr(TorchBackend, "_final_values", lambda *_: None)
-    with pytest.raises(AssertionError):
-        assert_same(step(algorithm, batch), right, tolerance=1e-2)
+    assert difference(step(algorithm, batch), right) > 0.005
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
