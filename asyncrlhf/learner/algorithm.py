@@ -262,8 +262,8 @@ class AlgorithmConfig:
             )
         check(
             self.coef != "geoclip" or (self.aggregate == "seq_mean" and self.advantage not in CRITIC_ADVANTAGES),
-            "algorithm.coef=geoclip (GMPO) is the gradient of a sequence's geometric mean of ratios times one advantage, "
-            f"which algorithm.aggregate={self.aggregate} with algorithm.advantage={self.advantage} is not; "
+            "algorithm.coef=geoclip (GMPO) is a sequence's geometric mean of ratios times its one advantage, which "
+            f"algorithm.aggregate={self.aggregate} with algorithm.advantage={self.advantage} is not; "
             "allowed: aggregate=seq_mean with any advantage but gae and vtrace.",
         )
         check(
