@@ -198,8 +198,8 @@ def _check_ratio(config: AlgorithmConfig) -> None:
         )
     check(
         config.coef != "geoclip" or (config.aggregate == "seq_mean" and not config.token_advantages),
-        "algorithm.coef=geoclip (GMPO) is the gradient of a sequence's geometric mean of ratios times one advantage, "
-        f"which algorithm.aggregate={config.aggregate} with algorithm.advantage={config.advantage} is not; "
+        "algorithm.coef=geoclip (GMPO) is a sequence's geometric mean of ratios times its one advantage, which "
+        f"algorithm.aggregate={config.aggregate} with algorithm.advantage={config.advantage} is not; "
         "allowed: aggregate=seq_mean with any advantage but gae, vtrace and whiten.",
     )
     check(

@@ -83,6 +83,7 @@ def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
             tensors["policy"] - tensors["behavior"], tensors["advantages"], mask
         ),
         "entropy": masked_mean(tensors["entropy"], mask),
+        "negative_advantage_fraction": masked_mean((tensors["advantages"] < 0).float(), mask),
     }
     if config.correction != "none":
         between = proximal_of(

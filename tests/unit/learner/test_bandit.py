@@ -79,7 +79,7 @@ def fisher_trace(seed: int) -> float:
 def test_normalised_advantages_come_under_the_floor_of_their_step_size(lag: int) -> None:
     """Advantages over their standard deviation do not shrink with the KL, so that steps of one size go on at the goal.
 
-    Adam moves a parameter by about the rate in a step. A direction that chance gave lasts for 1 / (1 - beta1) steps, and
+    Adam moves a parameter by about the rate in a step. A direction given by chance lasts for 1 / (1 - beta1) steps, and
     samples that are ``lag`` steps old push on for as many more. A displacement d of every parameter, each to a side of
     its own, is a KL of d^2 / 2 times the trace of the Fisher information.
     """
