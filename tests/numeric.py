@@ -90,10 +90,10 @@ def _judge(name: str, a: NDArray[np.float64], b: NDArray[np.float64], tolerance:
     entry = name + (str([int(i) for i in worst]) if worst else "")
     where = f"{' at ' if entry else ''}{entry}: {a[worst]:.9g} where {b[worst]:.9g} is expected"
     margin = Margin(float(ratio[worst]), float(error[worst]), float(tolerance[worst]), where)
-    if not _thinnest or margin.ratio > _thinnest[0].ratio:
-        _thinnest[:] = [margin]
     if margin.ratio > 1.0:
         raise AssertionError(str(margin))
+    if not _thinnest or margin.ratio > _thinnest[0].ratio:
+        _thinnest[:] = [margin]
 
 
 # The plugin.
