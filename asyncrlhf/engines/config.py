@@ -110,6 +110,7 @@ class GeneratorConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0  # tokens below this share of the largest probability are dropped
     threads: int = 1
     gpus: float = 0.0  # GPUs of one replica; 0 runs it on the CPU
     ignore_eos: bool = False  # every response has max_completion_length tokens: for measurements
@@ -126,6 +127,7 @@ class GeneratorConfig:
         check_range("generator.temperature", self.temperature, low=0)
         check_range("generator.top_p", self.top_p, low=0, high=1, exclusive_low=True)
         check_range("generator.top_k", self.top_k, low=0)
+        check_range("generator.min_p", self.min_p, low=0, high=1, exclusive_high=True)
         check_range("generator.threads", self.threads, low=0)
         check_range("generator.gpus", self.gpus, low=0)
         check_range("generator.max_restarts", self.max_restarts, low=0)

@@ -76,6 +76,7 @@ def prepare(config: RunConfig) -> Prepared:
         temperature=config.generator.temperature,
         top_p=config.generator.top_p,
         top_k=config.generator.top_k,
+        min_p=config.generator.min_p,
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
     saved = read_checkpoint(found) if found is not None else None
