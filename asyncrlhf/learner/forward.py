@@ -42,11 +42,11 @@ class PackedInputs:
         cu_seqlens: IntArray,
         predicted: np.ndarray,
         device: torch.device | str = "cpu",
-        kept: tuple[IdArray, IdArray] | None = None,
+        sets: tuple[IdArray, IdArray] | None = None,
     ) -> PackedInputs:
         """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True behind them.
 
-        ``kept``: the ids and the counts [T] of a batch whose sampling was truncated.
+        ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated.
         """
         starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
         prompts = lengths - np.add.reduceat(predicted.astype(np.int64), starts)
@@ -66,7 +66,7 @@ class PackedInputs:
             rows=torch.from_numpy(packed[sources]).to(device),
             targets=torch.from_numpy(token_ids[targets]).to(device),
             layout=PackedLayout.build(lengths - 1, prompts, owners, device),
-            kept=None if kept is None else _kept_sets(kept[0], kept[1][targets], device),
+            kept=None if sets is None else _kept_sets(sets[0], sets[1][targets], device),
         )
 
     @classmethod
@@ -76,13 +76,13 @@ class PackedInputs:
         """The sequences ``first`` to ``last`` (not included; None: all) of a batch, whose responses are predicted."""
         boundaries = batch.cu_seqlens[first : None if last is None else last + 1]
         part = slice(int(boundaries[0]), int(boundaries[-1]))
-        kept = None
+        sets = None
         if batch.kept_ids is not None and batch.kept_counts is not None:
             start = int(batch.kept_counts[: part.start].sum())
             counts = batch.kept_counts[part]
-            kept = (batch.kept_ids[start : start + int(counts.sum())], counts)
+            sets = (batch.kept_ids[start : start + int(counts.sum())], counts)
         ids, predicted = batch.token_ids[part], batch.response_mask[part]
-        return cls.build(ids, boundaries - part.start, predicted, device, kept)
+        return cls.build(ids, boundaries - part.start, predicted, device, sets)
 
     @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> PackedInputs:
