@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrlhf.validation import check, check_choice, check_range
 
+VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -118,6 +119,11 @@ class GeneratorConfig:
     virtual_step_seconds: float = 0.01  # runtime=local: what one decode iteration costs on the virtual clock
     fake: FakeConfig = field(default_factory=FakeConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens are left without a chance."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def __post_init__(self) -> None:
         check_choice("generator.engine", self.engine, ("hf", "vllm", "fake"))

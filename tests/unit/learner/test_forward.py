@@ -95,7 +95,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch: pytest.
     whole = PackedPolicy(model)(inputs_of(batch), 0.8)
     monkeypatch.setattr(forward, "MAX_LOGITS", 3 * VOCABULARY)
     parts = PackedPolicy(other)(inputs_of(batch), 0.8)
-    for logprobs, entropies, _ in (whole, parts):
+    for logprobs, entropies, *_ in (whole, parts):
         (logprobs.square().sum() + entropies.sum()).backward()
     assert torch.allclose(whole[0], parts[0]) and torch.allclose(whole[1], parts[1])
     assert_same({n: p.grad for n, p in other.named_parameters()}, {n: p.grad for n, p in model.named_parameters()})
