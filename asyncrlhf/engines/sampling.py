@@ -67,15 +67,14 @@ def _keep(
     k = np.where(top_k > 0, np.minimum(top_k, most), most)
     values, ids = logits.topk(int(k.max()), dim=-1)
     kept = torch.arange(values.shape[1], device=device) < _column(k, device)
+    weights = (values - values[:, :1]).double().exp()
     if top_p.min() < 1.0:
-        among = values.masked_fill(~kept, float("-inf")).logsumexp(dim=-1, keepdim=True)
-        total = torch.where(_column(top_k > 0, device), among, logits.logsumexp(dim=-1, keepdim=True))
-        mass = (values - total).exp().cumsum(dim=-1, dtype=torch.float64)
-        before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+        whole = (logits - values[:, :1]).exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+        among = (weights * kept).sum(dim=-1, keepdim=True)
+        total = torch.where(_column(top_k > 0, device), among, whole)
         limit = _column(top_p, device)
-        kept &= (before < limit) | (limit >= 1.0)
-    if min_p.max() > 0.0:
-        kept &= (values - values[:, :1]).exp() >= _column(min_p, device)
+        kept &= (weights.cumsum(dim=-1) - weights < limit * total) | (limit >= 1.0)
+    kept &= weights >= _column(min_p, device)
     kept[:, 0] = True
     return ids, values, kept
 

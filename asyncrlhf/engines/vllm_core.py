@@ -166,9 +166,8 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
 def tells_kept(sampling: SamplingParams) -> bool:
     """Whether vLLM's log-probs name every token that truncated sampling kept: those that are finite. Under top-p or
     min-p there is no telling how many would have to be asked for."""
-    return (
-        sampling.temperature > 0 and 0 < sampling.top_k <= VLLM_MAX_TOP_K and sampling.top_p == 1 and not sampling.min_p
-    )
+    top_k_alone = 0 < sampling.top_k <= VLLM_MAX_TOP_K and sampling.top_p == 1 and sampling.min_p == 0
+    return top_k_alone and sampling.temperature > 0
 
 
 def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def chunk_note(config: RunConfig) -> str | None:
     if config.reference_served and config.generator.truncated:
         return (
             "fusion.granularity=chunk: the reference model reads whole rollouts, as with fusion.granularity=rollout, "
-            "because truncated sampling (generator.top_p, generator.top_k, generator.min_p) tells with the whole rollout "
-            "alone which tokens it kept."
+            "because truncated sampling (generator.top_p, generator.top_k, generator.min_p) tells only with the whole "
+            "rollout which tokens it kept."
         )
     refusal = chunk_refusal(config.model) if config.reference_reads_ahead else None
     if refusal is None:
