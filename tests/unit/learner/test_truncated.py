@@ -75,7 +75,7 @@ def test_ratios_are_1_at_equal_weights(name: str) -> None:
     assert abs(metrics["behavior_kl"]) < 1e-9
     assert metrics["policy_log_ratio_abs_max"] < 1e-5 and abs(metrics.get("ref_kl", 0.0)) < 1e-9
     assert metrics["clip_fraction"] == 0.0 or algorithm_of(name).coef == "signed", "TOPR's bound is at 1 itself"
-    for rejected in ("weight_truncated_fraction", "weight_masked_fraction"):
+    for rejected in ("behavior_truncated_fraction", "behavior_masked_fraction"):
         assert metrics.get(rejected, 0.0) == 0.0
     assert 0.3 < metrics["truncation_mass"] < 0.9
 
@@ -101,6 +101,16 @@ def test_the_metrics_are_those_of_the_reference() -> None:
     metrics = step("grpo", batch())[1]
     assert metrics["truncation_mass"] == pytest.approx(np.mean(masses), abs=1e-5)
     assert metrics["entropy"] == pytest.approx(np.mean(entropies), abs=1e-5)
+
+
+def test_what_a_policy_says_of_tokens_is_of_the_renormalised_distribution() -> None:
+    """The collision probability that ``opob`` weighs sequences by, too."""
+    facts = PackedPolicy(llama(**MODEL), collision=True)(PackedInputs.of_batch(batch()), TEMPERATURE)
+    on_sets = torch.cat([renormalised(response_logits(llama(**MODEL), r), sets_of(r), TEMPERATURE) for r in rollouts()])
+    chosen = torch.from_numpy(np.concatenate([r.response_ids for r in rollouts()]))
+    expected = (on_sets.gather(1, chosen[:, None])[:, 0], on_sets.exp().square().sum(-1))
+    for ours, theirs in zip((facts.logprobs, facts.collision), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
