@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
+IdArray = NDArray[np.int32]  # token ids, and counts of them, of which a batch has many
 FinishReason = Literal["stop", "length"]
 DropReason = Literal["stale", "untrainable", "failed", "oversized", "shutdown"]
 
@@ -33,12 +34,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is sampled. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` switch the filters off."""
+    """How a response is sampled. ``temperature=0`` is greedy; ``top_k=0``, ``top_p=1`` and ``min_p=0`` switch the
+    filters off. ``min_p`` drops the tokens below that share of the largest probability."""
 
     max_completion_length: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -55,13 +58,20 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished response as the engine made it."""
+    """A finished response as the engine made it.
+
+    Where sampling was truncated, the tokens that had a chance at each position come along as ragged ids: those of
+    response token t are the ``kept_counts[t]`` ids behind those of the tokens before it. A count of 0 stands for the
+    whole vocabulary.
+    """
 
     rollout_id: int
     response_ids: IntArray  # [L], with the stop token if one was sampled
-    behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k and top-p
+    behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k, top-p and min-p
     policy_versions: IntArray  # [L] the version that sampled each token
     finish_reason: FinishReason
+    kept_ids: IdArray | None = None  # [K] in total; None where nothing was truncated
+    kept_counts: IdArray | None = None  # [L]
 
 
 @dataclass(frozen=True)
@@ -88,12 +98,18 @@ class Rollout:
     ref_logprobs: FloatArray | None = None  # [L] log pi_ref, once a reference service has computed it
     values: FloatArray | None = None  # [L] of the state in which each token was chosen, once a critic service gave them
     critic_version: int | None = None  # of the critic that gave the values
+    kept_ids: IdArray | None = None  # [K] as in Generation
+    kept_counts: IdArray | None = None  # [L]
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}
-        lengths |= {len(given) for given in (self.ref_logprobs, self.values) if given is not None}
+        lengths |= {len(given) for given in (self.ref_logprobs, self.values, self.kept_counts) if given is not None}
         if len(lengths) != 1:
             raise ValueError(f"rollout {self.rollout_id}: response, log-probs and versions differ in length: {lengths}")
+        kept = 0 if self.kept_ids is None else len(self.kept_ids)
+        counted = 0 if self.kept_counts is None else int(self.kept_counts.sum())
+        if kept != counted or (self.kept_ids is None) != (self.kept_counts is None):
+            raise ValueError(f"rollout {self.rollout_id}: {kept} kept ids, where their counts say {counted}")
 
 
 @dataclass(frozen=True)
@@ -217,6 +233,8 @@ class TrainBatch:
     ref_logprobs: FloatArray | None = None  # [T] 0 on prompts; None where no reference service was asked
     values: FloatArray | None = None  # [T] 0 on prompts; None where no critic service was asked
     critic_versions: IntArray | None = None  # [N] of the critic that gave each sequence its values
+    kept_ids: IdArray | None = None  # [K] the tokens that truncated sampling allowed; None where it never truncated
+    kept_counts: IdArray | None = None  # [T] how many of them are each token's; 0: the whole vocabulary, and on prompts
 
     @property
     def num_sequences(self) -> int:

@@ -20,7 +20,7 @@ from asyncrlhf.types import (
     ServiceResult,
 )
 
-SERVED = ("ref_logprobs", "values")  # the arrays [L] of a rollout that services give
+OPTIONAL = ("ref_logprobs", "values", "kept_ids", "kept_counts")  # the arrays that a rollout may lack
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,14 @@ class RolloutBundle(Sequence[Rollout]):
             np.concatenate([getattr(r, name) for r in self._rollouts]) if self._rollouts else np.empty(0, np.int64)
             for name in ("response_ids", "behavior_logprobs", "policy_versions")
         )
-        return _unpack, (prompts, facts, lengths, flat, {name: self._served(name) for name in SERVED})
+        return _unpack, (prompts, facts, lengths, flat, {name: self._optional(name) for name in OPTIONAL})
 
-    def _served(self, name: str) -> tuple[list[bool], Any] | None:
-        """Which rollouts have what a service gives, and that of all of them, one behind the other; None for nobody."""
+    def _optional(self, name: str) -> tuple[list[int | None], Any] | None:
+        """The length of each rollout's array, None where it has none, and all arrays one behind the other; None where
+        no rollout has any."""
         given = [getattr(r, name) for r in self._rollouts]
         there = [array for array in given if array is not None]
-        return ([array is not None for array in given], np.concatenate(there)) if there else None
+        return ([None if a is None else len(a) for a in given], np.concatenate(there)) if there else None
 
 
 def _unpack(
@@ -91,9 +92,9 @@ def _unpack(
     facts: list[Any],
     lengths: list[int],
     flat: tuple[Any, Any, Any],
-    served: dict[str, tuple[list[bool], Any] | None],
+    optional: dict[str, tuple[list[int | None], Any] | None],
 ) -> RolloutBundle:
-    given = {name: _cut(found, lengths) for name, found in served.items()}
+    given = {name: _cut(found, len(lengths)) for name, found in optional.items()}
     rollouts, start = [], 0
     for i, ((rollout_id, group_id, place, finish, text, generator, critic_version), length) in enumerate(
         zip(facts, lengths, strict=True)
@@ -107,14 +108,13 @@ def _unpack(
     return RolloutBundle(rollouts)
 
 
-def _cut(found: tuple[list[bool], Any] | None, lengths: list[int]) -> list[Any]:
+def _cut(found: tuple[list[int | None], Any] | None, count: int) -> list[Any]:
     """Each rollout's own part, None where it has none."""
     if found is None:
-        return [None] * len(lengths)
-    there, flat = found
-    ends = np.cumsum([length if has else 0 for has, length in zip(there, lengths, strict=True)])
-    parts = np.split(flat, ends[:-1])
-    return [part if has else None for has, part in zip(there, parts, strict=True)]
+        return [None] * count
+    lengths, flat = found
+    parts = np.split(flat, np.cumsum([length or 0 for length in lengths])[:-1])
+    return [None if length is None else part for length, part in zip(lengths, parts, strict=True)]
 
 
 def bundled(rollouts: Iterable[Rollout], answers: Iterable[Rollout | str]) -> tuple[list[ServiceResult], RolloutBundle]:

@@ -136,6 +136,8 @@ class GeneratorWorker:
             finish_reason=result.finish_reason,
             response_text=self._decode(result.response_ids.tolist()),
             generator_id=self.name,
+            kept_ids=result.kept_ids,
+            kept_counts=result.kept_counts,
         )
 
     def take(self) -> tuple[list[Rollout], list[GenerationFailure]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrlhf.types import FloatArray, IntArray, TrainBatch, TrainSample
+from asyncrlhf.types import FloatArray, IdArray, IntArray, Rollout, TrainBatch, TrainSample
 
 
 def pack(samples: Sequence[TrainSample]) -> TrainBatch:
@@ -33,6 +33,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     logprobs = np.zeros(len(response_mask), dtype=np.float32)
     logprobs[response_mask] = np.concatenate([r.behavior_logprobs for r in rollouts])
     versions_of_critic = [r.critic_version for r in rollouts if r.critic_version is not None]
+    kept_ids, kept_counts = _kept(rollouts, response_mask)
     oldest = np.repeat([sample.masked_before_version for sample in samples], spans.sum(axis=1))
     return TrainBatch(
         token_ids=np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]).astype(
@@ -51,7 +52,20 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
         ref_logprobs=_served([r.ref_logprobs for r in rollouts], response_mask, "the reference's log-probs"),
         values=_served([r.values for r in rollouts], response_mask, "the critic's values"),
         critic_versions=np.array(versions_of_critic, dtype=np.int64) if versions_of_critic else None,
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )
+
+
+def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArray | None, IdArray | None]:
+    """The sets that truncated sampling kept, their counts laid out over all tokens [T]; None where there are none."""
+    ids = [r.kept_ids for r in rollouts if r.kept_ids is not None]
+    if not ids:
+        return None, None
+    counts = np.zeros(len(response_mask), dtype=np.int32)
+    given = [np.zeros(len(r.response_ids), np.int32) if r.kept_counts is None else r.kept_counts for r in rollouts]
+    counts[response_mask] = np.concatenate(given)
+    return np.concatenate(ids), counts
 
 
 def _served(given: Sequence[FloatArray | None], response_mask: np.ndarray, what: str) -> FloatArray | None:
@@ -72,6 +86,7 @@ def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
     lengths = sequence_lengths(batch)[chosen]
     cu_seqlens = _boundaries(lengths)
     tokens = np.repeat(batch.cu_seqlens[chosen] - cu_seqlens[:-1], lengths) + np.arange(cu_seqlens[-1])
+    kept_ids, kept_counts = _select_kept(batch, tokens)
     return TrainBatch(
         token_ids=batch.token_ids[tokens],
         cu_seqlens=cu_seqlens,
@@ -87,7 +102,18 @@ def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
         ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[tokens],
         values=None if batch.values is None else batch.values[tokens],
         critic_versions=None if batch.critic_versions is None else batch.critic_versions[chosen],
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )
+
+
+def _select_kept(batch: TrainBatch, tokens: IntArray) -> tuple[IdArray | None, IdArray | None]:
+    if batch.kept_ids is None or batch.kept_counts is None:
+        return None, None
+    starts, counts = _boundaries(batch.kept_counts), batch.kept_counts[tokens]
+    ends = _boundaries(counts)
+    where = np.repeat(starts[tokens] - ends[:-1], counts) + np.arange(ends[-1])
+    return batch.kept_ids[where], counts
 
 
 def split_microbatches(batch: TrainBatch, token_budget: int) -> list[TrainBatch]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrlhf.validation import check, check_choice, check_range
 
+VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -110,6 +111,7 @@ class GeneratorConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0  # tokens below this share of the largest probability are dropped
     threads: int = 1
     gpus: float = 0.0  # GPUs of one replica; 0 runs it on the CPU
     ignore_eos: bool = False  # every response has max_completion_length tokens: for measurements
@@ -117,6 +119,11 @@ class GeneratorConfig:
     virtual_step_seconds: float = 0.01  # runtime=local: what one decode iteration costs on the virtual clock
     fake: FakeConfig = field(default_factory=FakeConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens are left without a chance."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def __post_init__(self) -> None:
         check_choice("generator.engine", self.engine, ("hf", "vllm", "fake"))
@@ -126,6 +133,7 @@ class GeneratorConfig:
         check_range("generator.temperature", self.temperature, low=0)
         check_range("generator.top_p", self.top_p, low=0, high=1, exclusive_low=True)
         check_range("generator.top_k", self.top_k, low=0)
+        check_range("generator.min_p", self.min_p, low=0, high=1, exclusive_high=True)
         check_range("generator.threads", self.threads, low=0)
         check_range("generator.gpus", self.gpus, low=0)
         check_range("generator.max_restarts", self.max_restarts, low=0)

@@ -126,8 +126,8 @@ class HFEngine:
         if len(rows) < table.count:
             logits = logits[torch.from_numpy(rows).to(self._device)]
         uniform = uniforms(table.state[rows], table.length[rows] - table.prompt_length[rows])
-        tokens, logprobs = sample_tokens(logits, uniform, table.temperature[rows], table.top_p[rows], table.top_k[rows])
-        ended, stopped = table.append(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), self._version)
+        settings = (table.temperature[rows], table.top_p[rows], table.top_k[rows], table.min_p[rows])
+        ended, stopped = table.append(rows, sample_tokens(logits, uniform, *settings), self._version)
         self._holes.extend(ended.tolist())
         return [table.take(int(row), "stop" if stop else "length") for row, stop in zip(ended, stopped, strict=True)]
 

@@ -1,6 +1,8 @@
-"""Sampling: counter-based uniforms, the processed distribution (temperature, top-k, top-p), one draw from it a row."""
+"""Sampling: counter-based uniforms, and one draw a row from logits under temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +14,17 @@ DoubleArray = NDArray[np.float64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
-_TOP_P_CANDIDATES = 1024
+MAX_KEPT = 1024  # tokens that truncated sampling keeps at most: part of the sampler, so that what it kept can be told
 _CDF_BLOCK = 256
+
+
+class Draws(NamedTuple):
+    """One token for each of n rows, and what else it could have been where a row was truncated: K tokens in total."""
+
+    tokens: torch.Tensor  # [n] int64
+    logprobs: torch.Tensor  # [n] float32, of the distribution that was sampled
+    kept_ids: torch.Tensor  # [K] int64, row by row
+    kept_counts: torch.Tensor  # [n] int64; 0: the whole vocabulary
 
 
 def _mix(x: UIntArray) -> UIntArray:
@@ -36,54 +47,40 @@ def uniforms(states: UIntArray, counters: NDArray[np.int64]) -> DoubleArray:
     return ((bits >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
 
 
-def process_logits(
-    logits: torch.Tensor, temperature: DoubleArray, top_p: DoubleArray, top_k: NDArray[np.int64]
-) -> torch.Tensor:
-    """Log-probs [n, V] in float32 of the distribution that is sampled: temperature, then top-k, then top-p.
+def _truncated(
+    temperature: DoubleArray, top_p: DoubleArray, top_k: NDArray[np.int64], min_p: DoubleArray, vocabulary: int
+) -> NDArray[np.bool_]:
+    """Rows in which a filter is on; a greedy row has none."""
+    filtered: NDArray[np.bool_] = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1) | (min_p > 0)
+    return filtered & (temperature > 0)
 
-    Every row has its own settings. ``top_k=0`` and ``top_p=1`` are off; the kept tokens are renormalised; tokens that
-    tie with the last kept one are kept. A greedy row (``temperature=0``) gets temperature 1 and no filter: a point
-    mass has no useful log-prob.
+
+def _keep(
+    logits: torch.Tensor, top_p: DoubleArray, top_k: NDArray[np.int64], min_p: DoubleArray
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The candidates of n truncated rows, most likely first: ids [n, W], logits [n, W], and which are kept [n, W].
+
+    Every filter keeps the first few of the tokens in the order of their logits, so that these are all it needs.
     """
-    logits = logits.float()
-    sampled = temperature > 0
-    if np.any(sampled & (temperature != 1.0)):
-        divisor = np.where(sampled, temperature, 1.0).astype(np.float32)
-        logits = logits / torch.from_numpy(divisor).to(logits.device)[:, None]
-    k = np.where(sampled & (top_k > 0), np.minimum(top_k, logits.shape[-1]), logits.shape[-1])
-    if k.min() < logits.shape[-1]:
-        logits = _keep_top_k(logits, k)
-    p = np.where(sampled, top_p, 1.0)
-    if p.min() < 1.0:
-        logits = _keep_top_p(logits, p)
-    return torch.log_softmax(logits, dim=-1)
+    device = logits.device
+    most = min(MAX_KEPT, logits.shape[-1])
+    k = np.where(top_k > 0, np.minimum(top_k, most), most)
+    values, ids = logits.topk(int(k.max()), dim=-1)
+    kept = torch.arange(values.shape[1], device=device) < _column(k, device)
+    weights = (values - values[:, :1]).double().exp()
+    if top_p.min() < 1.0:
+        whole = (logits - values[:, :1]).exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+        among = (weights * kept).sum(dim=-1, keepdim=True)
+        total = torch.where(_column(top_k > 0, device), among, whole)
+        limit = _column(top_p, device)
+        kept &= (weights.cumsum(dim=-1) - weights < limit * total) | (limit >= 1.0)
+    kept &= weights >= _column(min_p, device)
+    kept[:, 0] = True
+    return ids, values, kept
 
 
-def _keep_top_k(logits: torch.Tensor, k: NDArray[np.int64]) -> torch.Tensor:
-    vocabulary = logits.shape[-1]
-    filtered = k < vocabulary
-    widest = int(k[filtered].max())
-    index = torch.from_numpy(np.where(filtered, k, 1) - 1).to(logits.device)[:, None]
-    threshold = logits.topk(widest, dim=-1).values.gather(1, index)
-    off = torch.from_numpy(~filtered).to(logits.device)[:, None]
-    return logits.masked_fill((logits < threshold) & ~off, float("-inf"))
-
-
-def _keep_top_p(logits: torch.Tensor, p: DoubleArray) -> torch.Tensor:
-    vocabulary = logits.shape[-1]
-    limit = torch.from_numpy(p).to(logits.device)[:, None]
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    off = limit >= 1.0
-    # A full sort of a large vocabulary costs far more than the few candidates that nearly always hold the nucleus.
-    for width in (min(_TOP_P_CANDIDATES, vocabulary), vocabulary):
-        values = logits.topk(width, dim=-1).values
-        mass = (values - total).exp().cumsum(dim=-1, dtype=torch.float64)
-        if width == vocabulary or bool(((mass[:, -1:] >= limit) | off).all()):
-            break
-    mass_before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
-    kept = (mass_before < limit).sum(dim=-1, keepdim=True).clamp(min=1)
-    threshold = values.gather(1, kept - 1)
-    return logits.masked_fill((logits < threshold) & ~off, float("-inf"))
+def _column(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)[:, None]
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -115,16 +112,47 @@ def sample_tokens(
     temperature: DoubleArray,
     top_p: DoubleArray,
     top_k: NDArray[np.int64],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row by the inverse CDF of the processed distribution.
+    min_p: DoubleArray,
+) -> Draws:
+    """One token a row by the inverse CDF of the distribution that its settings make of ``logits`` [n, V].
 
-    ``logits`` [n, V], the others [n]. Returns tokens [n] (int64) and their log-probs [n] (float32) as
-    :func:`process_logits` defines them; for a greedy row the token is the argmax.
+    The logits are divided by ``temperature``; ``top_k`` keeps the k largest; ``top_p`` keeps, of these, the largest
+    until their share reaches it; ``min_p`` drops what has less than that share of the largest probability. At most
+    ``MAX_KEPT`` tokens are kept in a row that is truncated, and at least one; of tokens that tie at the end as many as
+    fit. What is kept is renormalised. ``top_k=0``, ``top_p=1`` and ``min_p=0`` are off. The settings and ``uniform``
+    are [n]. A greedy row (``temperature=0``) takes the argmax, with its log-prob at temperature 1 and no filter: a
+    point mass has no useful one.
     """
-    logprobs = process_logits(logits, temperature, top_p, top_k)
-    tokens = _inverse_cdf(logprobs.exp(), torch.from_numpy(uniform).to(logits.device)[:, None])
-    greedy = temperature == 0
-    if greedy.any():
-        chosen = torch.from_numpy(greedy).to(logits.device)[:, None]
-        tokens = torch.where(chosen, logits.argmax(dim=-1, keepdim=True), tokens)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    logits, plain = logits.float(), logits
+    sampled = temperature > 0
+    if np.any(sampled & (temperature != 1.0)):
+        divisor = np.where(sampled, temperature, 1.0).astype(np.float32)
+        logits = logits / torch.from_numpy(divisor).to(logits.device)[:, None]
+    truncated = _truncated(temperature, top_p, top_k, min_p, logits.shape[-1])
+    if truncated.all():
+        return _draw_truncated(logits, uniform, top_p, top_k, min_p)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    tokens = _inverse_cdf(logprobs.exp(), _column(uniform, logits.device))
+    if not sampled.all():
+        tokens = torch.where(_column(sampled, logits.device), tokens, plain.argmax(dim=-1, keepdim=True))
+    found, counts = logprobs.gather(1, tokens)[:, 0], torch.zeros_like(tokens[:, 0])
+    if not truncated.any():
+        return Draws(tokens[:, 0], found, tokens.new_empty(0), counts)
+    rows = np.flatnonzero(truncated)
+    where = torch.from_numpy(rows).to(logits.device)
+    part = _draw_truncated(logits[where], uniform[rows], top_p[rows], top_k[rows], min_p[rows])
+    return Draws(
+        tokens[:, 0].index_copy(0, where, part.tokens),
+        found.index_copy(0, where, part.logprobs),
+        part.kept_ids,
+        counts.index_copy(0, where, part.kept_counts),
+    )
+
+
+def _draw_truncated(
+    logits: torch.Tensor, uniform: DoubleArray, top_p: DoubleArray, top_k: NDArray[np.int64], min_p: DoubleArray
+) -> Draws:
+    ids, values, kept = _keep(logits, top_p, top_k, min_p)
+    logprobs = values.masked_fill(~kept, float("-inf")).log_softmax(dim=-1)
+    place = _inverse_cdf(logprobs.exp(), _column(uniform, logits.device))
+    return Draws(ids.gather(1, place)[:, 0], logprobs.gather(1, place)[:, 0], ids[kept], kept.sum(dim=-1))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrlhf.engines.sampling import seed_state
-from asyncrlhf.types import FinishReason, Generation, GenerationRequest, IntArray
+from asyncrlhf.engines.sampling import Draws, seed_state
+from asyncrlhf.types import FinishReason, Generation, GenerationRequest, IdArray, IntArray
 
 
 class SlotTable:
@@ -34,6 +34,8 @@ class SlotTable:
         self.temperature = np.ones(slots, np.float64)
         self.top_p = np.ones(slots, np.float64)
         self.top_k = np.zeros(slots, np.int64)
+        self.min_p = np.zeros(slots, np.float64)
+        self.kept: list[list[IdArray]] = [[] for _ in range(slots)]  # of each response token, where truncated
 
     def occupy(self, row: int, request: GenerationRequest, ready: bool) -> None:
         prompt, sampling = request.prompt_ids, request.sampling
@@ -50,6 +52,8 @@ class SlotTable:
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
+        self.kept[row] = []
 
     def _widen(self, length: int, stops: int) -> None:
         if length > self.tokens.shape[1]:
@@ -74,19 +78,24 @@ class SlotTable:
             self.temperature,
             self.top_p,
             self.top_k,
+            self.min_p,
         ):
             array[target] = array[source]
+        self.kept[target] = self.kept[source]
         self.requests[target], self.requests[source] = self.requests[source], None
 
-    def append(
-        self, rows: IntArray, tokens: IntArray, logprobs: NDArray[np.float32], version: int
-    ) -> tuple[IntArray, NDArray[np.bool_]]:
+    def append(self, rows: IntArray, draws: Draws, version: int) -> tuple[IntArray, NDArray[np.bool_]]:
         """Give each of ``rows`` one sampled token; returns the rows that ended and whether a stop token ended them."""
-        place = self.length[rows]
+        place, tokens = self.length[rows], draws.tokens.cpu().numpy()
         self.tokens[rows, place] = tokens
-        self.logprobs[rows, place] = logprobs
+        self.logprobs[rows, place] = draws.logprobs.cpu().numpy()
         self.versions[rows, place] = version
         self.length[rows] = place + 1
+        if len(draws.kept_ids):
+            ids, ends = draws.kept_ids.cpu().numpy().astype(np.int32), draws.kept_counts.cumsum(0).tolist()
+            for row, start, end in zip(rows.tolist(), [0, *ends], ends, strict=False):
+                if end > start:
+                    self.kept[row].append(ids[start:end])
         stopped = (tokens[:, None] == self.stops[rows]).any(axis=1)
         ended = np.flatnonzero(stopped | (place + 1 >= self.limit[rows]))
         return rows[ended], stopped[ended]
@@ -109,10 +118,13 @@ class SlotTable:
         assert request is not None
         self.requests[row] = None
         part = slice(int(self.prompt_length[row]), int(self.length[row]))
+        kept, self.kept[row] = self.kept[row], []
         return Generation(
             rollout_id=request.rollout_id,
             response_ids=self.tokens[row, part].copy(),
             behavior_logprobs=self.logprobs[row, part].copy(),
             policy_versions=self.versions[row, part].copy(),
             finish_reason=reason,
+            kept_ids=np.concatenate(kept) if kept else None,
+            kept_counts=np.array([len(ids) for ids in kept], np.int32) if kept else None,
         )

@@ -11,17 +11,18 @@ import torch
 
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
-from asyncrlhf.engines.config import GeneratorConfig
+from asyncrlhf.engines.config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_tensors import merge_shares, worker_tensors
 from asyncrlhf.engines.vllm_transfer import BACKEND, register
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.types import GenerationRequest, IntArray
+from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit waits for nobody's end
 RAY_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"  # vLLM's own; beside it VLLM_RAY_PER_WORKER_GPUS, 1 unless told
+TIES = 8  # log-probs asked for beyond top_k: vLLM keeps all tokens that tie with the last
 CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries
 
 
@@ -51,6 +52,7 @@ class VllmCore:
         finally:
             torch.set_num_threads = set_threads  # vLLM's CPU worker replaces it for the whole process
         self.context = int(settings.model_config.max_model_len)
+        self._vocabulary = int(settings.model_config.get_vocab_size())
         self.folder = str(settings.model_config.model)
         self.trust_remote_code = model.trust_remote_code
         self.in_process = settings.parallel_config.world_size == 1
@@ -63,7 +65,7 @@ class VllmCore:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(**sampling_arguments(request, self._vocabulary), output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=salt)
         self._llm.add_request(str(request.rollout_id), prompt, params)
 
@@ -138,6 +140,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "dtype": model.dtype if own.dtype == "auto" else own.dtype,
         "generation_config": "vllm",  # no sampling defaults and no stop tokens from the checkpoint
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": VLLM_MAX_TOP_K + TIES,
         "max_num_seqs": config.slots + SCORE_SLOTS,
         "max_model_len": own.max_model_len or None,
         "block_size": own.block_size or None,
@@ -160,18 +163,27 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
     return arguments
 
 
-def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
-    """The keywords of vLLM's ``SamplingParams`` that decide what a request samples and when it ends."""
+def tells_kept(sampling: SamplingParams) -> bool:
+    """Whether vLLM's log-probs name every token that truncated sampling kept: those that are finite. Under top-p or
+    min-p there is no telling how many would have to be asked for."""
+    top_k_alone = 0 < sampling.top_k <= VLLM_MAX_TOP_K and sampling.top_p == 1 and sampling.min_p == 0
+    return top_k_alone and sampling.temperature > 0
+
+
+def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> dict[str, Any]:
+    """The keywords of vLLM's ``SamplingParams`` that decide what a request samples, tells of it, and when it ends."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "seed": request.seed & (2**63 - 1),
         "max_tokens": sampling.max_completion_length,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,  # the request's stop tokens alone end it
-        "logprobs": 0,  # of the sampled token
+        # Beside the sampled token's.
+        "logprobs": min(sampling.top_k + TIES, vocabulary) if tells_kept(sampling) else 0,
         "detokenize": False,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,10 @@ import torch
 from torch import nn
 
 from asyncrlhf.engines.base import CacheMode, StepOutput
-from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore
+from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.engines.weights import match_named_weights
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray, IntArray
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -30,6 +31,20 @@ class _Draft:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[IdArray] = field(default_factory=list)  # of each token, where sampling was truncated
+
+    def take(self, ids: Sequence[int], entries: Any, version: int) -> None:
+        """``entries``: vLLM's mapping from token ids to log-probs at each position; the sampled token is in it."""
+        self.tokens.extend(ids)
+        self.versions.extend([version] * len(ids))
+        for token, entry in zip(ids, entries, strict=True):
+            logprob = entry[token].logprob
+            if tells_kept(self.request.sampling):
+                kept = {i: told.logprob for i, told in entry.items() if told.logprob > -math.inf}
+                self.kept.append(np.fromiter(kept, np.int32, len(kept)))
+                # 1 but for rounding, unless more tokens tied at the threshold than were asked for.
+                logprob -= math.log(sum(map(math.exp, kept.values())))
+            self.logprobs.append(logprob)
 
 
 class VllmEngine:
@@ -121,9 +136,7 @@ class VllmEngine:
         draft = self._drafts[output.request_id]
         made = output.outputs[0]
         ids = list(made.token_ids)
-        draft.tokens.extend(ids)
-        draft.logprobs.extend(_sampled_logprobs(ids, made.logprobs))
-        draft.versions.extend([self._version] * len(ids))
+        draft.take(ids, made.logprobs, self._version)
         self._tokens += len(ids)
         if not output.finished:
             return
@@ -139,6 +152,8 @@ class VllmEngine:
                 behavior_logprobs=np.asarray(draft.logprobs, np.float32),
                 policy_versions=np.asarray(draft.versions, np.int64),
                 finish_reason="stop" if made.finish_reason == "stop" else "length",
+                kept_ids=np.concatenate(draft.kept) if draft.kept else None,
+                kept_counts=np.array([len(kept) for kept in draft.kept], np.int32) if draft.kept else None,
             )
         )
 
@@ -253,11 +268,6 @@ class VllmEngine:
         """Forget every request and end vLLM with its worker processes."""
         self.cancel(self.in_flight())
         self._core.close()
-
-
-def _sampled_logprobs(ids: Sequence[int], entries: Any) -> list[float]:
-    """vLLM gives each position a mapping from token ids to log-probs, here of the sampled token alone."""
-    return [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
 
 
 def _prompt_logprobs(output: RequestOutput) -> FloatArray:

@@ -29,7 +29,7 @@ FOLDER = "deepspeed"  # of a checkpoint: what the engines write
 
 
 class _OneTensor(nn.Module):
-    """A policy that gives its facts as one tensor [2 or 3, M].
+    """A policy that gives its facts as one tensor [2 to 4, M].
 
     ZeRO-3 hooks every tensor that a module returns and counts the backward passes through each. Ranks whose losses
     use different ones of them would gather in different orders, and wait for each other for ever.
@@ -52,7 +52,9 @@ class _Unpacked:
 
     def __call__(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
         logprobs, entropies, *rest = self.engine(inputs, temperature).unbind(0)
-        return TokenFacts(logprobs, entropies, rest[0].detach() if rest else logprobs.new_empty(0))
+        none = logprobs.new_empty(0)
+        mass = none if inputs.kept is None else rest.pop().detach()
+        return TokenFacts(logprobs, entropies, rest[0].detach() if rest else none, mass)
 
 
 class ZeroShards:

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from asyncrlhf.algorithms.logprobs import collision_probability, token_logprobs
+from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
 from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
-from asyncrlhf.types import IntArray
+from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
 # Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
 MAX_LOGITS = 2**27
@@ -33,12 +33,21 @@ class PackedInputs:
     rows: torch.Tensor  # [M] the position whose hidden state predicts each target
     targets: torch.Tensor  # [M]
     layout: PackedLayout
+    kept: KeptSets | None = None  # of the M targets, where sampling was truncated
 
     @classmethod
     def build(
-        cls, token_ids: IntArray, cu_seqlens: IntArray, predicted: np.ndarray, device: torch.device | str = "cpu"
+        cls,
+        token_ids: IntArray,
+        cu_seqlens: IntArray,
+        predicted: np.ndarray,
+        device: torch.device | str = "cpu",
+        sets: tuple[IdArray, IdArray] | None = None,
     ) -> PackedInputs:
-        """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True behind them."""
+        """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True behind them.
+
+        ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated.
+        """
         starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
         prompts = lengths - np.add.reduceat(predicted.astype(np.int64), starts)
         owners = _first_with_prompt(token_ids, starts, prompts)
@@ -57,7 +66,23 @@ class PackedInputs:
             rows=torch.from_numpy(packed[sources]).to(device),
             targets=torch.from_numpy(token_ids[targets]).to(device),
             layout=PackedLayout.build(lengths - 1, prompts, owners, device),
+            kept=None if sets is None else _kept_sets(sets[0], sets[1][targets], device),
         )
+
+    @classmethod
+    def of_batch(
+        cls, batch: TrainBatch, first: int = 0, last: int | None = None, device: torch.device | str = "cpu"
+    ) -> PackedInputs:
+        """The sequences ``first`` to ``last`` (not included; None: all) of a batch, whose responses are predicted."""
+        boundaries = batch.cu_seqlens[first : None if last is None else last + 1]
+        part = slice(int(boundaries[0]), int(boundaries[-1]))
+        sets = None
+        if batch.kept_ids is not None and batch.kept_counts is not None:
+            start = int(batch.kept_counts[: part.start].sum())
+            counts = batch.kept_counts[part]
+            sets = (batch.kept_ids[start : start + int(counts.sum())], counts)
+        ids, predicted = batch.token_ids[part], batch.response_mask[part]
+        return cls.build(ids, boundaries - part.start, predicted, device, sets)
 
     @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> PackedInputs:
@@ -71,6 +96,7 @@ class TokenFacts(NamedTuple):
     logprobs: torch.Tensor  # [M]
     entropies: torch.Tensor  # [M]
     collision: torch.Tensor  # [M] sum_v pi_v^2, detached; empty unless the policy was built to give it
+    kept_mass: torch.Tensor  # [M] of the whole distribution, detached; empty unless the inputs have kept sets
 
 
 class SequenceSplit(Protocol):
@@ -89,7 +115,8 @@ class PackedPolicy(nn.Module):
     """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
 
     Logits are divided by ``temperature``, as in sampling, so that policy and behavior log-probs speak of the same
-    distribution; top-k and top-p are not applied again. Dropout is switched off for the same reason.
+    distribution; where sampling was truncated, both are renormalised on the set that the sampler kept. Dropout is
+    switched off for the same reason.
 
     ``chunked`` False holds all logits at once: for weights that each call of the output layer gathers from the ranks,
     which must then make equally many.
@@ -121,36 +148,55 @@ class PackedPolicy(nn.Module):
             return self.alone(inputs, temperature)
         local, own = self._sequence.stretch(inputs)
         facts = self.alone(local, temperature)
-        given, missing = (facts, ()) if self._collision else (facts[:2], facts[2:])
-        return TokenFacts(*(self._sequence.together(fact, own, len(inputs.rows)) for fact in given), *missing)
+        given = (True, True, self._collision, inputs.kept is not None)
+        return TokenFacts(
+            *(
+                self._sequence.together(fact, own, len(inputs.rows)) if there else fact
+                for fact, there in zip(facts, given, strict=True)
+            )
+        )
 
     def alone(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
         """``forward`` without any other rank."""
         if not self._plain_head:
-            return self._facts(self._full_logits(inputs), inputs.targets, temperature)
-        return self.of_hidden(self._hidden(inputs).index_select(0, inputs.rows), inputs.targets, temperature)
+            return self._facts(self._full_logits(inputs), inputs.targets, temperature, inputs.kept)
+        hidden = self._hidden(inputs).index_select(0, inputs.rows)
+        return self.of_hidden(hidden, inputs.targets, temperature, inputs.kept)
 
-    def of_hidden(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
+    def of_hidden(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None = None
+    ) -> TokenFacts:
         """Of ``targets`` [M], by the last hidden states [M, H] that predict them."""
         if not self._chunks or len(hidden) * self._vocabulary <= MAX_LOGITS:
-            return self._facts(self._head(hidden), targets, temperature)
-        return self._chunked(hidden, targets, temperature)
+            return self._facts(self._head(hidden), targets, temperature, kept)
+        return self._chunked(hidden, targets, temperature, kept)
 
-    def _facts(self, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
-        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature)
-        if not self._collision:
-            return TokenFacts(logprobs, entropies, logprobs.new_empty(0))
-        return TokenFacts(logprobs, entropies, collision_probability(logits.detach(), temperature=temperature))
+    def _facts(
+        self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None
+    ) -> TokenFacts:
+        logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept)
+        collision = mass = logprobs.new_empty(0)
+        if self._collision:
+            collision = collision_probability(logits.detach(), temperature=temperature, kept=kept)
+        if kept is not None:
+            mass = kept_mass(logits.detach(), kept, temperature=temperature)
+        return TokenFacts(logprobs, entropies, collision, mass)
 
-    def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> TokenFacts:
-        def score(rows: torch.Tensor, wanted: torch.Tensor) -> TokenFacts:
-            return self._facts(self._head(rows), wanted, temperature)
+    def _chunked(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None
+    ) -> TokenFacts:
+        def score(first: int, rows: torch.Tensor, wanted: torch.Tensor) -> TokenFacts:
+            sets = None if kept is None else kept.rows(first, first + len(rows))
+            return self._facts(self._head(rows), wanted, temperature, sets)
 
         size = max(1, MAX_LOGITS // self._vocabulary)
         parts = [
-            checkpoint(score, rows, wanted, use_reentrant=False, preserve_rng_state=False)
-            for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
+            checkpoint(
+                score, start, hidden[start : start + size], targets[start : start + size],
+                use_reentrant=False, preserve_rng_state=False,
+            )
+            for start in range(0, len(hidden), size)
+        ]  # fmt: skip
         return TokenFacts(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
 
     @property
@@ -214,6 +260,10 @@ def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:
         use_cache=False,
     )
     return output.last_hidden_state[0]
+
+
+def _kept_sets(ids: IdArray, counts: IdArray, device: torch.device | str) -> KeptSets:
+    return KeptSets.of_counts(torch.from_numpy(ids).to(device), torch.from_numpy(counts))
 
 
 def _first_with_prompt(token_ids: IntArray, starts: IntArray, prompts: IntArray) -> IntArray:

@@ -39,9 +39,9 @@ def export(plan: StepPlan, targets: Targets, record: StepRecord) -> Arrays:
         "entropy": record.entropy,
         "clipped": record.clipped,
     }
-    for name, optional in (("ref", targets.ref), ("ema", targets.ema), ("critic_lag", tokens.critic_lag)):
-        if optional is not None:
-            tensors[name] = optional
+    kept = None if plan.batch.kept_counts is None else record.kept_mass
+    optionals = {"ref": targets.ref, "ema": targets.ema, "critic_lag": tokens.critic_lag, "kept_mass": kept}
+    tensors |= {name: optional for name, optional in optionals.items() if optional is not None}
     if targets.returns is not None and targets.old_values is not None:
         tensors |= {"returns": targets.returns, "values": targets.old_values}
     arrays: Arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
@@ -97,6 +97,8 @@ def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
         found |= correction_weight(config, between, tensors["behavior"], mask, ids)[1]
     if "ref" in tensors:
         found["ref_kl"] = masked_mean(kl_estimate(tensors["policy"], tensors["ref"], mask, estimator="k3"), mask)
+    if "kept_mass" in tensors:
+        found["truncation_mass"] = masked_mean(tensors["kept_mass"], mask)
     if "returns" in tensors:
         found["explained_variance"] = explained_variance(tensors["values"], tensors["returns"], mask)
     metrics = {name: float(value) for name, value in found.items()} | {

@@ -86,7 +86,7 @@ def plan_step(
     ends = np.concatenate([[0], np.cumsum(ordered.response_mask)])[ordered.cu_seqlens]  # [N+1] response tokens so far
     for index, trains, part in groups:
         last = first + len(part)
-        inputs = _inputs(ordered, first, last, device)
+        inputs = PackedInputs.of_batch(ordered, first, last, device)
         span = slice(int(ends[first]), int(ends[last]))
         minibatches[index].append(Microbatch(inputs, span, slice(first, last), trains))
         first = last
@@ -179,12 +179,6 @@ def _siblings_together(group_ids: IntArray, lengths: IntArray) -> IntArray:
     longest = np.zeros(len(names), dtype=np.int64)
     np.maximum.at(longest, group_of, lengths)
     return np.lexsort((-lengths, group_ids, -longest[group_of]))
-
-
-def _inputs(batch: TrainBatch, first: int, last: int, device: torch.device) -> PackedInputs:
-    start, stop = batch.cu_seqlens[first], batch.cu_seqlens[last]
-    boundaries = batch.cu_seqlens[first : last + 1] - start
-    return PackedInputs.build(batch.token_ids[start:stop], boundaries, batch.response_mask[start:stop], device)
 
 
 def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, version: int) -> ResponseTokens:

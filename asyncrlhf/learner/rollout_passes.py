@@ -84,7 +84,7 @@ class RolloutPasses(ABC):
     def _numbers(self, rollouts: Sequence[Rollout]) -> list[FloatArray]:
         plain = [replace(r, ref_logprobs=None, values=None, critic_version=None) for r in rollouts]
         batch = pack([TrainSample(rollout, reward=0.0) for rollout in plain])
-        inputs = PackedInputs.build(batch.token_ids, batch.cu_seqlens, batch.response_mask, self._device)
+        inputs = PackedInputs.of_batch(batch, device=self._device)
         with self._autocast():
             flat = self._flat(inputs).float().cpu().numpy()
         return np.split(flat, np.cumsum([len(rollout.response_ids) for rollout in rollouts])[:-1])

@@ -53,7 +53,8 @@ class TorchBackend:
         critic_served: batches come with the critic's values, so that it makes no pass of its own for them.
         steps: learner steps of the whole run, for the learning-rate schedule.
         temperature: the generator's sampling temperature; policy log-probs are taken at the same one, so that policy
-            and behavior log-probs speak of one distribution (top-k and top-p apart). 0, greedy, counts as 1.
+            and behavior log-probs speak of one distribution; filters of the sampler come with the batch, as the sets
+            of tokens that they kept. 0, greedy, counts as 1.
         max_completion_length: the constant of ``algorithm.aggregate=const``.
         rank, ranks: with ``ranks > 1`` torch.distributed must have been initialised, see ``init_process_group``.
     """

@@ -101,6 +101,7 @@ class SequenceParallel:
             rows=inputs.rows[own] - first,
             targets=inputs.targets[own],
             layout=layout,
+            kept=None if inputs.kept is None else inputs.kept.at(own),
         )
         return local, own
 

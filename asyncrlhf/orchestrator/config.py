@@ -110,8 +110,8 @@ class RunConfig:
 
     @property
     def reference_reads_ahead(self) -> bool:
-        """The same of reference workers."""
-        return self.fusion.granularity == "chunk" and self.reference_served
+        """The same of reference workers. Chunks lack the sets that truncated sampling kept."""
+        return self.fusion.granularity == "chunk" and self.reference_served and not self.generator.truncated
 
     @property
     def critic_served(self) -> bool:

@@ -27,7 +27,7 @@ class HeldOut:
         runtime: Runtime,
     ) -> None:
         self._prompts = prompts
-        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self._runtime = runtime
         self._next_id = -1
 

@@ -42,6 +42,12 @@ def reference_notes(config: RunConfig) -> list[str]:
 def chunk_note(config: RunConfig) -> str | None:
     """What is to be said of a reference service that cannot read ahead, though ``fusion.granularity=chunk`` asks for
     it; told from the checkpoint's config."""
+    if config.reference_served and config.generator.truncated:
+        return (
+            "fusion.granularity=chunk: the reference model reads whole rollouts, as with fusion.granularity=rollout, "
+            "because truncated sampling (generator.top_p, generator.top_k, generator.min_p) tells only with the whole "
+            "rollout which tokens it kept."
+        )
     refusal = chunk_refusal(config.model) if config.reference_reads_ahead else None
     if refusal is None:
         return None

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
+from asyncrlhf.engines.config import VLLM_MAX_TOP_K, GeneratorConfig
+from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.checkpoint import Saved, find_checkpoint, read_checkpoint
@@ -76,6 +78,7 @@ def prepare(config: RunConfig) -> Prepared:
         temperature=config.generator.temperature,
         top_p=config.generator.top_p,
         top_k=config.generator.top_k,
+        min_p=config.generator.min_p,
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
     saved = read_checkpoint(found) if found is not None else None
@@ -148,6 +151,18 @@ def _flatten_hint(config: RunConfig, gpus: int) -> str:
     return " With cluster.placement=flatten generators and learner would take turns on them." if fits else ""
 
 
+def check_truncation(generator: GeneratorConfig) -> None:
+    """Training needs the set that was kept at each token, whatever the algorithm: a gradient of E[R] needs
+    E[grad log pi] = 0, and every step's metrics compare with the sampler. Other stages only sample."""
+    told = generator.top_p == 1 and generator.min_p == 0 and generator.top_k <= VLLM_MAX_TOP_K
+    check(
+        told or all(kind.config.engine != "vllm" for kind in replica_kinds(generator)),
+        f"generator.top_p={generator.top_p:g} generator.top_k={generator.top_k} generator.min_p={generator.min_p:g} "
+        "leave out tokens that generator.engine=vllm does not name, so that the learner could not renormalise its "
+        f"policy on those that were kept; allowed: top_p=1 min_p=0 top_k<={VLLM_MAX_TOP_K}, or generator.engine=hf.",
+    )
+
+
 def new_run_dir(name: str) -> Path:
     """``runs/<name>/<time>``, with a number behind when two runs start in one second."""
     stem = RUNS / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -161,6 +176,7 @@ def new_run_dir(name: str) -> Path:
 def train(config: RunConfig) -> dict[str, Any]:
     """Run to the end; returns the summary. Raises ConfigError before anything starts, or what made the run fail,
     in which case the summary on disk has the cause."""
+    check_truncation(config.generator)
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None

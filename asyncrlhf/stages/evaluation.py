@@ -36,7 +36,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     settings = config.evaluation
     prepared = prepare(config)
     prompts = prepared.task.heldout()
-    sampling = replace(prepared.sampling, temperature=settings.temperature, top_p=1.0, top_k=0)
+    sampling = replace(prepared.sampling, temperature=settings.temperature, top_p=1.0, top_k=0, min_p=0.0)
     opponent = _other_model(config, settings.against, "against") if settings.against not in ("", ANSWERS) else None
     reference = _other_model(config, settings.reference, "reference") if settings.reference else None
     if reference is not None:

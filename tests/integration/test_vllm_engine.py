@@ -12,7 +12,6 @@ from asyncrlhf.data.adapter import add_adapter, trained_tensors
 from asyncrlhf.data.config import LoraConfig
 from asyncrlhf.engines.adapter import AdapterMerge
 from asyncrlhf.engines.base import CacheMode
-from asyncrlhf.engines.sampling import process_logits
 from asyncrlhf.engines.vllm_engine import VllmEngine
 from asyncrlhf.engines.vllm_transfer import StagedUpdateInfo, StagedWeightTransferEngine
 from asyncrlhf.engines.weights import load_named_weights, named_weights
@@ -20,6 +19,7 @@ from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.types import FloatArray, Generation, GenerationRequest, IntArray, SamplingParams
 from tests.numeric import assert_close
+from tests.truncated import kept_count, renormalised
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model
 
 pytestmark = needs_vllm
@@ -217,12 +217,14 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(tiny: TinyVllm)
         result, sampling = done[request.rollout_id], request.sampling
         text = np.concatenate([request.prompt_ids, result.response_ids])
         logits = reference(tiny, weights, text)[len(request.prompt_ids) - 1 : -1]
-        rows = len(logits)
-        processed = process_logits(
-            logits, np.full(rows, sampling.temperature), np.full(rows, sampling.top_p), np.full(rows, sampling.top_k)
-        )
+        kept = [set[int]() for _ in logits]
+        if sampling.temperature > 0:
+            settings = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+            kept = [set(row.argsort()[-kept_count(row, *settings)[0] :].tolist()) for row in logits.numpy()]
+        processed = renormalised(logits, kept, sampling.temperature or 1.0)
         own = processed.gather(1, torch.from_numpy(result.response_ids)[:, None])[:, 0].numpy()
         assert_close(result.behavior_logprobs, own, atol=AGREE)
+        assert result.kept_ids is None, "vLLM cannot tell what top-p kept"
         if sampling.temperature == 0:
             np.testing.assert_array_equal(result.response_ids, logits.argmax(-1).numpy())
 

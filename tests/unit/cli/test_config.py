@@ -53,6 +53,7 @@ NONSENSE = [
     ("learner.learning_rate=inf", ["learner.learning_rate=inf", "finite"]),
     ("learner.adam_beta2=1.0", ["learner.adam_beta2=1.0", "allowed: >= 0 and < 1."]),
     ("generator.top_p=1.5", ["generator.top_p=1.5", "allowed: > 0 and <= 1."]),
+    ("generator.min_p=1", ["generator.min_p=1", "allowed: >= 0 and < 1."]),
     ("generator.temperature=0", ["generator.temperature=0", "allowed: > 0."]),
     ("seed=-1", ["seed=-1", "2147483647"]),
     ("name=a/b", ["name='a/b'", "slash"]),

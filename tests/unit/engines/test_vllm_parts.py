@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines import vllm_core
 from asyncrlhf.engines.config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments
-from asyncrlhf.engines.vllm_engine import VllmEngine
+from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
+from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
 from asyncrlhf.engines.vllm_tensors import merge_shares
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import Generation, GenerationRequest, SamplingParams
@@ -161,6 +162,28 @@ def test_settings_reach_vllm_under_its_names() -> None:
     }  # fmt: skip
     assert {key: arguments[key] for key in expected} == expected
     assert "kv_cache_memory_bytes" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("sampling", "asked"),
+    [({}, 0), ({"top_k": 20}, 28), ({"top_k": 128}, 136), ({"top_k": 129}, 0), ({"top_k": 20, "top_p": 0.9}, 0),
+     ({"top_k": 20, "min_p": 0.1}, 0), ({"min_p": 0.1}, 0), ({"top_k": 20, "temperature": 0.0}, 0)],
+)  # fmt: skip
+def test_vllm_is_asked_for_what_names_the_kept_set(sampling: dict[str, float], asked: int) -> None:
+    request = GenerationRequest(0, 0, np.array([1]), 0, SamplingParams(4, **sampling))  # type: ignore[arg-type]
+    arguments = sampling_arguments(request, 1000)
+    assert arguments["logprobs"] == asked and arguments["min_p"] == request.sampling.min_p
+    assert sampling_arguments(request, 24)["logprobs"] == min(asked, 24)
+    assert asked <= engine_arguments(GeneratorConfig(engine="vllm"), ModelConfig())["max_logprobs"]
+
+
+def test_more_ties_than_were_asked_for_are_left_out_of_mu() -> None:
+    """What vLLM gave is the set, and mu is renormalised on it; what has no probability is not in it."""
+    draft = _Draft(GenerationRequest(0, 0, np.array([1]), 0, SamplingParams(4, top_k=2)))
+    entry = {i: SimpleNamespace(logprob=math.log(0.25) if i < 7 else -math.inf) for i in (5, 6, 4, 9)}
+    draft.take([6], [entry], 3)
+    assert draft.kept[0].tolist() == [5, 6, 4] and draft.versions == [3]
+    assert draft.logprobs[0] == pytest.approx(math.log(1 / 3), abs=1e-12)
 
 
 def test_who_runs_several_workers_depends_on_where_the_replica_was_placed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def compare(model: torch.nn.Module, batch: TrainBatch, temperature: float) -> No
     model = model.double()
     plain = copy.deepcopy(model).train(False)
     policy = PackedPolicy(model)
-    logprobs, entropies, _ = policy(inputs_of(batch), temperature)
+    logprobs, entropies = policy(inputs_of(batch), temperature)[:2]
     expected = torch.cat(plain_logprobs(plain, batch, temperature))
     assert_close(logprobs, expected, atol=1e-6)
     assert (entropies > 0).all() and (entropies <= np.log(VOCABULARY) + 1e-4).all()
@@ -102,7 +102,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch: pytest.
     whole = PackedPolicy(model)(inputs_of(batch), 0.8)
     monkeypatch.setattr(forward, "MAX_LOGITS", 3 * VOCABULARY)
     parts = PackedPolicy(other)(inputs_of(batch), 0.8)
-    for logprobs, entropies, _ in (whole, parts):
+    for logprobs, entropies, *_ in (whole, parts):
         (logprobs.square().sum() + entropies.sum()).backward()
     assert_close(whole[0], parts[0], atol=1e-6)
     assert_close(whole[1], parts[1], atol=1e-6)
