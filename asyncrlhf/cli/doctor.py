@@ -64,6 +64,7 @@ def examine(config: RunConfig, probe: Probe = probe_import, cluster: Probe = pro
         *doctor_parts.vllm(config, answers, plugin_installed(), compiler, head_size),
         *doctor_parts.deepspeed(config, answers["deepspeed"]),
         *doctor_parts.signs(config),
+        *doctor_parts.clip(config),
         *_placement(config, answers, cluster),
     ]
 

@@ -170,6 +170,18 @@ def signs(config: RunConfig) -> list[Finding]:
     return [Finding("reward signs", "never negative", "note", sentence)]
 
 
+def clip(config: RunConfig) -> list[Finding]:
+    """Bounds of a clip that never acts."""
+    algorithm = config.algorithm
+    if not algorithm.inert_clip:
+        return []
+    sentence = (
+        f"a step makes one update, in which every ratio to prox is 1, so that algorithm.coef={algorithm.coef} and its "
+        "bounds (algorithm.epsilon) change nothing; they act with algorithm.minibatches or num_iterations above 1."
+    )
+    return [Finding("clip", "never acts", "note", sentence)]
+
+
 def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:
     """A cluster that the run is to join. ``answer``: of ``probe_cluster``."""
     if "error" in answer:

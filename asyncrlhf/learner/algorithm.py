@@ -150,7 +150,7 @@ class AlgorithmConfig:
         return ""
 
     @property
-    def inert_epsilon(self) -> bool:
+    def inert_clip(self) -> bool:
         """Whether the clip can never act: the one update of a step starts at the anchor, where every ratio is 1."""
         clips = self.head == "policy" and self.coef in ("clip", "geoclip", "soft", "cap") and not self.loss.target
         return clips and self.anchor == "prox" and self.num_iterations == self.minibatches == 1

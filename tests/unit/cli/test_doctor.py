@@ -48,6 +48,13 @@ def test_topr_over_rewards_without_a_negative_branch_is_noted() -> None:
     assert "reward signs" not in examine("algorithm=topr", "reward.missing_eos_penalty=1")
 
 
+def test_a_clip_that_never_acts_is_noted() -> None:
+    noted = examine()["clip"]
+    assert noted.level == "note" and "algorithm.epsilon" in noted.sentence
+    for other in (["algorithm.minibatches=2"], ["algorithm=ppo"], ["algorithm=grpo_mu"], ["algorithm=rloo"]):
+        assert "clip" not in examine(*other)
+
+
 def test_a_package_that_crashes_on_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_probes, "installed_version", lambda name: f"{name} 1.0")
     monkeypatch.setattr(

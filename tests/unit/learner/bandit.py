@@ -54,13 +54,46 @@ class Table:
 
     def kl(self, other: Table) -> torch.Tensor:
         """KL(self || other) of whole answers, in nats: 0-dim."""
-        return (self.sequences() * (self.tokens() - other.tokens()).sum(1)).sum()
+        chances = self.sequences()
+        possible = chances > 0
+        return (chances * (self.tokens() - other.tokens()).sum(1))[possible].sum()
 
 
 ANSWERS = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, LENGTH)
 
 
-def rollout(index: int, group: int, answer: np.ndarray, logprobs: np.ndarray, version: int = 0) -> Rollout:
+def nucleus(table: Table, top_p: float) -> list[list[np.ndarray]]:
+    """The sets that top-p keeps before each token of each answer, in the order of ``ANSWERS``."""
+
+    def kept(logprobs: torch.Tensor) -> np.ndarray:
+        chances, order = logprobs.exp().sort(descending=True)
+        before = chances.cumsum(0) - chances
+        return order[before < top_p].numpy().astype(np.int32)
+
+    first, second = kept(table.first), [kept(row) for row in table.second]
+    return [[first, second[answer[0]]] for answer in ANSWERS]
+
+
+def on_sets(table: Table, sets: list[list[np.ndarray]]) -> Table:
+    """The policy renormalised on each token's set; -inf outside."""
+
+    def renormalised(logprobs: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
+        inside = torch.zeros(V, dtype=torch.bool)
+        inside[kept] = True
+        return logprobs.masked_fill(~inside, -torch.inf).log_softmax(-1)
+
+    second = [renormalised(row, sets[place * V][1]) for place, row in enumerate(table.second)]
+    return Table(renormalised(table.first, sets[0][0]), torch.stack(second))
+
+
+def rollout(
+    index: int,
+    group: int,
+    answer: np.ndarray,
+    logprobs: np.ndarray,
+    version: int = 0,
+    kept: list[np.ndarray] | None = None,
+) -> Rollout:
     return Rollout(
         rollout_id=index,
         group_id=group,
@@ -71,17 +104,24 @@ def rollout(index: int, group: int, answer: np.ndarray, logprobs: np.ndarray, ve
         finish_reason="stop",
         response_text="",
         generator_id="g0",
+        kept_ids=None if kept is None else np.concatenate(kept),
+        kept_counts=None if kept is None else np.array([len(part) for part in kept], dtype=np.int32),
     )
 
 
-def enumerated(sampler: Table, rewards: np.ndarray) -> TrainBatch:
-    """All answers once, each in a group of its own, weighted so that a mean over sequences is the expectation over
-    ``sampler``. ``rewards`` [V * V]."""
+def enumerated(sampler: Table, rewards: np.ndarray, sets: list[list[np.ndarray]] | None = None) -> TrainBatch:
+    """All answers that ``sampler`` may give, each in a group of its own, weighted so that a mean over sequences is the
+    expectation over it. ``rewards`` [V * V]; ``sets``: of a sampler that truncates."""
     logprobs, chances = sampler.tokens().detach().numpy(), sampler.sequences().detach().numpy()
+    possible = np.flatnonzero(chances > 0).tolist()
     return pack(
         [
-            TrainSample(rollout(i, i, answer, logprobs[i]), float(rewards[i]), weight=float(chances[i] * len(ANSWERS)))
-            for i, answer in enumerate(ANSWERS)
+            TrainSample(
+                rollout(i, i, ANSWERS[i], logprobs[i], kept=None if sets is None else sets[i]),
+                float(rewards[i]),
+                weight=float(chances[i] * len(possible)),
+            )
+            for i in possible
         ]
     )
 

@@ -23,7 +23,7 @@ from asyncrlhf.learner.plan import ResponseTokens
 from asyncrlhf.learner.targets import Passes, Targets, build_targets
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
-from tests.unit.learner.bandit import Table, V, copied, course, enumerated, policy
+from tests.unit.learner.bandit import Table, V, copied, course, enumerated, nucleus, on_sets, policy
 from tests.unit.learner.worlds import backend, gradients
 
 BETA = 0.5
@@ -99,6 +99,55 @@ def test_the_expected_gradient_is_the_true_one(place: str, estimator: str, lag: 
     algorithm = dataclasses.replace(PLAIN, kl=place, kl_estimator=estimator, **(UNCUT if lag else {}))
     batch = enumerated(sampler(lag, temperature), REWARDS)
     assert_exact(found(algorithm, batch, temperature), truth(place, temperature))
+
+
+# --- truncated sampling: the policies are those on the sampler's sets, held fixed -----------------------------------
+
+TOP_P = 0.95
+
+
+def truncated(lag: int) -> tuple[Table, list[list[np.ndarray]]]:
+    """What the sampler gives under TOP_P at T 0.7, and the sets that it keeps."""
+    whole = sampler(lag, 0.7)
+    sets = nucleus(whole, TOP_P)
+    return on_sets(whole, sets), sets
+
+
+def truth_on(sets: list[list[np.ndarray]], place: str) -> torch.Tensor:
+    model = copied(policies()[1])
+    pi = on_sets(Table.of(model, 0.7), sets)
+    with torch.no_grad():
+        ref = on_sets(Table.of(reference(), 0.7), sets)
+    chances = pi.sequences()
+    possible = chances > 0
+    steps = (pi.tokens() - ref.tokens())[possible]
+    if place == "reward":
+        distance = (chances[possible] * steps.sum(1)).sum()
+    else:  # E over pi with its prefixes held fixed: the second token's KL is weighted by the first's detached chance
+        first, second = pi.tokens()[possible].unbind(1)
+        distance = (chances[possible].detach() * ((first - first.detach()).exp() * steps[:, 0])).sum()
+        distance = distance + (chances[possible].detach() * (second - second.detach()).exp() * steps[:, 1]).sum()
+    (BETA * distance - (chances * torch.from_numpy(REWARDS))[possible].sum()).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
+
+
+@pytest.mark.parametrize("lag", [0, LAG])
+@pytest.mark.parametrize(("place", "estimator"), [("reward", "auto"), ("loss", "k1")])
+def test_under_top_p_the_expected_gradient_is_that_on_the_kept_sets(place: str, estimator: str, lag: int) -> None:
+    behavior, sets = truncated(lag)
+    assert 4 < float((behavior.sequences() > 0).sum()) < V * V
+    algorithm = dataclasses.replace(PLAIN, kl=place, kl_estimator=estimator, **(UNCUT if lag else {}))
+    batch = enumerated(behavior, REWARDS, sets)
+    assert_exact(found(algorithm, batch, 0.7), truth_on(sets, place))
+
+
+@pytest.mark.parametrize("place", ["reward", "loss"])
+def test_policies_that_are_not_renormalised_are_found(place: str) -> None:
+    """The fault to find: a batch whose sets are forgotten."""
+    behavior, sets = truncated(0)
+    batch = dataclasses.replace(enumerated(behavior, REWARDS, sets), kept_ids=None, kept_counts=None)
+    algorithm = dataclasses.replace(PLAIN, kl=place, kl_estimator="k1" if place == "loss" else "auto")
+    assert error(found(algorithm, batch, 0.7), truth_on(sets, place)) > 0.05
 
 
 def test_lag_without_a_correction_is_seen() -> None:

@@ -11,7 +11,7 @@ from transformers import GraniteConfig
 from asyncrlhf.actors import reference as reference_worker
 from asyncrlhf.algorithms import logprobs
 from asyncrlhf.data.config import ModelConfig
-from asyncrlhf.engines.sampling import process_logits
+from asyncrlhf.engines.sampling import sample_tokens
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
@@ -19,6 +19,7 @@ from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.forward import PackedPolicy
 from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.reference_config import ReferenceConfig
+from tests.numeric import assert_close
 from tests.unit.learner.test_forward import GQA
 from tests.unit.learner.test_presets import preset
 from tests.unit.learner.worlds import VOCABULARY, backend, from_config, llama, random_batch, samples
@@ -35,10 +36,10 @@ def test_the_log_softmax_is_float32_whatever_the_dtype(dtype: torch.dtype, autoc
     exact = logits.double().log_softmax(-1)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         chosen = logprobs.token_logprobs(logits, targets)[0]
-        sampled = process_logits(logits, ones, ones, np.zeros(9, np.int64))
-    for found, expected in ((chosen, exact.gather(1, targets[:, None])[:, 0]), (sampled, exact)):
+        drawn = sample_tokens(logits, np.full(9, 0.5), ones, ones, np.zeros(9, np.int64), np.zeros(9))
+    for found, tokens in ((chosen, targets), (drawn.logprobs, drawn.tokens)):
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+        assert_close(found.double(), exact.gather(1, tokens[:, None])[:, 0], atol=3e-5)
 
 
 def logprobs_and_head_gradient(float32_head: bool, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
