@@ -1,8 +1,9 @@
-# Targets: install train rlhf test lint bench docs clean. Settings that a user may give on the command line:
+# Targets: install train rlhf test test-numeric lint bench docs clean. Settings that a user may give on the command line:
 #   PYTHON=python3.11        the interpreter that makes the environment (3.11 is the tested one)
 #   DEVICE=cpu|gpu           which builds to install; found out by nvidia-smi when not given
 #   TORCH_INDEX=<url>        an index that holds the CPU build of torch, such as PyTorch's own
 #   ARGS="..."               passed to `asyncrlhf train`, pytest or `asyncrlhf bench`
+#   SETTINGS="default avx2"  the settings of test-numeric to run; all of tests/numeric_settings.py when not given
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -15,6 +16,7 @@ VENV ?= .venv
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_INDEX ?=
 ARGS ?=
+SETTINGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(DEVICE)
 # --no-compile: byte code is written when a module is first used, not for the tens of thousands that never are.
@@ -24,7 +26,7 @@ PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadfil
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
-.PHONY: help install train rlhf test test-all lint format bench docs clean
+.PHONY: help install train rlhf test test-all test-numeric lint format bench docs clean
 
 help:
 	@sed -n '1,6p' Makefile | sed 's/^# //'
@@ -54,6 +56,10 @@ test: install
 
 test-all: install
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+# The comparisons of floating-point numbers, on five kinds of CPU that this one can stand for.
+test-numeric: install
+	$(BIN)/python tests/numeric_settings.py "$(SETTINGS)" $(PARALLEL) --maxprocesses=2 $(ARGS)
 
 lint: install
 	$(BIN)/ruff check $(PACKAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 # Before any library reads them: tests never reach a network, and two threads a process would fight over two cores.
+# `make test-numeric` asks for two all the same, by TEST_THREADS: they add in another order.
 os.environ.update(
     {
         "HF_HUB_OFFLINE": "1",
@@ -15,8 +16,8 @@ os.environ.update(
         "WANDB_SILENT": "true",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # 15 is Ray's own: its actors would starve beside another process of tests
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
+        "MKL_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
         "MPLBACKEND": "Agg",
     }
 )
@@ -32,7 +33,9 @@ import psutil
 import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+pytest_plugins = ["tests.numeric"]  # --margins
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 256 * 2**20

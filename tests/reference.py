@@ -63,6 +63,16 @@ def ppo_tokens(theta: Batch, old: Batch, adv: Batch, low: float, high: float, du
     return losses
 
 
+def impact_tokens(theta: Batch, target: Batch, mu: Batch, adv: Batch, eps: Bounds, cap: float) -> Batch:
+    """IMPACT (1912.00167) as RLlib's APPO has it, rllib/algorithms/appo/torch/appo_torch_learner.py:
+    r = clip(mu / target, 0, cap) pi / mu, with cap 2 there, and -min(A r, A clip(r, 1-low, 1+high))."""
+    losses = []
+    for new, slow, m, a in zip(theta, target, mu, adv, strict=True):
+        r = np.clip(np.exp(m - slow), 0.0, cap) * np.exp(new - m)
+        losses.append(-np.minimum(a * r, a * np.clip(r, 1 - eps[0], 1 + eps[1])))
+    return losses
+
+
 def weighted(losses: Batch, weights: Batch) -> Batch:
     return [w * s for w, s in zip(weights, losses, strict=True)]
 
@@ -147,16 +157,23 @@ def kept_surrogate(theta: Batch, old: Batch, adv: Batch, keep: Batch) -> Batch:
 # Gates: 1 for a token that stays.
 
 
-def m2_keep(now: Batch, mu: Batch, adv: Batch, threshold: float) -> Batch:
-    """M2PO (2510.01161): of the harmful tokens, take the largest (log r)^2 out one by one until the mean is low."""
+def m2_keep(now: Batch, mu: Batch, adv: Batch, threshold: float, *, all_tokens: bool = False) -> Batch:
+    """M2PO (2510.01161), Algorithm 1: M is true for all tokens; T is the set of trust-region tokens; while the mean
+    over T of (log r)^2 is above the threshold, the largest leaves T, and its M becomes false.
+
+    T as the authors' code has it (Infini-AI-Lab/M2PO, ``_get_trust_region_tokens_delta_sq``): A > 0 and r > 1, or
+    A < 0 and r < 1. ``all_tokens``: every token, as AReaL's code has it.
+    """
     keep = [np.ones(len(s)) for s in now]
-    left = []
+    region = {}
     for i, (n, m, a) in enumerate(zip(now, mu, adv, strict=True)):
         r = np.exp(n - m)
-        left += [(np.log(r[t]) ** 2, i, t) for t in range(len(n)) if (a[t] > 0 and r[t] > 1) or (a[t] < 0 and r[t] < 1)]
-    left.sort()
-    while left and np.mean([size for size, _, _ in left]) > threshold:
-        _, i, t = left.pop()
+        for t in range(len(n)):
+            if all_tokens or (a[t] > 0 and r[t] > 1) or (a[t] < 0 and r[t] < 1):
+                region[i, t] = np.log(r[t]) ** 2
+    while region and np.mean(list(region.values())) > threshold:
+        i, t = max(region, key=lambda place: region[place])
+        del region[i, t]
         keep[i][t] = 0.0
     return keep
 

@@ -12,6 +12,7 @@ from asyncrlhf.actors.where import Where, where
 from asyncrlhf.data.config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.chunked_reference import build_reference
+from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.reference_config import ReferenceConfig
 from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.types import Rollout, ServiceResult
@@ -19,18 +20,21 @@ from asyncrlhf.types import Rollout, ServiceResult
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """Everything a reference worker needs to start on any machine. ``precision``: ``learner.mixed_precision``."""
+    """Everything a reference worker needs to start on any machine. ``precision``: ``learner.mixed_precision``, which
+    goes with ``float32_head``, the learner's."""
 
     reference: ReferenceConfig
     model: ModelConfig
     temperature: float
     precision: str
+    float32_head: bool = False
     cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
 
     @property
     def fingerprint(self) -> dict[str, str | float]:
         """What decides over the log-probs: others than a checkpoint's are computed anew when a run goes on."""
-        dtype = self.precision if self.reference.dtype == "auto" else self.reference.dtype
+        dtype = self.precision + ", float32 head" * self.float32_head
+        dtype = dtype if self.reference.dtype == "auto" else self.reference.dtype
         return {"model": self.model.path, "temperature": self.temperature, "dtype": dtype}
 
 
@@ -45,8 +49,11 @@ class ReferenceWorker:
         own = spec.reference
         device = "cuda" if own.gpus > 0 else "cpu"
         dtype = torch.float32 if own.dtype == "auto" else getattr(torch, own.dtype)
+        model = load_model(spec.model, device, dtype=dtype)
+        if spec.float32_head and own.dtype == "auto":
+            use_float32_head(model)
         self._policy = build_reference(
-            load_model(spec.model, device, dtype=dtype),
+            model,
             temperature=spec.temperature,
             precision=spec.precision if own.dtype == "auto" else "none",
             token_budget=own.token_budget,

@@ -14,6 +14,9 @@ from torch import Tensor
 from asyncrlhf.algorithms.masked import group_reduce, masked_values, segment_sum
 from asyncrlhf.algorithms.weights import ratio_of
 
+# A float32 log-prob near 0 is known to about 1e-5 (rounding of logits of size 100), so that its (1 - pi)^2 is to 1e-10.
+SCORE_NOISE = 1e-10
+
 
 class _Groups(NamedTuple):
     """Each rollout's reward less its group's mean, its group's size, and its group's sum of squares: [N] float64."""
@@ -83,15 +86,19 @@ def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
 def opob(rewards: Tensor, group_ids: Tensor, *, log_weights: Tensor, score_norms: Tensor) -> Tensor:
     """A = R - b, b = sum w^2 g^2 R / sum w^2 g^2 over the group: [N], the baseline of least variance (2602.17616).
 
-    ``log_weights`` [N], finite: log of the sequence's behavior weight w. ``score_norms`` [N]: g^2, the squared
-    norm of the sequence's score, or the proxy of ``score_norms``. A group of one gives 0.
+    ``log_weights`` [N], finite: log of the sequence's behavior weight w. ``score_norms`` [N]: g^2 >= 0, the squared
+    norm of the sequence's score, or the proxy of ``score_norms``. Where the mean of g^2 under w^2 is below
+    ``SCORE_NOISE``, b is the group's mean: so saturated a policy has no score beyond rounding. A group of one gives 0.
     """
     centred = _groups(rewards, group_ids).centred
     logs = log_weights.detach().double()
     # A factor that a whole group shares cancels: its largest weight is scaled to 1, so that none overflows.
-    scale = (2 * (logs - group_reduce(logs, group_ids, "amax"))).exp() * score_norms.detach().double()
-    total = group_reduce(scale, group_ids, "sum").clamp(min=torch.finfo(torch.float64).tiny)
-    return (centred - group_reduce(scale * centred, group_ids, "sum") / total).to(rewards.dtype)
+    weights = (2 * (logs - group_reduce(logs, group_ids, "amax"))).exp()
+    scale = weights * score_norms.detach().double()
+    total = group_reduce(scale, group_ids, "sum")
+    known = total > SCORE_NOISE * group_reduce(weights, group_ids, "sum")
+    baseline = group_reduce(scale * centred, group_ids, "sum") / torch.where(known, total, 1.0)
+    return torch.where(known, centred - baseline, centred).to(rewards.dtype)
 
 
 def score_norms(
@@ -99,10 +106,14 @@ def score_norms(
 ) -> Tensor:
     """sum_t (1 - 2 pi_t + sum_v pi_v^2): [N], what ``opob`` takes for the squared norm of a sequence's score.
 
-    Each term is the squared norm of the gradient of log pi_t in the token's logits. ``collision`` [T] is
-    ``logprobs.collision_probability``.
+    Each term is the squared norm of the gradient of log pi_t in the token's logits: (1 - pi_t)^2, and pi_v^2 of the
+    other tokens, which together are between 0 and (1 - pi_t)^2. Held there, a term is never below 0 where pi_t rounds
+    to 1. ``collision`` [T] is ``logprobs.collision_probability``.
     """
-    terms = 1 - 2 * policy_logprobs.detach().exp() + collision
+    logprobs = masked_values(policy_logprobs.detach(), loss_mask)
+    rest = logprobs.expm1().square()
+    others = masked_values(collision, loss_mask) - (2 * logprobs).exp()
+    terms = rest + torch.minimum(others.clamp(min=0), rest)
     return segment_sum(masked_values(terms, loss_mask), sequence_ids, num_sequences)
 
 
@@ -135,24 +146,34 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
+    final_values: Tensor | None = None,
+    log_ratio: Tensor | None = None,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (1506.02438): (advantages [T], returns [T]), detached, zero outside the mask.
+    """Generalised advantage estimation (1506.02438): (advantages [T], value targets [T]), detached, zero outside the
+    mask.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return = A + V; t runs over a sequence's
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, target = A + V; t runs over a sequence's
     masked tokens only, so that value and accumulator are carried over the tokens between. ``values [T]``: entry t is
-    the value of the state that token t is chosen in; after the last masked token it is 0. Rewards on unmasked tokens
-    are not seen.
+    the value of the state that token t is chosen in. ``final_values [N]``: the value of the state behind a sequence's
+    last masked token, 0 when None: the sequence ended there. Rewards on unmasked tokens are not seen.
+
+    ``log_ratio`` [T], log(pi / mu), corrects for tokens that mu sampled. The targets are then V-trace's (1802.01561)
+    with rho = min(rho_bar, r) and c = lam min(c_bar, r): v_t = V_t + rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1}),
+    whose fixed point is V^pi where no ratio passes ``rho_bar``; without it the fixed point is V^mu. The advantage is
+    A_t = delta_t + gamma lam (v_{t+1} - V_{t+1}): the token's own ratio is left to the loss. With all ratios 1 both
+    are those of plain GAE, for any lam.
     """
     rows = _Rows.of(loss_mask, sequence_ids)
     reward, value = rows.pack(token_rewards, values.dtype), rows.pack(values, values.dtype)
-    delta = reward + gamma * _shifted(value) - value
-    advantages = torch.zeros_like(delta)
-    accumulator = values.new_zeros(len(delta))
-    for step in reversed(range(delta.shape[1])):
-        accumulator = delta[:, step] + gamma * lam * accumulator
-        advantages[:, step] = accumulator
-    packed = rows.unpack(advantages)
-    return packed, packed + masked_values(values.detach(), loss_mask)
+    delta = reward + gamma * rows.following(value, final_values) - value
+    rho, trace = torch.ones_like(delta), torch.full_like(delta, lam)
+    if log_ratio is not None:
+        rho, trace = _cut_ratios(rows, log_ratio, loss_mask, delta, lam, rho_bar, c_bar)
+    gaps = _gaps(delta, rho, trace, gamma)
+    advantages = delta + gamma * lam * rows.following(gaps, None)
+    return rows.unpack(advantages), rows.unpack(gaps) + masked_values(values.detach(), loss_mask)
 
 
 def vtrace(
@@ -166,26 +187,40 @@ def vtrace(
     lam: float = 1.0,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
+    final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """V-trace (1802.01561): (advantages [T], value targets v [T]), detached, zero outside the mask.
 
     With r = exp(``log_ratio`` [T]), the target policy over mu, rho = min(rho_bar, r) and c = lam min(c_bar, r):
     v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}) and
-    A_t = rho_t (r_t + gamma v_{t+1} - V_t). Tokens and values as in ``gae``, which it equals on policy with lam = 1.
-    It needs a critic: with V = 0 and a reward at the end, the first token's advantage is a product of numbers <= 1 that
-    vanishes with length.
+    A_t = rho_t (r_t + gamma v_{t+1} - V_t). Tokens, values and ``final_values`` as in ``gae``, which it equals on
+    policy with lam = 1. It needs a critic: with V = 0 and a reward at the end, the first token's advantage is a product
+    of numbers <= 1 that vanishes with length.
     """
     rows = _Rows.of(loss_mask, sequence_ids)
     reward, value = rows.pack(token_rewards, values.dtype), rows.pack(values, values.dtype)
-    ratio = rows.pack(ratio_of(masked_values(log_ratio.detach(), loss_mask)), values.dtype)
-    rho, trace = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
-    delta = rho * (reward + gamma * _shifted(value) - value)
-    targets = torch.zeros_like(delta)
-    accumulator = values.new_zeros(len(delta))
+    delta = reward + gamma * rows.following(value, final_values) - value
+    rho, trace = _cut_ratios(rows, log_ratio, loss_mask, delta, lam, rho_bar, c_bar)
+    gaps = _gaps(delta, rho, trace, gamma)
+    return rows.unpack(rho * (delta + gamma * rows.following(gaps, None))), rows.unpack(value + gaps)
+
+
+def _cut_ratios(
+    rows: _Rows, log_ratio: Tensor, loss_mask: Tensor, like: Tensor, lam: float, rho_bar: float, c_bar: float
+) -> tuple[Tensor, Tensor]:
+    """(rho, c) of V-trace as tables."""
+    ratio = rows.pack(ratio_of(masked_values(log_ratio.detach(), loss_mask)), like.dtype)
+    return ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
+
+
+def _gaps(delta: Tensor, rho: Tensor, trace: Tensor, gamma: float) -> Tensor:
+    """v - V as a table: gap_t = rho_t delta_t + gamma trace_t gap_{t+1}."""
+    gaps = torch.zeros_like(delta)
+    accumulator = delta.new_zeros(len(delta))
     for step in reversed(range(delta.shape[1])):
-        accumulator = delta[:, step] + gamma * trace[:, step] * accumulator
-        targets[:, step] = value[:, step] + accumulator
-    return rows.unpack(rho * (reward + gamma * _shifted(targets) - value)), rows.unpack(targets)
+        accumulator = rho[:, step] * delta[:, step] + gamma * trace[:, step] * accumulator
+        gaps[:, step] = accumulator
+    return gaps
 
 
 class _Rows(NamedTuple):
@@ -215,7 +250,11 @@ class _Rows(NamedTuple):
     def unpack(self, table: Tensor) -> Tensor:
         return table.new_zeros(self.tokens).index_put((self.where,), table[self.row, self.column])
 
-
-def _shifted(table: Tensor) -> Tensor:
-    """Column t holds what stood in column t + 1; the last holds 0."""
-    return torch.nn.functional.pad(table[:, 1:], (0, 1))[:, : table.shape[1]]
+    def following(self, table: Tensor, final: Tensor | None) -> Tensor:
+        """Column t holds what stood in column t + 1; a row's last token its entry of ``final`` [N], 0 when None."""
+        shifted = torch.nn.functional.pad(table[:, 1:], (0, 1))[:, : table.shape[1]]
+        if final is None:
+            return shifted
+        last = torch.bincount(self.row) - 1
+        filled = (last >= 0).nonzero().squeeze(-1)
+        return shifted.index_put((filled, last[filled]), final.detach()[filled].to(table.dtype))

@@ -134,7 +134,8 @@ def geoclip(eps_low: float, eps_high: float) -> Coefficient:
     """The gradient of GMPO's s A (2507.20673) under ``level`` token and ``aggregate`` seq_mean: s, or 0 where clipped.
 
     s is the sequence's geometric mean of token ratios, after each log-ratio is held at ``eps_high`` where A > 0 and at
-    -``eps_low`` where A < 0. The bounds are on the log-ratio. A is one number a sequence.
+    -``eps_low`` where A < 0. The bounds are on the log-ratio. A is one number a sequence: with one a token, or under
+    another aggregate, this is the gradient of no loss that GMPO knows.
     """
 
     def rule(facts: RatioFacts) -> tuple[Tensor, Tensor]:

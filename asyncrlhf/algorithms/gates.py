@@ -22,7 +22,10 @@ def harmful(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
 def m2_gate(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, threshold: float) -> Tensor:
     """M2PO (2510.01161): drops the fewest harmful tokens such that the others' mean (log r)^2 is <= ``threshold``.
 
-    Harmless tokens are neither counted nor dropped.
+    The paper's Algorithm 1 starts from the "trust-region tokens", and takes the one of the largest (log r)^2 out until
+    the mean over the rest is not above the threshold. The authors' code (Infini-AI-Lab/M2PO,
+    ``verl/trainer/ppo/core_algos.py``) says which these are: A > 0 and r > 1, or A < 0 and r < 1. So harmless tokens
+    are neither counted nor dropped. AReaL's code takes the mean over all tokens, and drops any of them.
     """
     where = harmful(log_ratio, advantages, loss_mask).nonzero().squeeze(-1)
     squares, order = log_ratio.detach()[where].double().square().sort()

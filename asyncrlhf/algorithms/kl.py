@@ -1,5 +1,9 @@
 """KL to a reference policy: the k1, k2, k3 estimators, the importance-weighted loss, the penalty in the reward.
 
+In the reward only k1 is a penalty. As a reward, an estimator f(pi, ref) has the score-function gradient
+E[f grad log pi]: k1's is that of KL(pi || ref); k3's is that of KL(pi || ref) - KL(ref || pi), whose leading order
+cancels, so that a run with it drifts from the reference; k2's is close to neither.
+
 Gradients of the estimators as losses, checked by enumeration in the tests (pi = policy, mu = the sampler):
 on-policy, k1 has none in expectation, k2 gives that of KL(pi || ref), k3 that of KL(ref || pi). Off-policy, r k1 and
 r k3 with r = pi / mu *not* detached and sg(r) k2 give that of KL(pi || ref); plain k2 and sg(r) k3 are wrong.
@@ -7,6 +11,7 @@ r k3 with r = pi / mu *not* detached and sg(r) k2 give that of KL(pi || ref); pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,32 +19,41 @@ from torch import Tensor
 
 from asyncrlhf.algorithms.aggregate import aggregate_loss
 from asyncrlhf.algorithms.masked import masked_values, segment_sum
-from asyncrlhf.algorithms.weights import ratio_of
+from asyncrlhf.algorithms.weights import MAX_LOG_RATIO, ratio_of
 
 
-def _k1(difference: Tensor) -> Tensor:
+def _k1(difference: Tensor, ratio_bound: float) -> Tensor:
     return difference
 
 
-def _k2(difference: Tensor) -> Tensor:
+def _k2(difference: Tensor, ratio_bound: float) -> Tensor:
     return 0.5 * difference.square()
 
 
-def _k3(difference: Tensor) -> Tensor:
-    return ratio_of(-difference) - 1 + difference
+def _k3(difference: Tensor, ratio_bound: float) -> Tensor:
+    held = (-difference).clamp(max=min(MAX_LOG_RATIO, math.log(ratio_bound)))
+    # Beyond the bound the exponential goes on along its tangent: its gradient is held, and keeps its direction.
+    return held.exp() * (1 - difference - held) - 1 + difference
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+ESTIMATORS: dict[str, Callable[[Tensor, float], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 
-def kl_estimate(policy_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor, *, estimator: str) -> Tensor:
+def kl_estimate(
+    policy_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    estimator: str,
+    ratio_bound: float = math.inf,
+) -> Tensor:
     """KL(policy || ref) a token, estimated on tokens that the policy sampled: [T], zero outside the mask.
 
     ``estimator``: k1 = log pi - log ref, k2 = k1^2 / 2, k3 = exp(-k1) - 1 + k1 (Schulman, 2020). Gradient flows to
-    ``policy_logprobs``.
+    ``policy_logprobs``. ``ratio_bound``: k3 is linear where ref / pi is above it.
     """
     difference = masked_values(policy_logprobs, loss_mask) - masked_values(ref_logprobs.detach(), loss_mask)
-    return ESTIMATORS[estimator](difference)
+    return ESTIMATORS[estimator](difference, ratio_bound)
 
 
 def kl_loss(
@@ -55,6 +69,7 @@ def kl_loss(
     weight: Tensor | None = None,
     aggregate: str = "token",
     sample_weights: Tensor | None = None,
+    ratio_bound: float = math.inf,
 ) -> Tensor:
     """The KL term of the loss, before its coefficient beta: 0-dim.
 
@@ -62,13 +77,14 @@ def kl_loss(
     the policy to the sampler of the token. Exact for each token when ``anchor_logprobs`` is the behavior policy and
     ``weight`` is None, or when the anchor is the proximal policy and ``weight`` (detached) is pi_prox / mu, uncut.
     Anchor None stands for the policy itself: on-policy data. Gradient flows through exp(policy - anchor) for k1 and
-    k3; k2 needs it detached. Other arguments as in ``losses.policy_loss``.
+    k3; k2 needs it detached. ``ratio_bound``: exp(policy - anchor), in value and gradient, and k3's ref / policy are
+    held at most at it. Other arguments as in ``losses.policy_loss``.
     """
     policy = masked_values(policy_logprobs, loss_mask)
-    per_token = kl_estimate(policy, ref_logprobs, loss_mask, estimator=estimator)
+    per_token = kl_estimate(policy, ref_logprobs, loss_mask, estimator=estimator, ratio_bound=ratio_bound)
     if importance_weighted:
         anchor = policy if anchor_logprobs is None else masked_values(anchor_logprobs, loss_mask)
-        ratio = ratio_of(policy - anchor.detach())
+        ratio = ratio_of((policy - anchor).detach(), ratio_bound) * (policy - policy.detach()).exp()
         if weight is not None:
             ratio = ratio * masked_values(weight.detach(), loss_mask)
         per_token = per_token * (ratio.detach() if estimator == "k2" else ratio)
@@ -84,14 +100,14 @@ def kl_token_rewards(
     loss_mask: Tensor,
     *,
     beta: float,
-    estimator: str = "k1",
 ) -> Tensor:
-    """``token_rewards [T]`` less beta times the KL estimate of each masked token: [T], detached (PPO of 1909.08593).
+    """``token_rewards [T]`` less beta k1 of each masked token: [T], detached (PPO of 1909.08593).
 
-    ``policy_logprobs`` [T] is the policy that the penalty speaks of, usually the proximal one.
+    ``policy_logprobs`` [T] is the policy that the penalty speaks of: the one that is being trained, before its update.
+    With stale samples the sampler's own log-probs would leave out how far the policy has moved since.
     """
     with torch.no_grad():
-        return token_rewards - beta * kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator=estimator)
+        return token_rewards - beta * kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")
 
 
 def kl_sequence_rewards(
@@ -102,9 +118,11 @@ def kl_sequence_rewards(
     sequence_ids: Tensor,
     *,
     beta: float,
-    estimator: str = "k1",
 ) -> Tensor:
-    """``rewards [N]`` less beta times the sequence's summed KL estimate: [N], detached (RLOO of 2402.14740)."""
+    """``rewards [N]`` less beta times the sequence's summed k1: [N], detached (RLOO of 2402.14740).
+
+    ``policy_logprobs`` as in ``kl_token_rewards``.
+    """
     with torch.no_grad():
-        estimates = kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator=estimator)
+        estimates = kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")
         return rewards - beta * segment_sum(estimates, sequence_ids, len(rewards)).to(rewards.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ def policy_loss(
     weight: Tensor | None = None,
     sample_weights: Tensor | None = None,
     gate: Tensor | None = None,
+    ratio_bound: float = math.inf,
 ) -> PolicyLoss:
     """Every ratio-style policy loss: l_t = -sg(w_t c(r_t, A_t)) A_t theta_t, summed and divided by ``normaliser``.
 
@@ -51,6 +53,8 @@ def policy_loss(
         sample_weights: [N] multiplies whole sequences, without changing the normaliser; 1 when None.
         gate: [T] bool, see ``gates``: a token that is not kept gets coefficient 0 and counts as clipped, without
             changing the normaliser; all are kept when None.
+        ratio_bound: the largest coefficient c; a token that is held there counts as clipped. One whose log-ratio is
+            +100 with A < 0 would be the whole update under any rule that does not bound that side, such as PPO's clip.
 
     Only the gradient is meant. Of the value: theta enters as theta - sg(theta) + 1, so that the loss reads
     -w c A, which is PPO's surrogate on every token that is not clipped. Losses of microbatches add up to the full
@@ -62,6 +66,7 @@ def policy_loss(
     gains = masked_values(advantages.detach(), loss_mask)
     ratio = ratio_of(log_ratio(fixed_policy, anchor, loss_mask, sequence_ids, level))
     coefficients, clipped = coefficient(RatioFacts(ratio, gains, fixed_policy, anchor, loss_mask, sequence_ids))
+    coefficients, clipped = coefficients.clamp(max=ratio_bound), clipped | (coefficients > ratio_bound)
     if gate is not None:
         coefficients, clipped = coefficients.masked_fill(~gate, 0.0), clipped | ~gate
     scale = gains * coefficients

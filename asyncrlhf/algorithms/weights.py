@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -40,9 +41,12 @@ def log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor, sequenc
     return masked_values(LEVELS[level](per_token, loss_mask, sequence_ids), loss_mask)
 
 
-def ratio_of(log_ratios: Tensor) -> Tensor:
-    """``exp`` of log-ratios held within +-``MAX_LOG_RATIO``: a ratio times a zero advantage is then zero, not NaN."""
-    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def ratio_of(log_ratios: Tensor, bound: float = math.inf) -> Tensor:
+    """``exp`` of log-ratios held within +-``MAX_LOG_RATIO``: a ratio times a zero advantage is then zero, not NaN.
+
+    ``bound``: the largest ratio, where that is to be less.
+    """
+    return log_ratios.clamp(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, math.log(bound))).exp()
 
 
 def behavior_weight(
@@ -54,8 +58,8 @@ def behavior_weight(
     level: str = "token",
     mode: str = "truncate",
     low: float = 0.0,
-    high: float = float("inf"),
-    scale: float = 1.0,
+    high: float = math.inf,
+    ratio_bound: float = math.inf,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The detached weight w = pi_prox / mu of every token: ([T], what was cut).
 
@@ -63,14 +67,15 @@ def behavior_weight(
         proximal_logprobs, behavior_logprobs: [T].
         mode: ``none`` gives 1 everywhere (no correction); ``truncate`` gives clamp(w, low, high) (TIS);
             ``mask`` gives w where low <= w <= high and 0 elsewhere (MIS, IcePop; decoupled PPO of 2505.24298: high 5).
-        scale: multiplies w before it is cut: IMPACT's min(1, 2 w) (1912.00167) is scale 2, truncate, high 1.
+        ratio_bound: the largest weight that is given, whatever the mode and ``high``.
 
     The weight is 0 outside the mask. The second value holds 0-dim tensors over masked tokens: ``behavior_weight_mean``
     (after cutting), ``behavior_truncated_fraction``, ``behavior_masked_fraction``. A rejected token stays in the loss
     mask: it keeps its share of the normaliser.
     """
-    raw = scale * ratio_of(log_ratio(proximal_logprobs, behavior_logprobs, loss_mask, sequence_ids, level))
+    raw = ratio_of(log_ratio(proximal_logprobs, behavior_logprobs, loss_mask, sequence_ids, level))
     weight, cut = CORRECTIONS[mode](raw, low, high)
+    weight = weight.clamp(max=ratio_bound)
     nothing = torch.zeros_like(cut)
     return masked_values(weight, loss_mask), {
         "behavior_weight_mean": masked_mean(weight, loss_mask),
@@ -87,6 +92,15 @@ def interpolated_proximal(policy_logprobs: Tensor, behavior_logprobs: Tensor, ve
     """
     lag = version_lag.clamp(min=1).to(behavior_logprobs.dtype)
     return behavior_logprobs.lerp(policy_logprobs.detach().to(behavior_logprobs.dtype), (lag - 1) / lag)
+
+
+def target_anchor(target_logprobs: Tensor, behavior_logprobs: Tensor, ratio_cap: float) -> Tensor:
+    """The anchor under which pi / anchor is clamp(mu / target, 0, ``ratio_cap``) pi / mu: [T], detached.
+
+    It is the larger of target and mu / ``ratio_cap``: the ratio that IMPACT (1912.00167) clips, with its rho for the
+    cap, as in RLlib's APPO (``rllib/algorithms/appo/torch/appo_torch_learner.py``).
+    """
+    return torch.maximum(target_logprobs, behavior_logprobs - math.log(ratio_cap)).detach()
 
 
 def _outside(weight: Tensor, low: float, high: float) -> Tensor:

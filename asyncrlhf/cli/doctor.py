@@ -63,6 +63,7 @@ def examine(config: RunConfig, probe: Probe = probe_import, cluster: Probe = pro
         *doctor_parts.devices(answers["torch"]),
         *doctor_parts.vllm(config, answers, plugin_installed(), compiler, head_size),
         *doctor_parts.deepspeed(config, answers["deepspeed"]),
+        *doctor_parts.signs(config),
         *_placement(config, answers, cluster),
     ]
 

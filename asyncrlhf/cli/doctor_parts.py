@@ -160,6 +160,16 @@ def deepspeed(config: RunConfig, answer: Mapping[str, Any]) -> list[Finding]:
     return [Finding("DeepSpeed device", accelerator)]
 
 
+def signs(config: RunConfig) -> list[Finding]:
+    """A rule for negative rewards over rewards that have none."""
+    from asyncrlhf.orchestrator.signs import REMEDY, never_negative
+
+    if not never_negative(config.algorithm, config.reward):
+        return []
+    sentence = f"algorithm.coef=signed tapers negative rewards, and reward.kind=task gives none, {REMEDY}."
+    return [Finding("reward signs", "never negative", "note", sentence)]
+
+
 def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:
     """A cluster that the run is to join. ``answer``: of ``probe_cluster``."""
     if "error" in answer:

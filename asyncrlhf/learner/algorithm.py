@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrlhf.validation import check, check_choice, check_range
-
-HEADS = ("policy", "regress", "pair")
-ADVANTAGES = ("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar")
-ANCHORS = ("self", "mu", "prox", "prox_interp", "ema", "ref")
-LEVELS = ("token", "geo", "prod")
-COEFFICIENTS = ("one", "clip", "cap", "band", "signed", "soft", "gamma", "dprob", "geoclip")
-GATES = ("none", "m2", "sat", "opsm")
-CORRECTIONS = ("none", "truncate", "mask")
-KL_PLACES = ("none", "reward", "loss")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-KL_TARGETS = ("ref", "mu")
-AGGREGATES = ("token", "seq_mean", "seq_sum", "const")
-LR_RULES = ("none", "sqrt_ess")
-REGRESS_TARGETS = ("group", "mean", "vstar")
-PAIR_LOSSES = ("dpo", "ipo", "best")
+from asyncrlhf.learner.algorithm_checks import check_algorithm
+from asyncrlhf.validation import check
 
 GROUP_ADVANTAGES = ("group_mean", "loo", "group_norm", "opob", "vstar")
 CRITIC_ADVANTAGES = ("gae", "vtrace")
@@ -53,6 +39,7 @@ class AlgorithmConfig:
     whiten: bool = False  # whiten the advantages over the step's tokens
     anchor: str = "prox"
     ema_decay: float = 0.0  # anchor=ema: target = ema_decay target + (1 - ema_decay) policy after each learner step
+    ema_ratio_cap: float = 0.0  # anchor=ema: ratio min(mu / target, ema_ratio_cap) policy / mu (IMPACT); 0 is off
     level: str = "token"
     coef: str = "clip"
     epsilon: float = 0.2
@@ -76,10 +63,10 @@ class AlgorithmConfig:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 5.0
-    correction_scale: float = 1.0  # multiplies the weight before it is cut
+    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; .inf is off
     kl: str = "none"
     beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
-    kl_estimator: str = "k3"
+    kl_estimator: str = "auto"  # k1 in the reward, where it alone is a penalty; k3 in the loss
     kl_importance_weighted: bool = True
     kl_target: str = "ref"
     aggregate: str = "token"
@@ -98,180 +85,11 @@ class AlgorithmConfig:
     rho_bar: float = 1.0  # advantage=vtrace
     c_bar: float = 1.0
     purge_on_publish: bool = False  # the buffer is emptied at each publish (OAPL)
+    truncated: str = "keep"  # answers cut at max_completion_length: keep, mask out of the loss, bootstrap by the critic
     loss: LossConfig = field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_ranges()
-        if self.head == "policy":
-            self._check_advantage()
-            self._check_ratio()
-            self._check_kl()
-        else:
-            self._check_head()
-        check(
-            not (self.loss.target and self.head != "policy"),
-            f"algorithm.loss.target replaces the policy loss, and algorithm.head={self.head} has none; "
-            "allowed: head=policy with loss.target, or no loss.target.",
-        )
-        check(
-            not (self.loss.target and self.gate != "none"),
-            f"algorithm.loss.target decides itself which tokens count, so that algorithm.gate={self.gate} would be "
-            "ignored; allowed: gate=none.",
-        )
-
-    def _check_choices(self) -> None:
-        allowed = {
-            "head": HEADS,
-            "advantage": ADVANTAGES,
-            "anchor": ANCHORS,
-            "level": LEVELS,
-            "coef": COEFFICIENTS,
-            "gate": GATES,
-            "correction": CORRECTIONS,
-            "correction_level": LEVELS,
-            "kl": KL_PLACES,
-            "kl_estimator": KL_ESTIMATORS,
-            "kl_target": KL_TARGETS,
-            "aggregate": AGGREGATES,
-            "lr": LR_RULES,
-            "regress_target": REGRESS_TARGETS,
-            "pair_loss": PAIR_LOSSES,
-        }
-        for key, choices in allowed.items():
-            check_choice(f"algorithm.{key}", getattr(self, key), choices)
-
-    def _check_ranges(self) -> None:
-        not_negative = ["epsilon", "epsilon_high", "dual_clip", "cap_low", "correction_low", "beta", "entropy_coef"]
-        not_negative += ["value_coef", "delta_low", "delta_high", "m2_threshold", "off_policy_mask_threshold"]
-        not_negative += ["vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"]
-        positive = ["advantage_eps", "cap_high", "correction_high", "value_clip", "correction_scale", "vstar_beta"]
-        positive += ["sapo_temperature_pos", "sapo_temperature_neg", "rho_bar", "c_bar"]
-        for key in not_negative:
-            check_range(f"algorithm.{key}", getattr(self, key), low=0)
-        for key in positive:
-            check_range(f"algorithm.{key}", getattr(self, key), low=0, exclusive_low=True)
-        for key in ("gamma", "lam"):
-            check_range(f"algorithm.{key}", getattr(self, key), low=0, high=1)
-        for key in ("num_iterations", "minibatches"):
-            check_range(f"algorithm.{key}", getattr(self, key), low=1)
-        check_range("algorithm.advantage_shift", self.advantage_shift)
-        check_range("algorithm.ema_decay", self.ema_decay, low=0, high=1, exclusive_high=True)
-        check_range("algorithm.sat_quantile", self.sat_quantile, low=0, high=1, exclusive_low=True)
-        check_range("algorithm.lr_ess_base", self.lr_ess_base, low=0, high=1, exclusive_low=True)
-        for low, high in (("cap_low", "cap_high"), ("correction_low", "correction_high")):
-            check(
-                getattr(self, low) <= getattr(self, high),
-                f"algorithm.{low}={getattr(self, low)} is above algorithm.{high}={getattr(self, high)}; "
-                f"allowed: {low} <= {high}.",
-            )
-        check(
-            self.dual_clip == 0 or self.dual_clip > 1,
-            f"algorithm.dual_clip={self.dual_clip} is out of range; allowed: 0 (off) or > 1.",
-        )
-
-    def _check_head(self) -> None:
-        """The heads make their own coefficients, so that a switch of the policy loss would be ignored."""
-        own: dict[str, object] = {
-            "advantage": "raw",
-            "level": "token",
-            "coef": "one",
-            "gate": "none",
-            "correction": "none",
-        }
-        own |= {"kl": "none", "aggregate": "seq_sum", "lr": "none", "whiten": False}
-        for key, value in own.items():
-            given = getattr(self, key)
-            check(
-                given == value,
-                f"algorithm.{key}={given} has no place in algorithm.head={self.head}, which makes its own coefficients "
-                f"from sequence sums; allowed: {key}={str(value).lower()}.",
-            )
-        anchors = ("self",) if self.head == "pair" and self.pair_loss == "best" else ("ref", "mu")
-        check(
-            self.anchor in anchors,
-            f"algorithm.anchor={self.anchor} is not what algorithm.head={self.head} measures from; "
-            f"allowed: {' or '.join(anchors)}.",
-        )
-        check(
-            self.beta > 0 or anchors == ("self",),
-            f"algorithm.head={self.head} needs algorithm.beta > 0.",
-        )
-
-    def _check_advantage(self) -> None:
-        check(
-            self.advantage_shift == 0 or self.advantage == "group_mean",
-            f"algorithm.advantage_shift moves the group's mean, which algorithm.advantage={self.advantage} does not "
-            "subtract; allowed: advantage=group_mean, or advantage_shift=0.",
-        )
-        check(
-            self.advantage != "opob" or (self.anchor != "mu" and not self._token_correction),
-            "algorithm.advantage=opob weighs whole sequences by the behavior weight; allowed: correction=none, or a "
-            "correction with correction_level=geo or prod, and any anchor but mu.",
-        )
-        check(
-            not (self.advantage == "opob" and self.whiten),
-            "algorithm.whiten moves the baseline away from the one of least variance that algorithm.advantage=opob "
-            "finds; allowed: whiten=false with opob.",
-        )
-        check(
-            self.advantage != "vtrace" or self.anchor != "mu",
-            "algorithm.advantage=vtrace holds the ratio to the behavior policy already, and algorithm.anchor=mu counts "
-            "it twice; allowed: anchor=self, prox, prox_interp or ema.",
-        )
-
-    @property
-    def _token_correction(self) -> bool:
-        return self.correction != "none" and self.correction_level == "token"
-
-    def _check_ratio(self) -> None:
-        check(
-            not (self.anchor == "mu" and self.correction != "none"),
-            "algorithm.anchor=mu together with algorithm.correction counts the behavior policy twice; "
-            "allowed: anchor=prox or self with a correction, or anchor=mu with correction=none.",
-        )
-        check(
-            self.anchor != "ref",
-            "algorithm.anchor=ref is the heads' anchor; allowed with head=policy: self, mu, prox, prox_interp, ema.",
-        )
-        check(
-            self.anchor != "self" or self.coef == "one" or bool(self.loss.target),
-            f"algorithm.coef={self.coef} looks at a ratio that is always 1 under algorithm.anchor=self; "
-            "allowed: coef=one, or another anchor.",
-        )
-        check(
-            (self.anchor == "ema") == (self.ema_decay > 0),
-            f"algorithm.anchor={self.anchor} with algorithm.ema_decay={self.ema_decay:g} does not fit; "
-            "allowed: anchor=ema with ema_decay > 0, or another anchor with ema_decay=0.",
-        )
-        for coef, level in (("gamma", "prod"), ("geoclip", "token"), ("dprob", "token")):
-            check(
-                self.coef != coef or self.level == level,
-                f"algorithm.coef={coef} is defined on the {level} ratio only, not on algorithm.level={self.level}; "
-                f"allowed: level={level}.",
-            )
-        check(
-            self.coef != "dprob" or self.anchor == "mu",
-            "algorithm.coef=dprob compares the probabilities of policy and sampler; allowed: anchor=mu.",
-        )
-        check(
-            self.gate not in ("m2", "sat") or (self.anchor == "mu" and self.level == "token"),
-            f"algorithm.gate={self.gate} looks at each token's ratio to the behavior policy; "
-            "allowed: anchor=mu with level=token.",
-        )
-        check(
-            self.gate != "sat" or self.coef == "clip",
-            f"algorithm.gate=sat shrinks the bounds of PPO's clip, not those of algorithm.coef={self.coef}; "
-            "allowed: coef=clip.",
-        )
-
-    def _check_kl(self) -> None:
-        check(self.kl == "none" or self.beta > 0, f"algorithm.kl={self.kl} needs algorithm.beta > 0.")
-        check(
-            not (self.kl == "reward" and self.kl_target == "mu"),
-            "algorithm.kl=reward is the penalty of the sampler, whose distance to algorithm.kl_target=mu, itself, is "
-            "always 0; allowed: kl=loss with kl_target=mu, or kl_target=ref.",
-        )
+        check_algorithm(self)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -281,9 +99,10 @@ class AlgorithmConfig:
         penalty = self.kl != "none"
         found = {
             "mu": self.anchor in ("mu", "prox_interp") or corrected or self.gate != "none" or own_loss
-            or self.advantage == "vtrace" or self.lr != "none" or self.kl == "reward"
-            or (penalty and self.kl_target == "mu"),
-            "prox": self.anchor == "prox" or own_loss or self.lr != "none"
+            or self.ema_ratio_cap > 0
+            or self.advantage == "vtrace" or self.lr != "none" or (penalty and self.kl_target == "mu"),
+            "prox": self.anchor == "prox" or own_loss or self.lr != "none" or self.kl == "reward"
+            or self.corrects_values
             or (self.anchor != "ema" and (self.advantage == "vtrace" or (corrected and self.anchor == "self"))),
             "ref": self.anchor == "ref" or (penalty and self.kl_target == "ref"),
             "critic": self.advantage in CRITIC_ADVANTAGES,
@@ -291,6 +110,50 @@ class AlgorithmConfig:
             "ema": self.anchor == "ema",
         }  # fmt: skip
         return frozenset(name for name, needed in found.items() if needed)
+
+    @property
+    def token_advantages(self) -> bool:
+        """Whether the tokens of one sequence may have different advantages."""
+        return self.advantage in (*CRITIC_ADVANTAGES, "whiten")
+
+    @property
+    def corrects_values(self) -> bool:
+        """Whether GAE's value targets are corrected for the behavior policy: where the policy's loss is."""
+        return self.advantage == "gae" and self.correction != "none"
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether the proximal log-probs are known before the first update, which takes a forward pass of their own."""
+        vtrace = self.advantage == "vtrace" and self.anchor != "ema"
+        return self.minibatches > 1 or vtrace or self.corrects_values or self.kl == "reward"
+
+    @property
+    def loss_estimator(self) -> str:
+        """Of the KL in the loss."""
+        return "k3" if self.kl_estimator == "auto" else self.kl_estimator
+
+    @property
+    def whole_sequences(self) -> str:
+        """The setting by which a token counts for its whole sequence, such as ``level=prod``; empty where none does."""
+        if self.head == "policy" or self.pair_loss != "best":
+            for key, values in (
+                ("head", ("regress", "pair")),
+                ("level", ("geo", "prod")),
+                ("coef", ("geoclip",)),
+                ("gate", ("opsm",)),
+                ("advantage", ("opob",)),
+            ):
+                if getattr(self, key) in values:
+                    return f"{key}={getattr(self, key)}"
+        if self.correction != "none" and self.correction_level != "token":
+            return f"correction_level={self.correction_level}"
+        return ""
+
+    @property
+    def inert_epsilon(self) -> bool:
+        """Whether the clip can never act: the one update of a step starts at the anchor, where every ratio is 1."""
+        clips = self.head == "policy" and self.coef in ("clip", "geoclip", "soft", "cap") and not self.loss.target
+        return clips and self.anchor == "prox" and self.num_iterations == self.minibatches == 1
 
     @property
     def needs_critic(self) -> bool:

@@ -189,7 +189,7 @@ def _attend(
             enable_gqa=q.shape[1] != k.shape[1],
         )
 
-    if q.device.type != "cpu" or v.dtype == torch.float32 or longest >= HALF_FROM:
+    if q.device.type != "cpu" or v.dtype.itemsize > 2 or longest >= HALF_FROM:
         return attend(q, k, v)
     with torch.autocast("cpu", enabled=False):
         return attend(q.float(), k.float(), v.float()).to(v.dtype)

@@ -34,6 +34,7 @@ class LearnerConfig:
     warmup_steps: int = 0
     token_budget: int = 4096
     mixed_precision: str = "none"  # none | bfloat16 | float16: autocast over float32 master weights
+    float32_head: bool = False  # under mixed_precision: the output layer works in float32, its logits are not rounded
     gradient_checkpointing: bool = False
     compile: bool = False
     max_skipped_steps: int = 10  # non-finite steps in a row before the run fails
@@ -43,6 +44,11 @@ class LearnerConfig:
         check_choice("learner.backend", self.backend, ("torch", "deepspeed"))
         check_choice("learner.lr_schedule", self.lr_schedule, SCHEDULES)
         check_choice("learner.mixed_precision", self.mixed_precision, ("none", "bfloat16", "float16"))
+        check(
+            self.mixed_precision != "none" or not self.float32_head,
+            "learner.float32_head=true changes nothing under learner.mixed_precision=none, where all is float32; "
+            "allowed: float32_head=false, or mixed_precision bfloat16 or float16.",
+        )
         check_range("learner.learning_rate", self.learning_rate, low=0)
         for key in ("ranks", "sequence_parallel_size", "threads", "token_budget", "max_skipped_steps"):
             check_range(f"learner.{key}", getattr(self, key), low=1)

@@ -99,6 +99,7 @@ def _part(tokens: ResponseTokens, span: slice, sequences: slice) -> ResponseToke
         rewards=tokens.rewards[sequences],
         weights=tokens.weights[sequences],
         group_ids=tokens.group_ids[sequences],
+        truncated=tokens.truncated[sequences],
     )
 
 

@@ -112,6 +112,7 @@ class MicrobatchLosses:
             weight=weight,
             sample_weights=facts.sample_weights,
             gate=gate,
+            ratio_bound=config.ratio_bound,
         )
         return MicrobatchLoss(result.loss, result.clipped)
 
@@ -164,12 +165,13 @@ class MicrobatchLosses:
             anchor,
             facts.mask,
             facts.ids,
-            estimator=config.kl_estimator,
+            estimator=config.loss_estimator,
             normaliser=normaliser,
             importance_weighted=config.kl_importance_weighted,
             weight=weight,
             aggregate=config.aggregate,
             sample_weights=facts.sample_weights,
+            ratio_bound=config.ratio_bound,
         )
 
     def _sum(self, per_token: torch.Tensor, facts: _Facts, normaliser: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from asyncrlhf.algorithms.diagnostics import (
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.masked import masked_mean, moments
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.plan import StepPlan
+from asyncrlhf.learner.plan import StepPlan, invalid_behavior
 from asyncrlhf.learner.record import StepRecord
 from asyncrlhf.learner.targets import Targets, correction_weight, proximal_of
 
@@ -47,6 +47,7 @@ def export(plan: StepPlan, targets: Targets, record: StepRecord) -> Arrays:
     arrays: Arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
     batch = plan.batch
     lengths = np.diff(np.concatenate([[0], np.cumsum(batch.response_mask)])[batch.cu_seqlens])
+    arrays["invalid_behavior"] = invalid_behavior(batch) & batch.loss_mask[batch.response_mask]
     sequences: Arrays = {"rewards": batch.rewards, "group_ids": batch.group_ids, "truncated": batch.truncated}
     return arrays | sequences | {"lengths": lengths, "packed_tokens": np.diff(batch.cu_seqlens)}
 
@@ -82,6 +83,7 @@ def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
             tensors["policy"] - tensors["behavior"], tensors["advantages"], mask
         ),
         "entropy": masked_mean(tensors["entropy"], mask),
+        "negative_advantage_fraction": masked_mean((tensors["advantages"] < 0).float(), mask),
     }
     if config.correction != "none":
         between = proximal_of(
@@ -103,6 +105,7 @@ def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
         "advantage_mean": mean,
         "advantage_std": max(0.0, second / max(count, 1) - mean**2) ** 0.5,
         "masked_token_fraction": 1 - count / max(len(mask), 1),
+        "invalid_behavior_tokens": float(arrays["invalid_behavior"].sum()),
     }
     metrics["ess_fraction_seq"] = metrics.pop("sequence_ess_fraction")
     return metrics | _sequence_metrics(arrays)

@@ -12,7 +12,7 @@ import torch
 
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.optim import Updater
-from asyncrlhf.learner.plan import Microbatch, StepPlan
+from asyncrlhf.learner.plan import Microbatch, StepPlan, cut_answers
 from asyncrlhf.learner.record import StepRecord
 from asyncrlhf.types import FloatArray
 
@@ -66,6 +66,18 @@ class ForwardPasses:
             if microbatch is not None:
                 result[microbatch.span] = values
         return result
+
+    @torch.no_grad()
+    def final_values(self, plan: StepPlan, token_budget: int) -> torch.Tensor:
+        """The present critic's value of the state behind each answer that was cut, 0 behind one that ended: [N]."""
+        result = torch.zeros(len(plan.tokens.rewards), device=self._device)
+        microbatches, sequences = cut_answers(plan, token_budget, self._device)
+        found = torch.zeros(len(sequences), device=self._device)
+        for microbatch in self._updater.looks(microbatches):
+            values = self.values(self._updater.critic, microbatch)
+            if microbatch is not None:
+                found[microbatch.span] = values
+        return result.index_put((sequences,), found)
 
     @torch.no_grad()
     def score(self, policy: Any, text: np.ndarray) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,11 @@ from asyncrlhf.types import IntArray, TrainBatch
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """The M response tokens of this rank's batch, packed sequence by sequence; prompts are gone."""
+    """The M response tokens of this rank's batch, packed sequence by sequence; prompts are gone.
+
+    A token whose behavior log-prob is NaN or infinite is no evidence: it is out of the loss mask, so that normalisers
+    do not count it, and a sequence's product or mean of ratios is that of its other tokens. Its ``behavior`` is 0.
+    """
 
     sequence_ids: torch.Tensor  # [M] 0 to N-1, sorted
     loss_mask: torch.Tensor  # [M] bool
@@ -27,6 +31,7 @@ class ResponseTokens:
     rewards: torch.Tensor  # [N]
     weights: torch.Tensor  # [N]
     group_ids: torch.Tensor  # [N]
+    truncated: torch.Tensor  # [N] bool: cut at the longest answer allowed
     ref: torch.Tensor | None = None  # [M] reference log-probs that came with the batch
     values: torch.Tensor | None = None  # [M] the critic's, that came with the batch
     critic_lag: torch.Tensor | None = None  # [N] learner steps between the critic that gave them and the present one
@@ -60,9 +65,13 @@ def plan_step(
 ) -> StepPlan:
     """Order the sequences by minibatch, by whether they train, and so that siblings share a microbatch.
 
-    ``version``: the policy's present version, from which the tokens' lag is counted.
+    ``version``: the policy's present version, from which the tokens' lag is counted. Under ``truncated=mask`` the
+    tokens of answers that were cut leave the loss and its normaliser; their rewards stay in their group's baseline, as
+    in TRL's ``mask_truncated_completions``.
     """
     lengths = sequence_lengths(batch)
+    if config.truncated == "mask":
+        batch = replace(batch, loss_mask=batch.loss_mask & ~np.repeat(batch.truncated, lengths))
     idle = zero_gradient_sequences(batch, config)
     groups: list[tuple[int, bool, IntArray]] = []  # minibatch, trains, sequences
     for index, members in enumerate(minibatch_indices(batch, config.minibatches)):
@@ -137,6 +146,33 @@ def normaliser_counts(plan: StepPlan, how: str, constant_length: float | None) -
     return counts
 
 
+def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tuple[list[Microbatch], torch.Tensor]:
+    """(microbatches, sequences [n]) for the states behind answers that were cut: a critic's values of the microbatches,
+    laid out by ``span`` [n], are those of ``sequences``."""
+    chosen = np.flatnonzero(plan.batch.truncated)
+    cut = select(plan.batch, chosen)
+    lengths = sequence_lengths(cut)
+    microbatches = []
+    for run in microbatch_indices(lengths, token_budget):
+        first, last = int(run[0]), int(run[-1]) + 1
+        tokens = cut.token_ids[cut.cu_seqlens[first] : cut.cu_seqlens[last]]
+        ends = np.cumsum(lengths[run])
+        # A stand-in for the token that never came: only the state in which it would have been chosen is read.
+        inputs = PackedInputs.build(
+            np.insert(tokens, ends, 0),
+            np.concatenate([[0], ends + np.arange(1, len(run) + 1)]),
+            np.insert(np.zeros(len(tokens), dtype=np.bool_), ends, True),
+            device,
+        )
+        microbatches.append(Microbatch(inputs, slice(first, last), slice(first, last), trains=False))
+    return microbatches, torch.from_numpy(chosen).to(device)
+
+
+def invalid_behavior(batch: TrainBatch) -> np.ndarray:
+    """Response tokens [M] whose behavior log-prob is NaN or infinite."""
+    return ~np.isfinite(batch.behavior_logprobs[batch.response_mask])
+
+
 def _siblings_together(group_ids: IntArray, lengths: IntArray) -> IntArray:
     """An order: siblings side by side for their prompt, long groups first so that attention pads little."""
     names, group_of = np.unique(group_ids, return_inverse=True)
@@ -151,14 +187,16 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    broken = invalid_behavior(batch)
     return ResponseTokens(
         sequence_ids=tensor(np.repeat(np.arange(batch.num_sequences), np.diff(ends))),
-        loss_mask=tensor(batch.loss_mask[where]),
-        behavior=tensor(batch.behavior_logprobs[where]),
+        loss_mask=tensor(batch.loss_mask[where] & ~broken),
+        behavior=tensor(np.where(broken, np.float32(0), batch.behavior_logprobs[where])),
         version_lag=tensor(version - batch.policy_versions[where]),
         rewards=tensor(batch.rewards),
         weights=tensor(batch.weights),
         group_ids=tensor(batch.group_ids),
+        truncated=tensor(batch.truncated),
         ref=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
         values=None if batch.values is None else tensor(batch.values[where]),
         critic_lag=None if batch.critic_versions is None else tensor(version - batch.critic_versions),

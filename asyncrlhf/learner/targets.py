@@ -10,7 +10,7 @@ import torch
 from asyncrlhf.algorithms.advantages import SEQUENCE_ADVANTAGES, broadcast, gae, terminal_rewards, vstar, vtrace
 from asyncrlhf.algorithms.kl import kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.masked import moments, whiten
-from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal
+from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, target_anchor
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import ResponseTokens
 
@@ -36,12 +36,13 @@ class Targets:
 
 @dataclass(frozen=True)
 class Passes:
-    """Log-probs and values [M] that forward passes found before the first update; None where nobody asked."""
+    """What forward passes found before the first update, log-probs and values [M]; None where not needed."""
 
     ref: torch.Tensor | None = None
     ema: torch.Tensor | None = None
     proximal: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    final_values: torch.Tensor | None = None  # [N] of the state behind an answer that was cut; 0 behind one that ended
 
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
@@ -52,19 +53,20 @@ def build_targets(
 ) -> Targets:
     """The targets of a step. Whole groups must lie on this rank; whitening takes its moments over all ranks.
 
-    A KL in the reward is that of the policy that sampled the tokens, so it needs no forward pass of its own: per token
-    with a critic, summed onto the sequence's reward otherwise.
+    A KL in the reward is that of the present (proximal) policy: a token at a time with a critic and in REINFORCE++,
+    where a token answers for the KL from itself on, and summed onto the sequence's reward otherwise.
     """
     ids, mask = tokens.sequence_ids, tokens.loss_mask
     rewards, returns = tokens.rewards, None
-    penalty = config.beta if config.kl == "reward" else 0.0
     if passes.values is not None:
-        advantages, returns = _critic_advantages(tokens, config, passes, penalty)
+        advantages, returns = _critic_advantages(tokens, config, passes)
+    elif config.advantage == "whiten":
+        nothing = torch.zeros_like(tokens.behavior)
+        advantages, _ = gae(_token_rewards(tokens, config, passes), nothing, mask, ids, gamma=config.gamma)
     else:
-        if penalty and passes.ref is not None:
-            rewards = kl_sequence_rewards(
-                rewards, tokens.behavior, passes.ref, mask, ids, beta=penalty, estimator=config.kl_estimator
-            )
+        if config.kl == "reward":
+            policy, ref = _penalised(passes)
+            rewards = kl_sequence_rewards(rewards, policy, ref, mask, ids, beta=config.beta)
         advantages = broadcast(_sequence_advantages(rewards, tokens.group_ids, config), ids)
     if config.whiten or config.advantage == "whiten":
         advantages = whiten(advantages, mask, sum_over_ranks(moments(advantages, mask)))
@@ -73,20 +75,45 @@ def build_targets(
     )
 
 
+def _penalised(passes: Passes) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two policies of a KL in the reward: (present, reference) log-probs [M]."""
+    assert passes.proximal is not None and passes.ref is not None
+    return passes.proximal, passes.ref
+
+
+def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig, passes: Passes) -> torch.Tensor:
+    """[M]: the score on the last token, less the KL penalty of each. Where the critic's value stands for the rest of an
+    answer that was cut, it also stands for its score: both would count what the answer is worth twice."""
+    scores = tokens.rewards
+    if config.truncated == "bootstrap":
+        scores = scores.masked_fill(tokens.truncated, 0.0)
+    rewards = terminal_rewards(scores, tokens.loss_mask, tokens.sequence_ids)
+    if config.kl != "reward":
+        return rewards
+    return kl_token_rewards(rewards, *_penalised(passes), tokens.loss_mask, beta=config.beta)
+
+
 def _critic_advantages(
-    tokens: ResponseTokens, config: AlgorithmConfig, passes: Passes, penalty: float
+    tokens: ResponseTokens, config: AlgorithmConfig, passes: Passes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages [M], returns [M]). V-trace's ratio is that of the anchor's slow network where there is one
-    (IMPACT, 1912.00167), and of the proximal policy otherwise."""
+    """(advantages [M], value targets [M]).
+
+    V-trace's ratio is that of the anchor's slow network where there is one (IMPACT, 1912.00167), and of the proximal
+    policy otherwise. Under a correction GAE's targets are V-trace's too, with rho cut where the correction cuts: the
+    weights of a regression on whole returns would be products over all tokens to come, whose variance grows
+    exponentially with the answer's length, while V-trace's traces are cut at 1 without moving the fixed point.
+    """
     ids, mask, values = tokens.sequence_ids, tokens.loss_mask, passes.values
     assert values is not None
-    rewards = terminal_rewards(tokens.rewards, mask, ids)
-    if penalty and passes.ref is not None:
-        rewards = kl_token_rewards(
-            rewards, tokens.behavior, passes.ref, mask, beta=penalty, estimator=config.kl_estimator
-        )
+    rewards = _token_rewards(tokens, config, passes)
+    common = {"gamma": config.gamma, "lam": config.lam, "c_bar": config.c_bar}
     if config.advantage == "gae":
-        return gae(rewards, values, mask, ids, gamma=config.gamma, lam=config.lam)
+        ratio = None
+        if config.corrects_values:
+            assert passes.proximal is not None
+            ratio = passes.proximal - tokens.behavior
+        bound = {"rho_bar": config.correction_high}
+        return gae(rewards, values, mask, ids, final_values=passes.final_values, log_ratio=ratio, **common, **bound)
     target = passes.proximal if passes.ema is None else passes.ema
     assert target is not None
     return vtrace(
@@ -95,10 +122,9 @@ def _critic_advantages(
         target - tokens.behavior,
         mask,
         ids,
-        gamma=config.gamma,
-        lam=config.lam,
+        final_values=passes.final_values,
         rho_bar=config.rho_bar,
-        c_bar=config.c_bar,
+        **common,
     )
 
 
@@ -108,9 +134,8 @@ def _sequence_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, config:
         return torch.zeros_like(rewards)
     if config.advantage == "vstar":
         return vstar(rewards, group_ids, beta=config.vstar_beta)
-    name = "raw" if config.advantage == "whiten" else config.advantage
     options = {"group_norm": {"eps": config.advantage_eps}, "group_mean": {"shift": config.advantage_shift}}
-    return SEQUENCE_ADVANTAGES[name](rewards, group_ids, **options.get(name, {}))
+    return SEQUENCE_ADVANTAGES[config.advantage](rewards, group_ids, **options.get(config.advantage, {}))
 
 
 def proximal_of(
@@ -121,12 +146,13 @@ def proximal_of(
     proximal: torch.Tensor | None,
     ema: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The policy [m] that stands between theta and mu: the slow network, the interpolation, or theta before the step.
+    """The policy [m] that stands between theta and mu: the slow network (not below mu / ``ema_ratio_cap``), the
+    interpolation, or theta before the step.
 
     It is the clip's anchor under ``prox``, ``prox_interp`` and ``ema``, and the numerator of the behavior weight.
     """
     if ema is not None:
-        return ema
+        return target_anchor(ema, behavior, config.ema_ratio_cap) if config.ema_ratio_cap else ema
     if config.anchor == "prox_interp":
         return interpolated_proximal(policy.detach(), behavior, version_lag)
     return policy.detach() if proximal is None else proximal
@@ -145,5 +171,5 @@ def correction_weight(
         mode=config.correction,
         low=config.correction_low,
         high=config.correction_high,
-        scale=config.correction_scale,
+        ratio_bound=config.ratio_bound,
     )

@@ -27,6 +27,7 @@ from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import export, merge, step_metrics
 from asyncrlhf.learner.optim import Updater, schedule_factor
+from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
 from asyncrlhf.learner.record import StepRecord
@@ -84,6 +85,8 @@ class TorchBackend:
         self.constant_length = float(max_completion_length) if max_completion_length else None
         self._losses = MicrobatchLosses(algorithm, UserLoss(algorithm.loss.target) if algorithm.loss.target else None)
         self.model = model.float().train()
+        if config.float32_head:
+            use_float32_head(self.model)
         if not config.sharded:  # the updater moves a part to the device as it cuts it
             nn.Module.to(self.model, self.device)
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
@@ -182,7 +185,7 @@ class TorchBackend:
         """Everything that must be known before the first update."""
         algorithm = self.algorithm
         proximal = None
-        if algorithm.minibatches > 1 or (algorithm.advantage == "vtrace" and self.ema is None):
+        if algorithm.looks_first:
             self._passes.look(plan.microbatches, record)
             proximal = record.proximal = record.policy.clone()
         passes = Passes(
@@ -190,6 +193,7 @@ class TorchBackend:
             ema=None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy),
             proximal=proximal,
             values=self._old_values(plan),
+            final_values=self._final_values(plan),
         )
         targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self._peers))
         lookahead.new_targets(algorithm, targets)
@@ -210,6 +214,12 @@ class TorchBackend:
         if plan.tokens.values is None:
             raise AsyncRLHFError("A batch came without the critic's values, which critic.where=service leaves to it.")
         return plan.tokens.values
+
+    def _final_values(self, plan: StepPlan) -> torch.Tensor | None:
+        """[N], where the critic stands for the rest of answers that were cut."""
+        if self.algorithm.truncated != "bootstrap":
+            return None
+        return self._passes.final_values(plan, self.config.token_budget)
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""
@@ -331,6 +341,8 @@ class TorchBackend:
 
     def _frozen(self, reference: PreTrainedModel) -> nn.Module:
         frozen = reference.eval().requires_grad_(False)
+        if self.config.float32_head:
+            use_float32_head(reference)
         if not self.config.sharded:
             nn.Module.to(frozen, self.device)
         return self.updater.frozen(PackedPolicy(frozen))

@@ -17,7 +17,6 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.data.config import ModelConfig, TaskConfig
 from asyncrlhf.engines.config import GeneratorConfig
@@ -27,6 +26,7 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.critic_config import CriticConfig
 from asyncrlhf.learner.reference_config import ReferenceConfig
+from asyncrlhf.orchestrator.agreement import check_agreement
 from asyncrlhf.orchestrator.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.orchestrator.logging_config import LoggingConfig
 from asyncrlhf.rewards.config import FusionConfig, RewardConfig
@@ -96,77 +96,7 @@ class RunConfig:
         check_range("eval_every", self.eval_every, low=0)
         check_range("stall_timeout_seconds", self.stall_timeout_seconds, low=0, exclusive_low=True)
         check_range("max_failure_fraction", self.max_failure_fraction, low=0, high=1)
-        self._check_asynchrony()
-        self._check_groups()
-        self._check_adapter()
-        self._check_runtime()
-        self._check_streaming()
-
-    def _check_groups(self) -> None:
-        if self.algorithm.group_relative:
-            check(
-                self.num_generations >= 2,
-                f"num_generations={self.num_generations} with algorithm={self.algorithm.name} "
-                f"({self.algorithm.comparison}) leaves nothing to compare with; allowed: >= 2.",
-            )
-        groups = self.batch_size // self.num_generations
-        check(
-            self.algorithm.minibatches <= groups,
-            f"algorithm.minibatches={self.algorithm.minibatches} is more than the {groups} groups of a batch.",
-        )
-        check(
-            self.learner.shares <= groups,
-            f"learner.ranks={self.learner.ranks} makes {self.learner.shares} shares of a batch, which is more than the "
-            f"{groups} groups of a batch.",
-        )
-        temperature_matters = self.generator.temperature > 0
-        check(temperature_matters, "generator.temperature=0 samples greedily and cannot be trained on; allowed: > 0.")
-
-    def _check_adapter(self) -> None:
-        rank = self.model.lora.r
-        check(
-            not rank or (self.learner.backend == "torch" and self.learner.sharding == "none"),
-            f"model.lora.r={rank} does not work with {self.learner.layout}; "
-            "allowed: learner.backend=torch learner.sharding=none.",
-        )
-        check(
-            not rank or self.algorithm.anchor != "ema",
-            f"model.lora.r={rank} does not work with algorithm.anchor=ema, which follows all of the weights.",
-        )
-
-    def _check_asynchrony(self) -> None:
-        validate_flow(
-            self.async_,
-            self.buffer,
-            batch_size=self.batch_size,
-            num_generations=self.num_generations,
-            publish_every=self.weights.publish_every,
-            purge_on_publish=self.algorithm.purge_on_publish,
-        )
-
-    def _check_streaming(self) -> None:
-        if not self.weights.streams:
-            return
-        check(
-            self.runtime == "ray",
-            "weights.staging=stream does not work with runtime=local, whose parts share one memory; allowed: snapshot.",
-        )
-        check(
-            self.cluster.placement != "flatten" or self.weights.transport == "disk",
-            "weights.staging=stream has the learner's update wait for the generators, which sleep meanwhile with "
-            "cluster.placement=flatten; allowed: weights.staging=snapshot, or weights.transport=disk.",
-        )
-        engines = sorted({kind.config.engine for kind in replica_kinds(self.generator)} - {"hf", "fake"})
-        check(
-            not engines,
-            f"weights.staging=stream does not work with generator.engine={', '.join(engines)}, which wants whole "
-            "layers at once; allowed: hf, fake, or weights.staging=snapshot.",
-        )
-        check(
-            not self.model.lora.r,
-            f"weights.staging=stream has nothing to save with model.lora.r={self.model.lora.r}, where an adapter alone "
-            "is sent; allowed: snapshot.",
-        )
+        check_agreement(self)
 
     @property
     def reference_served(self) -> bool:
@@ -197,34 +127,6 @@ class RunConfig:
         kinds = [kind.config for kind in replica_kinds(self.generator) if kind.config.engine != "fake"]
         own = [kind.vllm.dtype if kind.engine == "vllm" else "auto" for kind in kinds]
         return [self.model.dtype if dtype == "auto" else dtype for dtype in own]
-
-    def _check_runtime(self) -> None:
-        check(
-            not (self.critic_served and self.learner.sharded),
-            f"critic.where=service does not work with {self.learner.layout}, which leaves no rank a whole critic to "
-            "hand to the workers; allowed: critic.where=learner.",
-        )
-        growing = any(kind.config.max_replicas for kind in replica_kinds(self.generator))
-        check(
-            not growing or self.runtime == "ray",
-            "max_replicas needs runtime=ray, for runtime=local has no cluster that grows; allowed: 0.",
-        )
-        check(
-            not (self.learner.sharded and self.weights.streams) or self.weights.transport == "disk",
-            f"weights.staging=stream sends live weights, which {self.learner.layout} must gather from all ranks first; "
-            "allowed: weights.staging=snapshot, or weights.transport=disk.",
-        )
-        if self.runtime != "local":
-            check(
-                self.weights.transport != "local",
-                "weights.transport=local needs runtime=local; allowed under Ray: auto, collective, object_store, disk.",
-            )
-            return
-        check(self.learner.ranks == 1, f"runtime=local has one learner rank, not learner.ranks={self.learner.ranks}.")
-        check(
-            self.weights.transport in ("auto", "local"),
-            f"weights.transport={self.weights.transport} needs runtime=ray; allowed with runtime=local: auto, local.",
-        )
 
     @property
     def audit_tolerance(self) -> Tolerance:

@@ -14,6 +14,7 @@ from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.meters import Meters, StepTimes
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
+from asyncrlhf.orchestrator.signs import MissingSign
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
@@ -51,6 +52,7 @@ class LearnLoop:
         self._turns = turns
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(state)
+        self._signs = MissingSign(state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1
         self.training = False
@@ -144,7 +146,11 @@ class LearnLoop:
             return result, begun, self._state.now() - begun
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
-        """The bound of the next batches; what is over a smaller one is met as ``async.over_stale`` says."""
+        """The bound of the next batches; what is over a smaller one is met as ``async.over_stale`` says. Also says
+        what the algorithm lacks."""
+        warning = self._signs.observe(metrics)
+        if warning is not None:
+            self._assembly.message(warning)
         change = self._state.adaptive.observe(metrics)
         if change is not None:
             self._assembly.message(change)

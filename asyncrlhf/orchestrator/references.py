@@ -27,6 +27,7 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
         config.model,
         config.generator.temperature,
         config.learner.mixed_precision,
+        config.learner.float32_head,
         config.fusion.cache_tokens if config.reference_reads_ahead else 0,
     )
 

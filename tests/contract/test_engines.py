@@ -12,6 +12,7 @@ from asyncrlhf.engines.config import FakeConfig
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
+from tests.numeric import FLOAT32, assert_close
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model
 
 EOS = 1
@@ -160,7 +161,7 @@ def test_cancelling_others_leaves_a_result_as_it_was(make_engine: MakeEngine) ->
     engine.cancel([0, 2, 3])
     for rollout_id, result in {**early, **clock.drain()}.items():
         np.testing.assert_array_equal(result.response_ids, expected[rollout_id].response_ids)
-        np.testing.assert_allclose(result.behavior_logprobs, expected[rollout_id].behavior_logprobs, atol=1e-5)
+        assert_close(result.behavior_logprobs, expected[rollout_id].behavior_logprobs, atol=FLOAT32)
 
 
 def test_a_paused_engine_samples_nothing_and_then_goes_on(make_engine: MakeEngine) -> None:
@@ -199,7 +200,7 @@ def test_a_sleeping_engine_takes_calls_and_goes_on_after_the_wake(make_engine: M
     engine.submit(requests[5:])
     engine.load_weights(7, engine.parameters(), "keep")
     engine.load_weights(8, engine.parameters(), "recompute")
-    np.testing.assert_allclose(engine.score(text)[0], before, atol=1e-5)
+    assert_close(engine.score(text)[0], before, atol=FLOAT32)
     in_flight = engine.in_flight()
     assert set(in_flight) | set(done) == set(range(6))
     for _ in range(5):
@@ -213,7 +214,7 @@ def test_a_sleeping_engine_takes_calls_and_goes_on_after_the_wake(make_engine: M
     whole.submit(requests)
     for rollout_id, result in Clock(whole).drain().items():
         np.testing.assert_array_equal(result.response_ids, done[rollout_id].response_ids)
-        np.testing.assert_allclose(result.behavior_logprobs, done[rollout_id].behavior_logprobs, atol=1e-5)
+        assert_close(result.behavior_logprobs, done[rollout_id].behavior_logprobs, atol=FLOAT32)
     assert {version for result in done.values() for version in result.policy_versions.tolist()} == {0, 8}
     assert set(done[5].policy_versions.tolist()) == {8}
 
@@ -246,7 +247,7 @@ def test_a_result_does_not_depend_on_its_company(make_engine: MakeEngine) -> Non
         result = Clock(alone).drain()[request.rollout_id]
         other = together[request.rollout_id]
         np.testing.assert_array_equal(result.response_ids, other.response_ids)
-        np.testing.assert_allclose(result.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+        assert_close(result.behavior_logprobs, other.behavior_logprobs, atol=FLOAT32)
         assert result.finish_reason == other.finish_reason
 
 

@@ -19,6 +19,7 @@ from asyncrlhf.learner.build import BACKENDS, build_learner
 from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.plan import plan_step
 from asyncrlhf.learner.served_critic import ServedCritic
+from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import VOCABULARY, llama, random_batch, samples
 
 Make = Callable[..., LearnerBackend]
@@ -86,10 +87,10 @@ def test_metrics_are_finite_floats_under_the_names_of_the_run_directory(make: Ma
     assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
     batch = random_batch()
     assert metrics["tokens"] == batch.num_tokens and metrics["sequences"] == batch.num_sequences
-    assert metrics["reward_mean"] == pytest.approx(float(batch.rewards.mean()), rel=1e-5)
-    assert metrics["truncated_fraction"] == pytest.approx(float(batch.truncated.mean()))
+    assert_close(metrics["reward_mean"], float(batch.rewards.mean()), rtol=1e-5)
+    assert_close(metrics["truncated_fraction"], float(batch.truncated.mean()))
     masked = 1 - batch.loss_mask.sum() / batch.response_mask.sum()
-    assert metrics["masked_token_fraction"] == pytest.approx(float(masked), abs=1e-6)
+    assert_close(metrics["masked_token_fraction"], float(masked), atol=1e-6)
 
 
 def test_parameters_are_the_models_own_tied_ones_once(make: Make) -> None:
@@ -104,7 +105,8 @@ def test_score_is_the_log_prob_at_temperature_one(make: Make) -> None:
         with torch.no_grad():
             logprobs = model(input_ids=torch.from_numpy(text)[None]).logits[0].log_softmax(-1)
         expected = logprobs[np.arange(len(text) - 1), text[1:]]
-        assert found.dtype == np.float32 and found == pytest.approx(expected.numpy(), abs=2e-5)
+        assert found.dtype == np.float32
+        assert_close(found, expected.numpy(), atol=FLOAT32)
 
 
 def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> None:
@@ -122,7 +124,7 @@ def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> 
     own = learner._passes.all_values(plan).numpy()  # type: ignore[attr-defined]
     where = np.concatenate([np.flatnonzero(plan.batch.rollout_ids[plan.tokens.sequence_ids] == i) for i in range(12)])
     assert np.abs(own).max() > 0.01
-    np.testing.assert_allclose(found, own[where], atol=1e-5)
+    assert_close(found, own[where], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -37,6 +37,7 @@ from asyncrlhf.types import Payload, Rollout, ServiceResult, TrainBatch
 from tests import loop, ray_run
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished
+from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import samples
 
 # A critic that learns fast: its values are far from zero after a step.
@@ -86,10 +87,8 @@ def assert_trained_alike(a: Finished, b: Finished) -> None:
     assert list(a.trained.response) == list(b.trained.response)
     for one, other in zip(a.metrics, b.metrics, strict=True):
         for key in ("loss", "value_loss", "explained_variance", "reward_mean", "grad_norm", "advantage_std"):
-            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), (one["step"], key)
-    theirs = weights(b)
-    for name, tensor in weights(a).items():
-        assert float((tensor - theirs[name]).abs().max()) < 1e-4, name
+            assert_close(one[key], other[key], rtol=1e-4, atol=1e-5, what=str((one["step"], key)))
+    assert_close(weights(a), weights(b), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_in_step_the_values_are_those_of_the_learners_critic(
     for version, batch, own in batches:
         assert batch.values is not None and batch.critic_versions is not None
         assert set(batch.critic_versions) == {version}
-        np.testing.assert_allclose(batch.values[batch.response_mask], own, atol=1e-5)
+        assert_close(batch.values[batch.response_mask], own, atol=FLOAT32)
     assert np.abs(batches[-1][2]).max() > 0.01, "the critic has learned nothing: zeros were compared"
 
 
@@ -158,7 +157,7 @@ def test_a_free_run_says_how_far_its_values_lag(
         assert batch.critic_versions is not None
         for critic, (start, end) in zip(batch.critic_versions, spans(batch), strict=True):
             assert batch.policy_versions[start:end].max() <= critic <= version
-        assert row["critic_lag_mean"] == pytest.approx(version - batch.critic_versions.mean(), abs=1e-5)
+        assert_close(row["critic_lag_mean"], version - batch.critic_versions.mean(), atol=1e-5)
         assert row["critic_lag_mean"] <= row["staleness_mean"]
     assert max(row["critic_lag_mean"] for row in done.metrics) > 0, "nothing was asynchronous here"
 
@@ -320,7 +319,7 @@ def test_a_ray_worker_answers_like_a_local_one_and_again_after_its_death() -> No
                 found = await RayRuntime.fetch(None, [r.payload for r in results if r.payload])  # type: ignore[arg-type]
                 for rollout in found:
                     assert rollout.critic_version == version
-                    assert rollout.values == pytest.approx(expected[rollout.rollout_id], abs=1e-5)
+                    assert_close(rollout.values, expected[rollout.rollout_id], atol=FLOAT32)
         finally:
             await worker.close()
 

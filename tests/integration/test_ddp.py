@@ -19,6 +19,7 @@ from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.types import TrainBatch
+from tests.numeric import assert_close
 from tests.unit.learner.worlds import llama, random_batch
 
 TIME_LIMIT = 120.0
@@ -100,9 +101,8 @@ def test_two_ranks_equal_one(two_ranks: list[dict[str, Any]], name: str) -> None
     alone = train(name)
     for rank in two_ranks:
         for found, expected in zip(rank[name]["metrics"], alone["metrics"], strict=True):
-            assert found == pytest.approx(expected, rel=2e-3, abs=2e-4)
-        for key, expected in alone["weights"].items():
-            assert np.abs(rank[name]["weights"][key] - expected).max() < 2e-4, key
+            assert_close(found, expected, rtol=2e-3, atol=2e-4)
+        assert_close(rank[name]["weights"], alone["weights"], atol=2e-4)
     first, second = (rank[name]["weights"] for rank in two_ranks)
     assert all(np.array_equal(first[key], second[key]) for key in first)
 

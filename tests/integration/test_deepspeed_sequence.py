@@ -12,6 +12,7 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.types import TrainBatch
+from tests.numeric import assert_close
 from tests.truncated import with_sets
 from tests.unit.learner.ranks import batches, build, curve, run_ranks
 from tests.unit.learner.worlds import VOCABULARY
@@ -53,8 +54,8 @@ def test_ranks_that_split_sequences_make_the_curve_of_one(four_ranks: list[dict[
     assert ["truncation_mass" in metrics for metrics in expected] == [False, True, True]
     for rank in four_ranks:
         for found, wanted in zip(rank[name], expected, strict=True):
-            assert found == pytest.approx(wanted, rel=2e-3, abs=2e-4)
-            assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-4)
+            assert_close(found, wanted, rtol=2e-3, atol=2e-4)
+            assert_close(found["loss"], wanted["loss"], atol=1e-4)
 
 
 @pytest.mark.parametrize(

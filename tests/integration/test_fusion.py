@@ -26,6 +26,7 @@ from asyncrlhf.types import Payload, RewardResult, Rollout
 from tests import ray_run
 from tests.integration.test_local_loop import TAIL, kill_at
 from tests.loop import FAKE, meddle, run
+from tests.numeric import FLOAT32, assert_close
 from tests.unit.rewards.worlds import save_reward_model
 
 # Hot and short enough for responses that do not end by themselves.
@@ -61,7 +62,7 @@ class Checked:
     def check(self, rollouts: Sequence[Rollout], results: Sequence[RewardResult]) -> None:
         expected = self._whole.scores(rollouts)
         assert [r.rollout_id for r in results] == [r.rollout_id for r in rollouts]
-        assert [r.reward for r in results] == pytest.approx(expected, abs=1e-5)
+        assert_close([r.reward for r in results], expected, atol=FLOAT32)
         self.rollouts += rollouts
 
 
@@ -109,7 +110,7 @@ def test_the_four_granularities_give_the_same_rewards(tmp_path: Path, folder: Pa
         assert ("prefilled_fraction" in row) == (granularity == "chunk")
     for granularity in GRANULARITIES:
         assert len(rewards[granularity]) == 16
-        assert rewards[granularity] == pytest.approx(rewards["batch"], abs=1e-5)
+        assert_close(rewards[granularity], rewards["batch"], atol=FLOAT32)
 
 
 @pytest.mark.parametrize("update", ["in_flight", "interrupt"])

@@ -15,6 +15,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.ray_handles import RayLearner
 from tests.loop import FAKE, Finished
 from tests.loop import run as local_run
+from tests.numeric import assert_close
 from tests.ray_run import before, run, strike, watch
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -61,7 +62,8 @@ def test_lag_zero_is_synchronous(tmp_path: Path) -> None:
     assert trained_data(sync) == trained_data(free)
     assert {row["staleness_max"] for row in [*sync.metrics, *free.metrics]} == {0}
     # A free batch has its groups in the order in which they finished, and float sums in another order round otherwise.
-    assert [row["loss"] for row in sync.metrics] == pytest.approx([row["loss"] for row in free.metrics], abs=1e-5)
+    # AdamW divides a gradient by its size: where it is rounding alone, a weight moves by up to a whole learning rate.
+    assert_close([row["loss"] for row in sync.metrics], [row["loss"] for row in free.metrics], atol=1e-4)
 
 
 def test_two_learner_ranks_train_as_one_until_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +86,7 @@ def test_two_learner_ranks_train_as_one_until_one_dies(tmp_path: Path, monkeypat
     one = local_run(tmp_path / "one", *options, "steps=8").metrics
     assert len(two) == 3
     for key, tolerance in {"loss": 1e-5, "reward_mean": 0, "grad_norm": 1e-4}.items():
-        assert two[0][key] == pytest.approx(one[0][key], abs=tolerance)
+        assert_close(two[0][key], one[0][key], atol=tolerance)
     assert all(abs(row["mismatch_kl"]) < 1e-6 for row in two), "the published weights are not those of the ranks"
 
 

@@ -22,6 +22,7 @@ from tests import loop, ray_run
 from tests.integration.test_fusion import SHORT
 from tests.integration.test_local_loop import kill_at
 from tests.integration.test_reference_service import SERVED, assert_trained_alike
+from tests.numeric import FLOAT32, assert_close
 from tests.unit.rewards.worlds import save_reward_model
 
 HOT = 3.0  # the temperature of SHORT
@@ -39,7 +40,7 @@ class Checked:
     def check(self, rollouts: Sequence[Rollout]) -> None:
         for found, expected in zip(rollouts, self._whole.answer(rollouts), strict=True):
             assert isinstance(expected, Rollout)
-            assert found.ref_logprobs == pytest.approx(expected.ref_logprobs, rel=1e-5, abs=1e-5)
+            assert_close(found.ref_logprobs, expected.ref_logprobs, atol=FLOAT32)
         self.answered += rollouts
 
 

@@ -25,6 +25,7 @@ from asyncrlhf.types import Payload, Rollout, ServiceResult
 from tests import loop, ray_run
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished
+from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import samples
 
 WARM = ("generator.temperature=0.7",)
@@ -61,10 +62,8 @@ def assert_trained_alike(a: Finished, b: Finished) -> None:
     assert list(a.trained.response) == list(b.trained.response)
     for one, other in zip(a.metrics, b.metrics, strict=True):
         for key in ("loss", "ref_kl", "reward_mean", "grad_norm"):
-            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), (one["step"], key)
-    theirs = weights(b)
-    for name, tensor in weights(a).items():
-        assert float((tensor - theirs[name]).abs().max()) < 1e-4, name
+            assert_close(one[key], other[key], rtol=1e-4, atol=1e-5, what=str((one["step"], key)))
+    assert_close(weights(a), weights(b), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_a_ray_worker_answers_like_a_local_one_and_again_after_its_death() -> No
                 assert [r.rollout_id for r in results] == [2, 0, 3]
                 found = await RayRuntime.fetch(None, [r.payload for r in results if r.payload])  # type: ignore[arg-type]
                 for rollout in found:
-                    assert rollout.ref_logprobs == pytest.approx(expected[rollout.rollout_id], abs=1e-5)
+                    assert_close(rollout.ref_logprobs, expected[rollout.rollout_id], atol=FLOAT32)
                 assert [r.rollout_id for r in found] == [2, 0, 3]
         finally:
             await worker.close()

@@ -31,6 +31,7 @@ from asyncrlhf.stages import training
 from asyncrlhf.stages.record import StageRecord
 from asyncrlhf.tasks.base import PromptEncoder
 from asyncrlhf.types import Prompt, Rollout
+from tests.numeric import FLOAT32, assert_close
 from tests.reward_server import serving
 
 QUIET = ("logging.wandb=disabled", "logging.progress=none")
@@ -133,7 +134,7 @@ def test_a_reward_worker_gives_the_trainers_own_scores(data: Path, judge: Path) 
         logits = trainer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
     for side, wanted in zip(("chosen", "rejected"), logits.chunk(2), strict=True):
         scores = source.scores([answer_rollout(tokenizer, row["prompt"], row[side]) for row in rows])
-        assert scores == pytest.approx(wanted.tolist(), abs=1e-5)
+        assert_close(scores, wanted.tolist(), atol=FLOAT32)
 
 
 @pytest.mark.parametrize(("stage", "file"), [("sft", "sft.jsonl"), ("reward-model", "pairs.jsonl")])
@@ -276,7 +277,7 @@ def test_packed_rows_do_not_see_each_other(data: Path) -> None:
         size = ("sft.per_device_train_batch_size=100", "sft.max_length=64", "sft.heldout_fraction=0")
         assert main(["sft", *settings, *size, *QUIET, f"run_dir={run}"]) == 0
         losses.append(metrics(run)[0]["loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert_close(losses[1], losses[0], rtol=1e-4)
 
 
 CHATML = (
@@ -330,8 +331,8 @@ def test_conversations_where_the_end_token_is_padding(data: Path) -> None:
         hidden = source.model.base_model(input_ids=ids).last_hidden_state[0, -1]
         wanted = float(source.model.score(hidden)[0])
         pooled = float(source.model(input_ids=ids).logits[0, 0])
-    assert source.scores([rollout]) == pytest.approx([wanted], abs=1e-5)
-    assert pooled == pytest.approx(wanted, abs=1e-5)  # also for those who score with transformers alone
+    assert_close(source.scores([rollout]), [wanted], atol=FLOAT32)
+    assert_close(pooled, wanted, atol=FLOAT32)  # also for those who score with transformers alone
 
 
 TALK = [{"role": "user", "content": "1+1="}]

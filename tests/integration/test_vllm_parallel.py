@@ -19,6 +19,7 @@ from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.transport.build import build_sender
 from asyncrlhf.transport.config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
+from tests.numeric import assert_close
 from tests.vllm_tiny import needs_vllm
 
 pytestmark = needs_vllm
@@ -57,7 +58,7 @@ def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) 
     options = {"num_cpus": 0, "max_concurrency": 8, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
     actor = ray.remote(GeneratorActor).options(**options).remote(spec)
     assert ray.get(actor.ready.remote(), timeout=120) == "generator-0"
-    np.testing.assert_allclose(ray.get(actor.score.remote([TEXT]))[0], reference(model, TEXT), atol=1e-4)
+    assert_close(ray.get(actor.score.remote([TEXT]))[0], reference(model, TEXT), atol=1e-4)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -68,7 +69,7 @@ def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) 
     sender.transfer(ticket)
     ray.get(actor.receive.remote(ticket))
     ray.get(actor.load.remote(1, "recompute"))
-    np.testing.assert_allclose(ray.get(actor.score.remote([TEXT]))[0], reference(model, TEXT), atol=1e-4)
+    assert_close(ray.get(actor.score.remote([TEXT]))[0], reference(model, TEXT), atol=1e-4)
     prompt = Prompt("p", "", TEXT[:5])
     sampling = SamplingParams(max_completion_length=12)
     items = [WorkItem(GenerationRequest(i, i, prompt.token_ids, i, sampling), prompt) for i in range(6)]
@@ -81,7 +82,7 @@ def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) 
     assert len(done) == len(items), "not all requests came back"
     for rollout in done:
         own_logprobs = reference(model, np.concatenate([TEXT[:5], rollout.response_ids]))[4:]
-        np.testing.assert_allclose(rollout.behavior_logprobs, own_logprobs, atol=1e-4)
+        assert_close(rollout.behavior_logprobs, own_logprobs, atol=1e-4)
         assert set(rollout.policy_versions) == {1}
     ray.get(actor.close.remote())
     ray.kill(actor)

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.coefficients import Coefficient
 from asyncrlhf.algorithms.losses import policy_loss
-from tests.unit.algorithms.batches import RaggedBatch, gradient, ragged_batch, relative_error
+from tests.unit.algorithms.batches import RaggedBatch, assert_same_gradient, gradient, ragged_batch
 
 Array = NDArray[np.float64]
 
@@ -95,5 +95,4 @@ def our_gradient(
 
 
 def assert_equal(ours: Array, theirs: Array) -> None:
-    assert ours.shape == theirs.shape
-    assert relative_error(ours, theirs) < TOLERANCE
+    assert_same_gradient(ours, theirs, TOLERANCE)

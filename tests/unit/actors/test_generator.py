@@ -24,6 +24,7 @@ from asyncrlhf.transport.config import WeightsConfig
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams
+from tests.numeric import FLOAT32, assert_close
 from tests.ray_run import wait_until
 
 COUNT, LENGTH = 6, 100
@@ -57,7 +58,7 @@ def test_a_sleeping_replica_answers_and_samples_nothing(actor: GeneratorActor) -
     actor.submit(work(range(COUNT, COUNT + 2)))
     actor.receive(sender.ticket())
     actor.load(3, "keep")
-    np.testing.assert_allclose(actor.score([text])[0], before[0], atol=1e-5)
+    assert_close(actor.score([text])[0], before[0], atol=FLOAT32)
     assert actor.cancel([COUNT + 1]) == [COUNT + 1]
     facts, rollouts = actor.collect()
     assert facts.tokens == made < COUNT * LENGTH and not rollouts

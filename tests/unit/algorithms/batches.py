@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.numeric import assert_close
 from tests.reference import Batch
 
 POISON = (float("nan"), float("-inf"), float("inf"))
@@ -93,7 +94,8 @@ def ragged_batch(
         token_advantages=poisoned(rng.standard_normal(len(mask))),
         target=poisoned(prox + spread * rng.standard_normal(len(mask))),
         values=poisoned(rng.standard_normal(len(mask))),
-        collision=poisoned(rng.random(len(mask))),
+        # Of a distribution: pi^2, and of the other tokens between 0 and (1 - pi)^2.
+        collision=poisoned(np.exp(2 * theta) + rng.random(len(mask)) * (1 - np.exp(theta)) ** 2),
         lag=np.where(mask, rng.integers(0, 12, size=len(mask)), rng.integers(-(2**40), 2**40, size=len(mask))),
         rewards=rng.standard_normal(len(lengths)),
         group_ids=rng.permutation(group_of) * 1000 + 7,
@@ -105,7 +107,6 @@ def gradient(loss: Tensor, leaf: Tensor) -> NDArray[np.float64]:
     return grad.numpy()
 
 
-def relative_error(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """Norm of the difference over the norm of ``expected``; absolute where that is zero but for rounding."""
-    size = float(np.linalg.norm(expected))
-    return float(np.linalg.norm(found - expected)) / (size if size > 1e-12 else 1.0)
+def assert_same_gradient(found: NDArray[np.float64], expected: NDArray[np.float64], tolerance: float = 1e-9) -> None:
+    """Equal up to ``tolerance`` times the largest entry; both may be zero but for rounding."""
+    assert_close(found, expected, rtol=0.0, of_largest=tolerance)

@@ -18,13 +18,14 @@ from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.coefficients import Coefficient, band, cap, clip, dprob, gamma, geoclip, one, signed, soft
 from asyncrlhf.algorithms.gates import m2_gate, opsm_gate, sat_gate
 from asyncrlhf.algorithms.losses import PolicyLoss, policy_loss
-from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio
+from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio, target_anchor
 from tests import reference
 from tests.reference import Batch
 from tests.unit.algorithms.batches import RaggedBatch
 from tests.unit.algorithms.gains import GAE, GIVEN, LOO, MEAN, NORM, OPOB, RAW, SHIFTED, WHITENED, Gain, vtrace
 
 LENGTH = 11.0
+IMPACT_CAP = 1.3  # mu is above 1.3 times the target on many tokens of these batches, and above twice on some
 Aggregate = Callable[[Batch], float]
 Paper = Callable[[RaggedBatch, Batch, Batch], float]  # batch, theta and advantages of the trained tokens
 
@@ -50,6 +51,7 @@ def run(
     sequences: list[int] | None = None,
     normaliser: float | None = None,
     sample_weights: NDArray[np.float64] | None = None,
+    ratio_bound: float = np.inf,
 ) -> PolicyLoss:
     """The kernel on ``batch``, or on some of its sequences only as a microbatch would hold them."""
     mask, ids = batch.tensors()
@@ -60,11 +62,11 @@ def run(
     mu = torch.from_numpy(batch.mu)
     interpolated = interpolated_proximal(torch.from_numpy(batch.theta), mu, torch.from_numpy(batch.lag))
     anchors = {"mu": mu, "prox": torch.from_numpy(batch.prox), "interp": interpolated}
-    anchors["target"] = torch.from_numpy(batch.target)
+    anchors["impact"] = target_anchor(torch.from_numpy(batch.target), mu, IMPACT_CAP)
     weight = None
     if case.correction is not None:
         between = anchors[case.anchor or "prox"]
-        weight = behavior_weight(between[kept], mu[kept], mask, ids, **case.correction)[0]
+        weight = behavior_weight(between[kept], mu[kept], mask, ids, ratio_bound=ratio_bound, **case.correction)[0]
     length = LENGTH if case.aggregate == "const" else None
     return policy_loss(
         theta[kept],
@@ -81,6 +83,7 @@ def run(
         if normaliser is None
         else normaliser,
         sample_weights=None if sample_weights is None else torch.from_numpy(sample_weights),
+        ratio_bound=ratio_bound,
     )
 
 
@@ -163,9 +166,9 @@ def _opsm(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
     return reference.token_mean(reference.weighted(losses, keep))
 
 
-def _impact(b: RaggedBatch) -> Batch:
-    """IMPACT (1912.00167): min(1, 2 target / mu)."""
-    return [np.minimum(1.0, 1.2 * w) for w in reference.behavior_weights(b.split(b.target), b.split(b.mu))]
+def _impact(b: RaggedBatch, theta: Batch, adv: Batch) -> float:
+    losses = reference.impact_tokens(theta, b.split(b.target), b.split(b.mu), adv, (0.2, 0.3), IMPACT_CAP)
+    return reference.token_mean(losses)
 
 
 # Gates.
@@ -247,10 +250,7 @@ PRESETS = {
         _detached(reference.vespo_tokens, "mu", (2.0, 3.0), (3.0, 2.0)),
         gamma(2.0, 3.0, 3.0, 2.0), NORM, level="prod", anchor="mu",
     ),
-    "impact": Case(
-        _ppo(0.2, 0.3, old="target", weights=_impact), CLIP, vtrace("target"), anchor="target",
-        correction={"scale": 1.2, "high": 1.0},
-    ),
+    "impact": Case(_impact, CLIP, vtrace("target"), anchor="impact"),
     "vtrace": Case(_reinforce(reference.token_mean), one(), vtrace("prox"), anchor=None),
 }  # fmt: skip
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrlhf.algorithms import advantages
-from asyncrlhf.algorithms.logprobs import collision_probability
+from asyncrlhf.algorithms.logprobs import collision_probability, token_logprobs
 from asyncrlhf.algorithms.masked import moments, whiten
 from tests import reference
+from tests.numeric import assert_close
 from tests.unit.algorithms.batches import ragged_batch
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -43,7 +44,7 @@ def test_group_advantages_against_the_papers(seed: int) -> None:
             "mean": rewards[members] - (rewards[members].mean() - 0.1),
         }
         for name, values in expected.items():
-            np.testing.assert_allclose(found[name].numpy()[members], values, rtol=1e-10, atol=1e-10)
+            assert_close(found[name].numpy()[members], values)
     np.testing.assert_array_equal(advantages.raw(*tensors).numpy(), rewards)
 
 
@@ -73,10 +74,8 @@ def test_gae_skips_masked_tokens(seed: int, gamma: float, lam: float) -> None:
         reference.gae(r, v, gamma, lam)
         for r, v in zip(batch.split(batch.token_advantages), batch.split(batch.theta), strict=True)
     ]
-    np.testing.assert_allclose(found.numpy()[batch.mask], np.concatenate([a for a, _ in pairs]), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(
-        returns.numpy()[batch.mask], np.concatenate([r for _, r in pairs]), rtol=1e-10, atol=1e-12
-    )
+    assert_close(found.numpy()[batch.mask], np.concatenate([a for a, _ in pairs]))
+    assert_close(returns.numpy()[batch.mask], np.concatenate([r for _, r in pairs]))
     assert not found.numpy()[~batch.mask].any() and not returns.numpy()[~batch.mask].any()
 
 
@@ -91,13 +90,13 @@ def test_vtrace_against_the_paper(seed: int, gamma: float, lam: float) -> None:
     parts = (batch.token_advantages, batch.values, np.exp(drift.numpy()))
     pairs = [reference.vtrace(*x, gamma, lam, (1.3, 1.1)) for x in zip(*map(batch.split, parts), strict=True)]
     for ours, theirs in zip(found, zip(*pairs, strict=True), strict=True):
-        np.testing.assert_allclose(ours.numpy()[batch.mask], np.concatenate(theirs), rtol=1e-10, atol=1e-12)
+        assert_close(ours.numpy()[batch.mask], np.concatenate(theirs))
         assert not ours.numpy()[~batch.mask].any()
 
     # On policy, with lambda 1, it is GAE with lambda 1.
     still = advantages.vtrace(rewards, values, torch.zeros_like(drift), mask, ids, gamma=gamma, lam=1.0)
     for ours, theirs in zip(still, advantages.gae(rewards, values, mask, ids, gamma=gamma, lam=1.0), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        assert_close(ours, theirs)
 
 
 def test_without_a_critic_vtrace_forgets_the_reward() -> None:
@@ -106,7 +105,7 @@ def test_without_a_critic_vtrace_forgets_the_reward() -> None:
     rewards, mask = torch.zeros(200).double(), torch.ones(200, dtype=torch.bool)
     rewards[-1] = 1.0
     found, _ = advantages.vtrace(rewards, torch.zeros_like(rewards), drift, mask, torch.zeros(200).long())
-    assert float(found[0]) == pytest.approx(float(drift.clamp(max=0).sum().exp()))
+    assert_close(float(found[0]), float(drift.clamp(max=0).sum().exp()))
     assert 0 < float(found[0]) < 0.005
 
 
@@ -130,9 +129,9 @@ def test_baselines_of_optimal_value_and_of_least_variance(seed: int) -> None:
     for group in np.unique(group_ids):
         m = group_ids == group
         r = rewards[m]
-        np.testing.assert_allclose(optimal[m], r - 0.7 * np.log(np.mean(np.exp(r / 0.7))), rtol=1e-10, atol=1e-12)
+        assert_close(optimal[m], r - 0.7 * np.log(np.mean(np.exp(r / 0.7))))
         baseline = reference.opob_baseline(r, np.exp(logs[m]), norms[m])
-        np.testing.assert_allclose(weighted.numpy()[m], r - baseline, rtol=1e-10, atol=1e-10)
+        assert_close(weighted.numpy()[m], r - baseline)
 
         def second_moment(b: float, m: np.ndarray = m, r: np.ndarray = r) -> float:
             return float(np.sum((np.exp(logs[m]) * (r - b)) ** 2 * norms[m]))
@@ -141,17 +140,57 @@ def test_baselines_of_optimal_value_and_of_least_variance(seed: int) -> None:
 
 
 def test_extreme_weights_and_rewards() -> None:
-    rewards, group_ids = torch.tensor([1.0, 3.0, 500.0]), torch.tensor([0, 0, 9])
+    rewards, group_ids = torch.tensor([1.0, 3.0, 500.0], dtype=torch.float64), torch.tensor([0, 0, 9])
     found = advantages.opob(
         rewards, group_ids, log_weights=torch.tensor([900.0, -900.0, 0.0]), score_norms=torch.ones(3)
     )
-    torch.testing.assert_close(found, torch.tensor([0.0, 2.0, 0.0]))
+    assert_close(found, torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))
     still = advantages.opob(rewards, group_ids, log_weights=torch.zeros(3), score_norms=torch.zeros(3))
-    torch.testing.assert_close(still, torch.tensor([-1.0, 1.0, 0.0]))
+    assert_close(still, torch.tensor([-1.0, 1.0, 0.0], dtype=torch.float64))
     sharp = advantages.vstar(rewards, group_ids, beta=1e-3)
-    torch.testing.assert_close(sharp, torch.tensor([-2.0, 0.0, 0.0]), atol=1e-3, rtol=0)
+    # The larger reward less beta log 2: of two, the other adds nothing to the mean of the exponentials.
+    half = 1e-3 * np.log(2)
+    assert_close(sharp, torch.tensor([half - 2.0, half, 0.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="beta"):
         advantages.vstar(rewards, group_ids, beta=0.0)
+
+
+def saturated(seed: int, size: int, gap: tuple[float, float]) -> tuple[torch.Tensor, ...]:
+    """(logits [T, V] float32, targets [T], ids [T], rewards [size], group of each) whose targets are ``gap`` above."""
+    rng = np.random.default_rng(seed)
+    ids = np.repeat(np.arange(size), rng.integers(1, 9, size))
+    logits = rng.normal(0, 2, (len(ids), 50))
+    targets = rng.integers(50, size=len(ids))
+    logits[np.arange(len(ids)), targets] = logits.max(1) + rng.uniform(*gap, len(ids))
+    arrays = logits.astype(np.float32), targets, ids, rng.integers(0, 2, size).astype(np.float32), np.arange(size) // 4
+    return tuple(torch.from_numpy(x) for x in arrays)
+
+
+def opob_of(logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, *grouped: torch.Tensor) -> torch.Tensor:
+    mask, size = torch.ones(len(ids), dtype=torch.bool), len(grouped[0])
+    norms = advantages.score_norms(token_logprobs(logits, targets)[0], collision_probability(logits), mask, ids, size)
+    assert (norms >= 0).all()
+    return advantages.opob(*grouped, log_weights=torch.zeros(size), score_norms=norms)
+
+
+def test_a_saturated_policy_has_advantages_within_the_spread_of_its_rewards() -> None:
+    """pi is 1 - 1e-8 and nearer: in float32 1 - 2 pi + sum pi^2 is rounding alone, of either sign."""
+    for seed in range(300):
+        case = saturated(seed, 8, (18.0, 30.0))
+        found = opob_of(*case)
+        *_, rewards, group_ids = case
+        for group in range(2):
+            m = group_ids == group
+            assert torch.isfinite(found[m]).all()
+            assert float(found[m].abs().max()) <= float(rewards[m].max() - rewards[m].min()) + 1e-6, seed
+            torch.testing.assert_close(found[m], rewards[m] - rewards[m].mean(), msg="the group's mean is the baseline")
+
+
+def test_a_nearly_saturated_policy_has_the_advantages_of_double_precision() -> None:
+    for seed in range(50):
+        logits, *rest = saturated(seed, 8, (0.0, 9.0))
+        exact = opob_of(logits.double(), *rest)
+        torch.testing.assert_close(opob_of(logits, *rest), exact, atol=2e-3, rtol=0)
 
 
 def test_the_score_norm_is_that_of_the_logits() -> None:
@@ -166,7 +205,7 @@ def test_the_score_norm_is_that_of_the_logits() -> None:
     found = advantages.score_norms(picked, collision, mask, ids, 4)
     squares = scores.square().sum(-1)
     expected = torch.stack((squares[:2].sum(), squares[2], squares[3:5].sum(), torch.tensor(0.0).double()))
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 def test_terminal_rewards_lie_on_the_last_masked_token() -> None:
@@ -183,9 +222,9 @@ def test_whitening_over_ranks_is_whitening_of_the_whole() -> None:
     x = torch.from_numpy(batch.token_advantages)
     kept = batch.token_advantages[batch.mask]
     expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
-    np.testing.assert_allclose(whiten(x, mask).numpy()[batch.mask], expected, rtol=1e-10)
+    assert_close(whiten(x, mask).numpy()[batch.mask], expected)
     total = moments(x[:4], mask[:4]) + moments(x[4:], mask[4:])
     parts = torch.cat((whiten(x[:4], mask[:4], total), whiten(x[4:], mask[4:], total)))
-    np.testing.assert_allclose(parts.numpy(), whiten(x, mask).numpy(), rtol=1e-12)
+    assert_close(parts.numpy(), whiten(x, mask).numpy())
     assert not whiten(x, torch.zeros_like(mask)).any()
     assert not whiten(torch.ones(3), torch.tensor([True, False, False])).any()

@@ -38,6 +38,16 @@ def test_m2_keeps_the_mean_low_with_the_fewest_drops(seed: int, threshold: float
         assert np.append(kept, dropped[0]).mean() > threshold
 
 
+def test_m2_counts_the_trust_region_tokens_of_the_paper_and_not_all_tokens() -> None:
+    """Two harmless tokens that moved far neither leave nor change what the harmful ones are allowed."""
+    now, adv = [np.array([0.1, 0.3, 1.0, -2.0])], [np.array([1.0, 1.0, -1.0, 1.0])]
+    mu, ones = [np.zeros(4)], torch.ones(4, dtype=torch.bool)
+    keep = m2_gate(torch.from_numpy(now[0]), torch.from_numpy(adv[0]), ones, threshold=0.04)
+    assert keep.tolist() == [True, False, True, True]
+    np.testing.assert_array_equal(reference.m2_keep(now, mu, adv, 0.04)[0], keep.numpy())
+    assert reference.m2_keep(now, mu, adv, 0.04, all_tokens=True)[0].tolist() == [1, 0, 0, 0], "AReaL's reading"
+
+
 def test_m2_of_the_whole_update_is_not_that_of_its_parts() -> None:
     log_ratio, advantages = torch.tensor([0.1, 0.3]), torch.ones(2)
     both = torch.tensor([True, True])

@@ -19,8 +19,9 @@ from asyncrlhf.algorithms.heads import pair, regress
 from asyncrlhf.algorithms.losses import policy_loss
 from asyncrlhf.algorithms.masked import masked_values, segment_sum
 from tests import reference
+from tests.numeric import assert_close
 from tests.reference import Batch
-from tests.unit.algorithms.batches import RaggedBatch, gradient, ragged_batch, relative_error
+from tests.unit.algorithms.batches import RaggedBatch, assert_same_gradient, gradient, ragged_batch
 
 SEEDS = st.integers(0, 2**32 - 1)
 BETA, VSTAR_BETA = 0.5, 0.8
@@ -100,10 +101,10 @@ def test_gradient_and_value_are_those_of_the_paper(name: str, seed: int, ties: b
     theta = torch.from_numpy(batch.theta.copy()).requires_grad_()
     loss, losses = kernel(head, batch, theta, rewards)
     found = gradient(loss, theta)
-    assert relative_error(found[batch.mask], reference.numeric_gradient(paper, now)) < 1e-6
+    assert_same_gradient(found[batch.mask], reference.numeric_gradient(paper, now), 1e-6)
     assert not found[~batch.mask].any()
     if head.has_value:
-        assert float(losses.sum()) == pytest.approx(paper(now), rel=1e-9, abs=1e-12)
+        assert_close(float(losses.sum()), paper(now))
 
 
 def test_contrastive_policy_gradient_is_trajectory_balance() -> None:
@@ -112,24 +113,25 @@ def test_contrastive_policy_gradient_is_trajectory_balance() -> None:
     for size in (2, 3, 8):
         d, rewards = rng.standard_normal((2, size))
         residuals = BETA**2 * reference.tba(d, d, rewards, BETA)
-        assert reference.copg(d, rewards, BETA) == pytest.approx(size / (size - 1) * residuals)
+        assert_close(reference.copg(d, rewards, BETA), size / (size - 1) * residuals)
         coefficients, losses = regress(
             torch.from_numpy(d), torch.from_numpy(rewards), torch.zeros(size).long(), beta=BETA, target="group"
         )
-        assert 2 * BETA * float(losses.sum()) == pytest.approx(residuals)
+        assert_close(2 * BETA * float(losses.sum()), residuals)
 
         def copg(moved: Batch) -> float:
             return reference.copg(moved[0], rewards, BETA)  # noqa: B023
 
         slope = -2 * BETA * size / (size - 1) * coefficients.numpy()
-        assert relative_error(slope, reference.numeric_gradient(copg, [d])) < 1e-6
+        assert_same_gradient(slope, reference.numeric_gradient(copg, [d]), 1e-6)
 
 
 def test_the_optimal_policy_leaves_nothing_to_regress() -> None:
     """At pi = ref exp(R / beta) / Z every residual is zero, whatever Z."""
     rewards = torch.tensor([0.3, -1.0, 2.0]).double()
     coefficients, losses = regress(rewards / BETA - 1.7, rewards, torch.tensor([4, 4, 4]), beta=BETA, target="group")
-    assert coefficients.abs().max() < 1e-12 and losses.abs().max() < 1e-12
+    assert_close(coefficients, torch.zeros_like(coefficients))
+    assert_close(losses, torch.zeros_like(losses))
 
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "best"])
@@ -149,7 +151,7 @@ def test_the_order_of_siblings_does_not_matter(name: str) -> None:
     straight = head.ours(d, rewards, groups, **head.options)
     shuffled = head.ours(d[order], rewards[order], groups[order], **head.options)
     for a, b in zip(straight, shuffled, strict=True):
-        torch.testing.assert_close(a[order], b)
+        assert_close(a[order], b)
 
 
 @pytest.mark.parametrize("name", HEADS)

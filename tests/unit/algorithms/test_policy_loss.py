@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from asyncrlhf.algorithms.aggregate import AGGREGATES, normaliser_count
 from asyncrlhf.algorithms.coefficients import COEFFICIENTS, band, cap, clip, dprob, gamma, geoclip, one, signed, soft
 from asyncrlhf.algorithms.losses import policy_loss
-from asyncrlhf.algorithms.weights import LEVELS
+from asyncrlhf.algorithms.weights import LEVELS, target_anchor
 from tests import reference
-from tests.unit.algorithms.batches import RaggedBatch, gradient, ragged_batch, relative_error
+from tests.numeric import assert_close
+from tests.unit.algorithms.batches import RaggedBatch, assert_same_gradient, gradient, ragged_batch
 from tests.unit.algorithms.cases import CASES, LENGTH, PRESETS, Case, run
 from tests.unit.algorithms.gains import GIVEN
 from tests.unit.algorithms.test_heads import HEADS
@@ -46,8 +47,33 @@ def test_gradient_is_that_of_the_paper(name: str, seed: int) -> None:
     theta, advantages = leaf(batch), case.gain.paper(batch)
     found = gradient(run(case, batch, theta).loss, theta)
     expected = reference.numeric_gradient(lambda moved: case.paper(batch, moved, advantages), batch.split(batch.theta))
-    assert relative_error(found[batch.mask], expected) < TOLERANCE
+    assert_same_gradient(found[batch.mask], expected, TOLERANCE)
     assert not found[~batch.mask].any(), "what lies outside the mask must get a gradient of exactly zero"
+
+
+def test_impact_clips_the_product_and_not_the_ratio_to_the_target() -> None:
+    """Gradients in float64 against RLlib's rule with its cap of 2, on tokens on both sides of mu = 2 target; on the
+    far side the clip of pi / target with the weight min(1, 2 target / mu) afterwards is another rule."""
+    batch = ragged_batch(0, min_sequences=40, max_sequences=40, spread=1.0)
+    mask, ids = batch.tensors()
+    theta, mu, target = leaf(batch), torch.from_numpy(batch.mu), torch.from_numpy(batch.target)
+    advantages, low, high = torch.from_numpy(batch.token_advantages), 0.4, 0.4
+    settings = {"coefficient": clip(low, high), "normaliser": normaliser_count("token", mask, ids)}
+    loss = policy_loss(theta, target_anchor(target, mu, 2.0), advantages, mask, ids, **settings).loss
+    found = gradient(loss, theta)[batch.mask]
+    parts = [batch.split(x) for x in (batch.target, batch.mu, batch.token_advantages)]
+    expected = reference.numeric_gradient(
+        lambda moved: reference.token_mean(reference.impact_tokens(moved, *parts, (low, high), 2.0)),
+        batch.split(batch.theta),
+    )
+    assert_same_gradient(found, expected, TOLERANCE)
+    far = (batch.mu > batch.target + np.log(2))[batch.mask]
+    assert 0.1 < far.mean() < 0.9
+    weight = (2 * (target - mu).exp()).clamp(max=1.0)
+    after = policy_loss(theta, target, advantages, mask, ids, weight=weight, **settings).loss
+    other = gradient(after, theta)[batch.mask]
+    assert_close(other[~far], found[~far])
+    assert (~np.isclose(other[far], found[far])).mean() > 0.1, "they agree where neither clips"
 
 
 NEVER_CLIP = {"reinforce", "rloo", "asymre", "vcpo", "vtrace", "sapo", "vespo", "tis on reinforce", "soft a token"}
@@ -69,7 +95,7 @@ def test_value_is_the_surrogate_where_nothing_is_clipped() -> None:
     wide = run(Case(lambda *_: 0.0, clip(0.999, 1e6), GIVEN), batch, leaf(batch))
     theta, prox, adv = (batch.split(x) for x in (batch.theta, batch.prox, batch.token_advantages))
     paper = reference.token_mean(reference.ppo_tokens(theta, prox, adv, 0.999, 1e6))
-    assert float(wide.loss.detach()) == pytest.approx(paper, rel=1e-12)
+    assert_close(float(wide.loss.detach()), paper)
 
 
 RULES = {
@@ -102,7 +128,7 @@ def test_invariants_of_every_preset_and_switch(name: str, seed: int) -> None:
     theta = leaf(same)
     plain = Case(lambda *_: 0.0, one(), case.gain, aggregate=case.aggregate, anchor=None)
     expected = gradient(run(plain, same, theta).loss, theta)
-    assert relative_error(gradient(run(case, same, theta).loss, theta), expected) < 1e-12
+    assert_same_gradient(gradient(run(case, same, theta).loss, theta), expected)
 
     # A = 0: no gradient at all. Nothing masked in: zero, not NaN.
     empty = replace(batch, mask=np.zeros_like(batch.mask))
@@ -153,8 +179,8 @@ def test_microbatches_and_ranks_add_up_to_the_full_batch(name: str, seed: int) -
     theta = leaf(batch)
     whole = loss(theta, everything, total)
     split = torch.stack([loss(theta, p, total) for p in parts]).sum()
-    assert float(split.detach()) == pytest.approx(float(whole.detach()), rel=1e-12, abs=1e-15)
-    assert relative_error(gradient(split, theta), gradient(whole, theta)) < 1e-12
+    assert_close(float(split.detach()), float(whole.detach()))
+    assert_same_gradient(gradient(split, theta), gradient(whole, theta))
 
 
 def test_sample_weights_multiply_sequences_without_changing_the_normaliser() -> None:
@@ -163,7 +189,7 @@ def test_sample_weights_multiply_sequences_without_changing_the_normaliser() -> 
     theta, case = leaf(batch), Case(lambda *_: 0.0, clip(0.2, 0.3), GIVEN)
     bare = gradient(run(case, batch, theta).loss, theta)
     found = gradient(run(case, batch, theta, sample_weights=sample_weights).loss, theta)
-    np.testing.assert_allclose(found, bare * sample_weights[batch.sequence_ids], rtol=1e-12)
+    assert_close(found, bare * sample_weights[batch.sequence_ids])
 
 
 def test_a_gate_takes_tokens_out_without_changing_the_normaliser() -> None:

@@ -40,6 +40,14 @@ def examine(*overrides: str, cluster: Any = unasked, **changed: dict[str, Any]) 
     return {finding.what: finding for finding in findings}
 
 
+def test_topr_over_rewards_without_a_negative_branch_is_noted() -> None:
+    noted = examine("algorithm=topr")["reward signs"]
+    assert noted.level == "note" and "algorithm.advantage=group_mean" in noted.sentence
+    for other in (["algorithm=grpo"], ["algorithm=topr", "algorithm.advantage=group_mean"]):
+        assert "reward signs" not in examine(*other)
+    assert "reward signs" not in examine("algorithm=topr", "reward.missing_eos_penalty=1")
+
+
 def test_a_package_that_crashes_on_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_probes, "installed_version", lambda name: f"{name} 1.0")
     monkeypatch.setattr(

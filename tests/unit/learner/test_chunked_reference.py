@@ -19,6 +19,7 @@ from asyncrlhf.learner.reference import ReferencePolicy
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.rewards.chunked_passes import Extension
 from asyncrlhf.types import Rollout
+from tests.numeric import assert_close
 from tests.unit.learner.worlds import SIZES as LEARNER_SIZES
 from tests.unit.learner.worlds import from_config, llama
 from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
@@ -30,7 +31,7 @@ SIZES = LEARNER_SIZES | {"vocab_size": VOCABULARY}
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return llama(vocab_size=VOCABULARY)
+    return llama(vocab_size=VOCABULARY).double()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def assert_alike(found: Sequence[Rollout | str], expected: Sequence[Rollout | st
             continue
         assert one.rollout_id == other.rollout_id and one.ref_logprobs is not None
         assert one.ref_logprobs.dtype == np.float32
-        np.testing.assert_allclose(one.ref_logprobs, other.ref_logprobs, rtol=1e-5, atol=1e-5)
+        assert_close(one.ref_logprobs, other.ref_logprobs, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=120, deadline=None)
@@ -200,9 +201,8 @@ def test_a_whole_pass_without_room_gets_that_of_the_caches(
     assert "out of memory with 1 sequences of up to 11 tokens; lower reference.token_budget" in str(answer)
 
 
-def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(
-    model: LlamaForCausalLM, whole: ReferencePolicy
-) -> None:
+def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(whole: ReferencePolicy) -> None:
+    model = llama(vocab_size=VOCABULARY)  # autocast leaves float64 alone
     done = [
         rollout(i, "", prompt_ids=PROMPTS[i % 3], ids=[(3 * i + j) % VOCABULARY for j in range(30)]) for i in range(6)
     ]
@@ -215,7 +215,11 @@ def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(
     found, packed, exact = ([a.ref_logprobs for a in p.answer(done)] for p in (reads, low, whole))  # type: ignore[union-attr]
     noise = np.abs(np.concatenate(packed) - np.concatenate(exact))  # type: ignore[arg-type]
     apart = np.abs(np.concatenate(found) - np.concatenate(packed))  # type: ignore[arg-type]
-    assert 0 < apart.mean() <= 2 * noise.mean() and apart.max() <= 2 * noise.max()
+    # Both carry bfloat16's rounding, .03 nats on average, of sums in other groups. A token read at another place is off
+    # by whole nats, thirty times the first bound.
+    assert apart.any()
+    assert_close(apart.mean(), 0.0, atol=4 * noise.mean())
+    assert_close(apart, np.zeros_like(apart), atol=8 * noise.max())
 
 
 @pytest.mark.parametrize("scaling", [None, 3.0])

@@ -14,6 +14,7 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.critic import ValueModel
 from asyncrlhf.learner.served_critic import ServedCritic
 from asyncrlhf.types import Rollout, TrainSample
+from tests.numeric import assert_close
 from tests.unit.learner.worlds import backend, llama, samples
 
 PPO = AlgorithmConfig(advantage="gae", anchor="prox", coef="clip", correction="none", minibatches=2)
@@ -21,7 +22,7 @@ PPO = AlgorithmConfig(advantage="gae", anchor="prox", coef="clip", correction="n
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     """Of a critic whose trunk is another model's and whose head is not zero."""
-    critic = ValueModel(llama(seed=seed))
+    critic = ValueModel(llama(seed=seed).double())
     torch.nn.init.normal_(critic.head.weight)
     torch.nn.init.normal_(critic.head.bias)
     return {name: parameter.detach() for name, parameter in critic.named_parameters()}
@@ -29,7 +30,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 def plain_values(rollout: Rollout, tensors: dict[str, torch.Tensor]) -> np.ndarray:
     """One sequence alone through transformers' own forward pass."""
-    critic = ValueModel(llama())
+    critic = ValueModel(llama().double())
     critic.load_state_dict(tensors)
     ids = torch.from_numpy(np.concatenate([rollout.prompt.token_ids, rollout.response_ids]))[None]
     with torch.no_grad():
@@ -39,7 +40,7 @@ def plain_values(rollout: Rollout, tensors: dict[str, torch.Tensor]) -> np.ndarr
 
 
 def served(**options: object) -> ServedCritic:
-    return ServedCritic(llama(), **({"precision": "none", "token_budget": 40} | options))  # type: ignore[arg-type]
+    return ServedCritic(llama().double(), **({"precision": "none", "token_budget": 40} | options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
@@ -50,7 +51,7 @@ def test_each_rollout_gets_the_values_of_the_version_at_hand(budget: int) -> Non
         for rollout, answer in zip(given, critic.answer(given), strict=True):
             assert isinstance(answer, Rollout) and answer.values is not None
             assert answer.critic_version == version and answer.values.dtype == np.float32
-            np.testing.assert_allclose(answer.values, plain_values(rollout, weights(seed=version)), atol=1e-5)
+            assert_close(answer.values, plain_values(rollout, weights(seed=version)), rtol=1e-6, atol=1e-6)
             assert replace(answer, values=None, critic_version=None) == rollout
 
 
@@ -89,7 +90,7 @@ def test_the_learner_takes_what_came_with_the_batch() -> None:
         found[name] = spared.train_step(pack(with_values(given, [v + shift for v in values]))).metrics  # type: ignore[operator]
     expected = own.train_step(pack(given)).metrics
     for key in ("loss", "value_loss", "explained_variance", "grad_norm", "advantage_mean"):
-        assert found["same"][key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+        assert_close(found["same"][key], expected[key], rtol=1e-4, atol=1e-5, what=key)
     assert found["other"]["loss"] != pytest.approx(expected["loss"], rel=1e-2)
     assert found["same"]["critic_lag_mean"] == -1.0, "of version 1, in the hands of version 0"
 

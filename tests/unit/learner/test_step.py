@@ -13,6 +13,7 @@ from asyncrlhf.learner import plan as plan_module
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.types import TrainBatch
+from tests.numeric import assert_close
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch
 
 GRPO = AlgorithmConfig()
@@ -56,10 +57,10 @@ def test_gradient_equals_that_of_a_padded_forward(temperature: float) -> None:
     trained = backend(GRPO, temperature=temperature)
     result = trained.train_step(batch)
     loss, expected = plain_decoupled_grpo(batch, temperature)
-    assert result.metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    assert_close(result.metrics["loss"], loss, atol=1e-5)
     assert_same(gradients(trained), expected)
     norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt()
-    assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert_close(result.metrics["grad_norm"], float(norm), rtol=1e-4)
 
 
 VARIANTS = {
@@ -68,7 +69,7 @@ VARIANTS = {
     "reinforce": AlgorithmConfig(advantage="whiten", anchor="self", coef="one", correction="truncate"),
     "dr_grpo": AlgorithmConfig(advantage="group_mean", aggregate="const", whiten=True),
     "kl in the loss": AlgorithmConfig(kl="loss", beta=0.1, entropy_coef=0.01),
-    "kl in the reward": AlgorithmConfig(advantage="loo", kl="reward", beta=0.1, kl_estimator="k1"),
+    "kl in the reward": AlgorithmConfig(advantage="loo", kl="reward", beta=0.1),
     "ppo": AlgorithmConfig(advantage="gae", lam=0.95, kl="reward", beta=0.1),
 }
 
@@ -84,7 +85,7 @@ def test_microbatches_do_not_change_the_gradient(name: str) -> None:
         found.append((gradients(trained), metrics))
     for gradient, metrics in found[1:]:
         assert_same(gradient, found[0][0], tolerance=2e-5)
-        assert metrics == pytest.approx(found[0][1], rel=1e-3, abs=1e-4)
+        assert_close(metrics, found[0][1], rtol=1e-3, atol=1e-4)
 
 
 def test_sequences_without_gradient_are_spared_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +95,9 @@ def test_sequences_without_gradient_are_spared_without_a_trace(monkeypatch: pyte
     metrics = spared.train_step(batch).metrics
     monkeypatch.setattr(plan_module, "zero_gradient_sequences", lambda batch, _: np.zeros(batch.num_sequences, bool))
     full = backend(GRPO)
-    assert full.train_step(batch).metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert_close(full.train_step(batch).metrics, metrics, rtol=1e-4, atol=1e-5)
     assert_same(gradients(spared), gradients(full))
-    assert metrics["zero_spread_groups"] == pytest.approx(0.4)
+    assert_close(metrics["zero_spread_groups"], 0.4)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +132,13 @@ def test_proximal_policy_is_the_one_before_the_step() -> None:
     mask = torch.from_numpy(batch.loss_mask[batch.response_mask])
     behavior = torch.from_numpy(batch.behavior_logprobs[batch.response_mask])
     drift = (before - behavior)[mask]
-    assert metrics["behavior_log_ratio_mean"] == pytest.approx(float(drift.mean()), abs=1e-4)
+    assert_close(metrics["behavior_log_ratio_mean"], float(drift.mean()), atol=1e-4)
     weights = drift.exp()
     ess = float(weights.sum() ** 2 / weights.square().sum() / len(weights))
-    assert metrics["ess_fraction"] == pytest.approx(ess, rel=1e-3)
+    assert_close(metrics["ess_fraction"], ess, rtol=1e-3)
     assert metrics["policy_log_ratio_abs_max"] > 0.01 and metrics["clip_fraction"] > 0.1
     expected_kl = float((weights - 1 - drift).mean())
-    assert metrics["behavior_kl"] == pytest.approx(expected_kl, rel=1e-3)
+    assert_close(metrics["behavior_kl"], expected_kl, rtol=1e-3)
 
 
 def test_minibatches_record_the_policy_before_the_first_update() -> None:
@@ -147,11 +148,11 @@ def test_minibatches_record_the_policy_before_the_first_update() -> None:
     metrics = moving.train_step(batch).metrics
     mask = torch.from_numpy(batch.loss_mask[batch.response_mask])
     behavior = torch.from_numpy(batch.behavior_logprobs[batch.response_mask])
-    assert metrics["behavior_log_ratio_mean"] == pytest.approx(float((before - behavior)[mask].mean()), abs=1e-4)
+    assert_close(metrics["behavior_log_ratio_mean"], float((before - behavior)[mask].mean()), atol=1e-4)
     assert metrics["policy_log_ratio_abs_max"] > 0.01
 
 
 def test_reference_kl_is_zero_at_the_reference_and_counts_away_from_it() -> None:
     batch, algorithm = random_batch(), AlgorithmConfig(kl="loss", beta=0.1)
-    assert backend(algorithm, reference=llama()).train_step(batch).metrics["ref_kl"] == pytest.approx(0, abs=1e-9)
+    assert_close(backend(algorithm, reference=llama()).train_step(batch).metrics["ref_kl"], 0, atol=1e-9)
     assert backend(algorithm, reference=llama(seed=1)).train_step(batch).metrics["ref_kl"] > 0.01

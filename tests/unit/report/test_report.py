@@ -19,6 +19,7 @@ from asyncrlhf.report.curves import curve, running_mean, shown_panels, smoothing
 from asyncrlhf.report.html import build_report, render
 from asyncrlhf.report.load import config_differences, group_runs, load_run, load_runs
 from asyncrlhf.report.table import build_tables, to_rich
+from tests.numeric import assert_close
 
 LEDGER = {"admitted": 40, "trained": 36, "uses": 36, "dropped": {"stale": 3}, "failed": {}, "left": 1, "adds_up": True}
 
@@ -79,9 +80,9 @@ def test_seeds_become_their_mean_and_one_standard_deviation(tmp_path: Path) -> N
     expected = expected[expected["count"] == 3]  # the steps that every seed reached
     assert drawn is not None and drawn.low is not None and drawn.high is not None
     np.testing.assert_array_equal(drawn.x, expected.index)
-    np.testing.assert_allclose(drawn.y, expected["mean"])
-    np.testing.assert_allclose(drawn.high - drawn.y, expected["std"])
-    np.testing.assert_allclose(drawn.y - drawn.low, expected["std"])
+    assert_close(drawn.y, expected["mean"])
+    assert_close(drawn.high - drawn.y, expected["std"])
+    assert_close(drawn.y - drawn.low, expected["std"])
 
 
 def test_over_wall_clock_seeds_are_compared_at_equal_times(tmp_path: Path) -> None:
@@ -90,12 +91,12 @@ def test_over_wall_clock_seeds_are_compared_at_equal_times(tmp_path: Path) -> No
     drawn = curve(group, "reward_mean", "wall_time", scale=60.0)
     frames = [pd.read_json(p / "metrics.jsonl", lines=True) for p in paths]
     assert drawn is not None
-    assert 60 * drawn.x[0] == pytest.approx(max(f["wall_time"].iloc[0] for f in frames))
-    assert 60 * drawn.x[-1] == pytest.approx(min(f["wall_time"].iloc[-1] for f in frames))
+    assert_close(60 * drawn.x[0], max(f["wall_time"].iloc[0] for f in frames))
+    assert_close(60 * drawn.x[-1], min(f["wall_time"].iloc[-1] for f in frames))
     for i in (0, 77, len(drawn.x) - 1):
         at = 60 * drawn.x[i]
         values = [_between(f["wall_time"].to_numpy(), f["reward_mean"].to_numpy(), at) for f in frames]
-        assert drawn.y[i] == pytest.approx(np.mean(values))
+        assert_close(drawn.y[i], np.mean(values))
 
 
 def _between(times: np.ndarray, values: np.ndarray, at: float) -> float:
@@ -108,7 +109,7 @@ def _between(times: np.ndarray, values: np.ndarray, at: float) -> float:
 def test_running_mean_against_a_loop() -> None:
     values = np.random.default_rng(0).normal(size=50)
     slow = [values[max(0, i - 2) : i + 3].mean() for i in range(50)]
-    np.testing.assert_allclose(running_mean(values, 5), slow)
+    assert_close(running_mean(values, 5), slow)
     np.testing.assert_array_equal(running_mean(values, 1), values)
     assert smoothing_window(39) == 1 and smoothing_window(300) % 2 == 1
 
@@ -265,7 +266,7 @@ def test_a_stage_has_its_own_curves_and_figures(tmp_path: Path, stage: str, titl
             known = frame[frame[series.metric].notna()]
             assert drawn is not None and series.sparse == series.metric.startswith("heldout_")
             np.testing.assert_array_equal(drawn.x, known.step)
-            np.testing.assert_allclose(drawn.y, known[series.metric])
+            assert_close(drawn.y, known[series.metric])
     [results] = build_tables([run], [group])
     cells = dict(zip(results.header, results.rows[0], strict=True))
     held = frame.heldout_loss.dropna()

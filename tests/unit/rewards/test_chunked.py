@@ -34,6 +34,7 @@ from asyncrlhf.rewards.readings import Stretch, token_batches
 from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Rollout
+from tests.numeric import assert_close
 from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
 from tests.unit.rewards.test_reward_model import bert, bloom, gpt2, gpt_neox, opt
 from tests.unit.rewards.worlds import rollout, save_reward_model
@@ -49,7 +50,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 def load(folder: Path, **options: Any) -> ModelSource:
     config = RewardModelConfig(path=str(folder), inputs="ids", **options)
-    return ModelSource(config, "reward", load_tokenizer(ModelConfig()), max_batch_tokens=4096)
+    made = ModelSource(config, "reward", load_tokenizer(ModelConfig()), max_batch_tokens=4096)
+    made.model.double()  # two ways to compute then agree to rounding; scores leave as float32
+    return made
 
 
 def reader(source: ModelSource, cache_tokens: int = 4096, budget: int = 4096) -> ChunkedSource:
@@ -80,7 +83,7 @@ def test_scores_are_those_of_whole_sequences_whatever_came_before(
     for start in range(0, len(story.order), size):
         done = [story.rollouts[i] for i in story.order[start : start + size]]
         expected = [reference(source, r) for r in done]
-        assert reads.scores(done) == pytest.approx(expected, abs=1e-5)
+        assert_close(reads.scores(done), expected, atol=1e-5)
         reads.release([r.rollout_id for r in done])
     assert reads.held == 0
 
@@ -98,8 +101,8 @@ def test_scores_are_those_of_padded_batches(source: ModelSource, story: Story, s
     reads = reader(source)
     for call in story.calls:
         reads.prefill(call)
-    assert reads.scores(story.rollouts) == pytest.approx(score_batch(source.model, ids, mask).tolist(), abs=1e-5)
-    assert reads.scores(story.rollouts) == pytest.approx(source.scores(story.rollouts), abs=1e-5)
+    assert_close(reads.scores(story.rollouts), score_batch(source.model, ids, mask).tolist(), atol=1e-5)
+    assert_close(reads.scores(story.rollouts), source.scores(story.rollouts), atol=1e-5)
 
 
 def tokens_computed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -122,7 +125,7 @@ def test_at_the_end_only_the_last_tokens_are_left(source: ModelSource, monkeypat
     for piece in pieces(done, (10, 20)):
         assert reads.prefill([piece]) == []
     assert seen == [13, 10]
-    assert reads.scores([done]) == pytest.approx([reference(source, done)], abs=1e-5)
+    assert_close(reads.scores([done]), [reference(source, done)], atol=1e-5)
     assert seen == [13, 10, 10]
     reads.release([0])
     assert reads.held == 0
@@ -139,7 +142,7 @@ def test_siblings_compute_their_prompt_once(source: ModelSource, monkeypatch: py
     reads.prefill(pieces(group[3], (5,)))
     assert seen[2:] == [5], "and so does one that comes later"
     everyone = [*group, other]
-    assert reads.scores(everyone) == pytest.approx([reference(source, r) for r in everyone], abs=1e-5)
+    assert_close(reads.scores(everyone), [reference(source, r) for r in everyone], atol=1e-5)
 
 
 def test_a_full_cache_evicts_what_was_touched_least_recently(
@@ -153,8 +156,8 @@ def test_a_full_cache_evicts_what_was_touched_least_recently(
     assert reads.prefill([chunk(second, 11, 21)]) == [], "what was evicted is not read again before its end"
     assert reads.held == 128
     seen = tokens_computed(reads._passes, monkeypatch)
-    assert reads.scores([first, second, third]) == pytest.approx(
-        [reference(source, r) for r in (first, second, third)], abs=1e-5
+    assert_close(
+        reads.scores([first, second, third]), [reference(source, r) for r in (first, second, third)], atol=1e-5
     )
     assert seen == [3 * 61 - 21 - 11], "of the evicted one nothing was left"
 
@@ -193,7 +196,7 @@ def test_memory_that_runs_out_while_reading_costs_the_cache_alone(
     # The scorer asks for each alone then, and forgets them afterwards.
     scorer = Scorer({"score": WeightedSource(reads)}, RewardConfig(), 64)
     results = scorer.score(done)
-    assert [r.reward for r in results] == pytest.approx([reference(source, r) for r in done], abs=1e-5)
+    assert_close([r.reward for r in results], [reference(source, r) for r in done], atol=1e-5)
 
 
 def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: ModelSource) -> None:
@@ -211,7 +214,7 @@ def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: 
     assert scorer.prefill([], [c for r in done for c in pieces(r, (5,))]).taken
     assert reads.held == 3 * 64
     one, failed, _ = scorer.score(done)
-    assert one.reward == pytest.approx(14 + 0.5 * reference(source, done[0]), abs=1e-5)
+    assert_close(one.reward, 14 + 0.5 * reference(source, done[0]), atol=1e-5)
     assert failed.reward is None
     assert reads.held == 0, "the one that another part failed is forgotten too"
     scorer.prefill([], pieces(done[0], (5,)))
@@ -237,7 +240,7 @@ def test_other_architectures_are_read_alike(
         reads.prefill([chunk(r, 0, len(r.prompt.token_ids) + min(stop, len(r.response_ids) - 1)) for r in done])
     expected = [reference(made, r) for r in done]
     seen = tokens_computed(reads._passes, monkeypatch)
-    assert reads.scores(done) == pytest.approx(expected, abs=1e-5)
+    assert_close(reads.scores(done), expected, atol=1e-5)
     assert np.ptp(expected) > 1e-2 and sum(seen) < 20
 
 

@@ -30,6 +30,7 @@ from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from tests.hanging import Hanging
+from tests.numeric import assert_close
 from tests.unit.rewards.worlds import rollout, save_reward_model
 
 
@@ -116,7 +117,7 @@ def test_a_pass_that_hangs_is_no_failed_score_but_a_worker_to_replace(
     assert isinstance(caught.value, ReplicaError) and not isinstance(caught.value, RewardError)
     assert sizes == [2] and hanging.limits == [12.0]
     (result,) = scorer.score([good])
-    assert result.reward == pytest.approx(source(folder).scores([good])[0])
+    assert_close(result.reward, source(folder).scores([good])[0])
     scorer.close()
 
 
@@ -143,7 +144,7 @@ def test_what_was_read_ahead_before_a_pass_hung_changes_no_score(folder: Path, m
     with pytest.raises(StuckError, match=r"over 9 new tokens of 3 sequences took longer"):
         reader.scores(done)
     assert reader.held == 0
-    assert reader.scores(done) == pytest.approx(whole.scores(done), abs=1e-5)
+    assert_close(reader.scores(done), whole.scores(done), atol=1e-5)
     calls.clear()
     with pytest.raises(StuckError):
         reader.prefill([Chunk(7, 0, 1, np.arange(1, 5))])
@@ -214,5 +215,5 @@ def test_two_models_of_a_sum_share_the_thread(folder: Path) -> None:
     assert isinstance(one, ModelSource) and isinstance(other, ModelSource) and one.thread is other.thread
     assert one.thread.seconds == settings.model_timeout_seconds
     (result,) = scorer.score([rollout(0, "", ids=[4, 5])])
-    assert result.reward == pytest.approx(3 * result.parts["a"])
+    assert_close(result.reward, 3 * result.parts["a"])
     scorer.close()

@@ -9,16 +9,17 @@ import pytest
 
 from asyncrlhf.stages.calibration import agreement
 from asyncrlhf.stages.statistics import estimate
+from tests.numeric import assert_close
 
 
 def test_one_value_a_prompt_is_the_usual_standard_error() -> None:
     values = np.random.default_rng(0).normal(size=37)
     found = estimate(values.tolist())
     assert found is not None and found.n == 37
-    assert found.mean == pytest.approx(values.mean())
-    assert found.standard_error == pytest.approx(values.std(ddof=1) / np.sqrt(37))
+    assert_close(found.mean, values.mean())
+    assert_close(found.standard_error, values.std(ddof=1) / np.sqrt(37))
     shuffled = estimate(values.tolist(), list(range(36, -1, -1)))
-    assert shuffled == pytest.approx(found)
+    assert_close(shuffled, found)
 
 
 def test_copies_of_a_value_bring_no_certainty() -> None:
@@ -26,7 +27,7 @@ def test_copies_of_a_value_bring_no_certainty() -> None:
     once = estimate(values.tolist())
     often = estimate(np.repeat(values, 8).tolist(), np.repeat(np.arange(25), 8).tolist())
     assert once is not None and often is not None
-    assert often.standard_error == pytest.approx(once.standard_error)
+    assert_close(often.standard_error, once.standard_error)
     alone = estimate(np.repeat(values, 8).tolist())
     assert alone is not None and alone.standard_error is not None and once.standard_error is not None
     assert alone.standard_error < 0.5 * once.standard_error
@@ -53,13 +54,13 @@ def test_too_little_to_say() -> None:
 def test_agreement_by_hand() -> None:
     found = agreement([2.0, 1.0, 0.5, 0.0], [0.0, 3.0, 0.5, -1.0], [0, 0, 1, 2])
     assert found["pairs"] == 4 and found["accuracy"] == (1 + 0 + 0.5 + 1) / 4
-    assert found["margin_mean"] == pytest.approx((2 - 2 + 0 + 1) / 4)
+    assert_close(found["margin_mean"], (2 - 2 + 0 + 1) / 4)
     # Sums of the residuals by prompt: (1 + 0 - 2 * 0.625, 0.5 - 0.625, 1 - 0.625).
     residuals = np.array([-0.25, -0.125, 0.375])
-    assert found["accuracy_standard_error"] == pytest.approx(np.sqrt((residuals**2).sum() * 3 / 2) / 4)
+    assert_close(found["accuracy_standard_error"], np.sqrt((residuals**2).sum() * 3 / 2) / 4)
     assert [row["pairs"] for row in found["calibration"]] == [1, 1, 1, 1]
     assert [row["accuracy"] for row in found["calibration"]] == [0.5, 1.0, 1.0, 0.0]
-    assert found["calibration"][1]["expected"] == pytest.approx(1 / (1 + np.exp(-1.0)))
+    assert_close(found["calibration"][1]["expected"], 1 / (1 + np.exp(-1.0)))
 
 
 def test_a_model_that_is_right_about_itself_is_calibrated() -> None:

@@ -1,0 +1,233 @@
+"""What ``algorithm.*`` refuses: values out of range, and switches that contradict each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrlhf.validation import check, check_choice, check_range
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.algorithm import AlgorithmConfig
+
+HEADS = ("policy", "regress", "pair")
+ADVANTAGES = ("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar")
+ANCHORS = ("self", "mu", "prox", "prox_interp", "ema", "ref")
+LEVELS = ("token", "geo", "prod")
+COEFFICIENTS = ("one", "clip", "cap", "band", "signed", "soft", "gamma", "dprob", "geoclip")
+GATES = ("none", "m2", "sat", "opsm")
+CORRECTIONS = ("none", "truncate", "mask")
+KL_PLACES = ("none", "reward", "loss")
+KL_ESTIMATORS = ("auto", "k1", "k2", "k3")
+KL_TARGETS = ("ref", "mu")
+AGGREGATES = ("token", "seq_mean", "seq_sum", "const")
+LR_RULES = ("none", "sqrt_ess")
+REGRESS_TARGETS = ("group", "mean", "vstar")
+PAIR_LOSSES = ("dpo", "ipo", "best")
+TRUNCATED = ("keep", "mask", "bootstrap")
+
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    _check_choices(config)
+    _check_ranges(config)
+    if config.head == "policy":
+        _check_advantage(config)
+        _check_ratio(config)
+        _check_kl(config)
+    else:
+        _check_head(config)
+    check(
+        config.truncated != "bootstrap" or config.needs_critic,
+        f"algorithm.truncated=bootstrap needs a critic, and algorithm.advantage={config.advantage} has none; "
+        "allowed: keep or mask, or advantage=gae or vtrace.",
+    )
+    check(
+        not (config.loss.target and config.head != "policy"),
+        f"algorithm.loss.target replaces the policy loss, and algorithm.head={config.head} has none; "
+        "allowed: head=policy with loss.target, or no loss.target.",
+    )
+    check(
+        not (config.loss.target and config.gate != "none"),
+        f"algorithm.loss.target decides itself which tokens count, so that algorithm.gate={config.gate} would be "
+        "ignored; allowed: gate=none.",
+    )
+
+
+def _check_choices(config: AlgorithmConfig) -> None:
+    allowed = {
+        "head": HEADS,
+        "advantage": ADVANTAGES,
+        "anchor": ANCHORS,
+        "level": LEVELS,
+        "coef": COEFFICIENTS,
+        "gate": GATES,
+        "correction": CORRECTIONS,
+        "correction_level": LEVELS,
+        "kl": KL_PLACES,
+        "kl_estimator": KL_ESTIMATORS,
+        "kl_target": KL_TARGETS,
+        "aggregate": AGGREGATES,
+        "lr": LR_RULES,
+        "regress_target": REGRESS_TARGETS,
+        "pair_loss": PAIR_LOSSES,
+        "truncated": TRUNCATED,
+    }
+    for key, choices in allowed.items():
+        check_choice(f"algorithm.{key}", getattr(config, key), choices)
+
+
+def _check_ranges(config: AlgorithmConfig) -> None:
+    not_negative = ["epsilon", "epsilon_high", "dual_clip", "cap_low", "correction_low", "beta", "entropy_coef"]
+    not_negative += ["value_coef", "delta_low", "delta_high", "m2_threshold", "off_policy_mask_threshold"]
+    not_negative += ["vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg", "ema_ratio_cap"]
+    positive = ["advantage_eps", "cap_high", "correction_high", "value_clip", "vstar_beta"]
+    positive += ["sapo_temperature_pos", "sapo_temperature_neg", "rho_bar", "c_bar"]
+    for key in not_negative:
+        check_range(f"algorithm.{key}", getattr(config, key), low=0)
+    for key in positive:
+        check_range(f"algorithm.{key}", getattr(config, key), low=0, exclusive_low=True)
+    for key in ("gamma", "lam"):
+        check_range(f"algorithm.{key}", getattr(config, key), low=0, high=1)
+    for key in ("num_iterations", "minibatches"):
+        check_range(f"algorithm.{key}", getattr(config, key), low=1)
+    check_range("algorithm.advantage_shift", config.advantage_shift)
+    check(
+        config.ratio_bound >= 1,
+        f"algorithm.ratio_bound={config.ratio_bound:g} is out of range; allowed: >= 1, or .inf.",
+    )
+    check_range("algorithm.ema_decay", config.ema_decay, low=0, high=1, exclusive_high=True)
+    check_range("algorithm.sat_quantile", config.sat_quantile, low=0, high=1, exclusive_low=True)
+    check_range("algorithm.lr_ess_base", config.lr_ess_base, low=0, high=1, exclusive_low=True)
+    for low, high in (("cap_low", "cap_high"), ("correction_low", "correction_high")):
+        check(
+            getattr(config, low) <= getattr(config, high),
+            f"algorithm.{low}={getattr(config, low)} is above algorithm.{high}={getattr(config, high)}; "
+            f"allowed: {low} <= {high}.",
+        )
+    check(
+        config.dual_clip == 0 or config.dual_clip > 1,
+        f"algorithm.dual_clip={config.dual_clip} is out of range; allowed: 0 (off) or > 1.",
+    )
+
+
+def _check_head(config: AlgorithmConfig) -> None:
+    """The heads make their own coefficients, so that a switch of the policy loss would be ignored."""
+    own: dict[str, object] = {
+        "advantage": "raw",
+        "level": "token",
+        "coef": "one",
+        "gate": "none",
+        "correction": "none",
+    }
+    own |= {"kl": "none", "aggregate": "seq_sum", "lr": "none", "whiten": False, "truncated": "keep"}
+    for key, value in own.items():
+        given = getattr(config, key)
+        check(
+            given == value,
+            f"algorithm.{key}={given} has no place in algorithm.head={config.head}, which makes its own coefficients "
+            f"from sequence sums; allowed: {key}={str(value).lower()}.",
+        )
+    anchors = ("self",) if config.head == "pair" and config.pair_loss == "best" else ("ref", "mu")
+    check(
+        config.anchor in anchors,
+        f"algorithm.anchor={config.anchor} is not what algorithm.head={config.head} measures from; "
+        f"allowed: {' or '.join(anchors)}.",
+    )
+    check(
+        config.beta > 0 or anchors == ("self",),
+        f"algorithm.head={config.head} needs algorithm.beta > 0.",
+    )
+
+
+def _check_advantage(config: AlgorithmConfig) -> None:
+    check(
+        config.advantage_shift == 0 or config.advantage == "group_mean",
+        f"algorithm.advantage_shift moves the group's mean, which algorithm.advantage={config.advantage} does not "
+        "subtract; allowed: advantage=group_mean, or advantage_shift=0.",
+    )
+    check(
+        config.advantage != "opob" or (config.anchor != "mu" and not _token_correction(config)),
+        "algorithm.advantage=opob weighs whole sequences by the behavior weight; allowed: correction=none, or a "
+        "correction with correction_level=geo or prod, and any anchor but mu.",
+    )
+    check(
+        not (config.advantage == "opob" and config.whiten),
+        "algorithm.whiten moves the baseline away from the one of least variance that algorithm.advantage=opob "
+        "finds; allowed: whiten=false with opob.",
+    )
+    check(
+        config.advantage != "vtrace" or config.anchor != "mu",
+        "algorithm.advantage=vtrace holds the ratio to the behavior policy already, and algorithm.anchor=mu counts "
+        "it twice; allowed: anchor=self, prox, prox_interp or ema.",
+    )
+
+
+def _token_correction(config: AlgorithmConfig) -> bool:
+    return config.correction != "none" and config.correction_level == "token"
+
+
+def _check_ratio(config: AlgorithmConfig) -> None:
+    check(
+        not (config.anchor == "mu" and config.correction != "none"),
+        "algorithm.anchor=mu together with algorithm.correction counts the behavior policy twice; "
+        "allowed: anchor=prox or self with a correction, or anchor=mu with correction=none.",
+    )
+    check(
+        config.anchor != "ref",
+        "algorithm.anchor=ref is the heads' anchor; allowed with head=policy: self, mu, prox, prox_interp, ema.",
+    )
+    check(
+        config.anchor != "self" or config.coef == "one" or bool(config.loss.target),
+        f"algorithm.coef={config.coef} looks at a ratio that is always 1 under algorithm.anchor=self; "
+        "allowed: coef=one, or another anchor.",
+    )
+    check(
+        (config.anchor == "ema") == (config.ema_decay > 0),
+        f"algorithm.anchor={config.anchor} with algorithm.ema_decay={config.ema_decay:g} does not fit; "
+        "allowed: anchor=ema with ema_decay > 0, or another anchor with ema_decay=0.",
+    )
+    check(
+        config.ema_ratio_cap == 0 or (config.anchor == "ema" and config.correction == "none"),
+        f"algorithm.ema_ratio_cap={config.ema_ratio_cap:g} brings the sampler into the ratio to a slow network; "
+        "allowed: anchor=ema with correction=none, or 0 (off).",
+    )
+    for coef, level in (("gamma", "prod"), ("geoclip", "token"), ("dprob", "token")):
+        check(
+            config.coef != coef or config.level == level,
+            f"algorithm.coef={coef} is defined on the {level} ratio only, not on algorithm.level={config.level}; "
+            f"allowed: level={level}.",
+        )
+    check(
+        config.coef != "geoclip" or (config.aggregate == "seq_mean" and not config.token_advantages),
+        "algorithm.coef=geoclip (GMPO) is a sequence's geometric mean of ratios times its one advantage, which "
+        f"algorithm.aggregate={config.aggregate} with algorithm.advantage={config.advantage} is not; "
+        "allowed: aggregate=seq_mean with any advantage but gae, vtrace and whiten.",
+    )
+    check(
+        config.coef != "dprob" or config.anchor == "mu",
+        "algorithm.coef=dprob compares the probabilities of policy and sampler; allowed: anchor=mu.",
+    )
+    check(
+        config.gate not in ("m2", "sat") or (config.anchor == "mu" and config.level == "token"),
+        f"algorithm.gate={config.gate} looks at each token's ratio to the behavior policy; "
+        "allowed: anchor=mu with level=token.",
+    )
+    check(
+        config.gate != "sat" or config.coef == "clip",
+        f"algorithm.gate=sat shrinks the bounds of PPO's clip, not those of algorithm.coef={config.coef}; "
+        "allowed: coef=clip.",
+    )
+
+
+def _check_kl(config: AlgorithmConfig) -> None:
+    check(config.kl == "none" or config.beta > 0, f"algorithm.kl={config.kl} needs algorithm.beta > 0.")
+    check(
+        not (config.kl == "reward" and config.kl_target == "mu"),
+        "algorithm.kl=reward is a penalty for leaving the reference, not the sampler (algorithm.kl_target=mu); "
+        "allowed: kl=loss with kl_target=mu, or kl_target=ref.",
+    )
+    check(
+        config.kl != "reward" or config.kl_estimator in ("auto", "k1"),
+        f"algorithm.kl_estimator={config.kl_estimator} is no penalty under algorithm.kl=reward: the gradient of such a "
+        "reward is not that of the KL (k3's is that of KL(pi||ref) - KL(ref||pi), which nearly cancels); "
+        "allowed: k1 or auto, or kl=loss.",
+    )
