@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.engines.base import Engine
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
+from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainBatch, TrainSample
 
 TRUNCATED = SamplingParams(12, temperature=0.7, top_p=0.9, top_k=20)
 
@@ -68,6 +69,17 @@ def sets_of(rollout: Rollout) -> list[set[int]]:
     """The kept tokens at each place of a response."""
     assert rollout.kept_ids is not None and rollout.kept_counts is not None
     return [set(part.tolist()) for part in np.split(rollout.kept_ids, np.cumsum(rollout.kept_counts)[:-1])]
+
+
+def with_sets(batch: TrainBatch, vocabulary: int, seed: int = 0) -> TrainBatch:
+    """The batch as if up to half of the vocabulary had been kept at most response tokens, and all of it at the rest."""
+    draws = np.random.default_rng(seed)
+    sets: list[np.ndarray] = []
+    for token, answered in zip(batch.token_ids, batch.response_mask, strict=True):
+        others = draws.permutation(vocabulary)[: int(draws.integers(0, vocabulary // 2))]
+        sets.append(np.union1d(others, token) if answered and draws.random() < 2 / 3 else others[:0])
+    counts = np.array([len(kept) for kept in sets], np.int32)
+    return replace(batch, kept_ids=np.concatenate(sets).astype(np.int32), kept_counts=counts)
 
 
 def renormalised(logits: torch.Tensor, sets: Sequence[set[int]], temperature: float) -> torch.Tensor:

@@ -11,8 +11,11 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
+from tests.truncated import with_sets
 from tests.unit.learner.ranks import batches, build, curve, run_ranks
+from tests.unit.learner.worlds import VOCABULARY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -25,11 +28,17 @@ CASES: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
 }
 
 
+def given() -> list[TrainBatch]:
+    """All but the first as truncated sampling would give them; in the second a share is empty."""
+    plain, *others = batches(STEPS)
+    return [plain, *(with_sets(batch, VOCABULARY) for batch in others)]
+
+
 def job(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (algorithm, settings) in CASES.items():
         trained = build(rank, RANKS, algorithm, backend="deepspeed", sequence_parallel_size=2, **settings)
-        found[name] = curve(trained, batches(STEPS), rank, RANKS)
+        found[name] = curve(trained, given(), rank, RANKS)
     return found
 
 
@@ -41,7 +50,8 @@ def four_ranks() -> list[dict[str, Any]]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_split_sequences_make_the_curve_of_one(four_ranks: list[dict[str, Any]], name: str) -> None:
-    expected = curve(build(algorithm=CASES[name][0]), batches(STEPS))
+    expected = curve(build(algorithm=CASES[name][0]), given())
+    assert ["truncation_mass" in metrics for metrics in expected] == [False, True, True]
     for rank in four_ranks:
         for found, wanted in zip(rank[name], expected, strict=True):
             assert_close(found, wanted, rtol=2e-3, atol=2e-4)

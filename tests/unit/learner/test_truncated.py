@@ -75,8 +75,8 @@ def test_ratios_are_1_at_equal_weights(name: str) -> None:
     assert abs(metrics["behavior_kl"]) < 1e-9
     assert metrics["policy_log_ratio_abs_max"] < 1e-5 and abs(metrics.get("ref_kl", 0.0)) < 1e-9
     assert metrics["clip_fraction"] == 0.0 or algorithm_of(name).coef == "signed", "TOPR's bound is at 1 itself"
-    for rejected in ("behavior_truncated_fraction", "behavior_masked_fraction"):
-        assert metrics.get(rejected, 0.0) == 0.0
+    for cut in ("behavior_truncated_fraction", "behavior_masked_fraction"):
+        assert metrics.get(cut, 0.0) == 0.0
     assert 0.3 < metrics["truncation_mass"] < 0.9
 
 
