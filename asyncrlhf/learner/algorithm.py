@@ -77,7 +77,7 @@ class AlgorithmConfig:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 5.0
-    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; .inf is off
+    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; inf is off
     kl: str = "none"
     beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
     kl_estimator: str = "k3"
@@ -159,7 +159,7 @@ class AlgorithmConfig:
         check_range("algorithm.advantage_shift", self.advantage_shift)
         check(
             self.ratio_bound >= 1,
-            f"algorithm.ratio_bound={self.ratio_bound:g} is out of range; allowed: >= 1, or .inf.",
+            f"algorithm.ratio_bound={self.ratio_bound:g} is out of range; allowed: >= 1, or inf.",
         )
         check_range("algorithm.ema_decay", self.ema_decay, low=0, high=1, exclusive_high=True)
         check_range("algorithm.sat_quantile", self.sat_quantile, low=0, high=1, exclusive_low=True)
