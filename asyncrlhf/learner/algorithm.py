@@ -77,7 +77,7 @@ class AlgorithmConfig:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 5.0
-    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; inf is off
+    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; 0 is off
     kl: str = "none"
     beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
     kl_estimator: str = "k3"
