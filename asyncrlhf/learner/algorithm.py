@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from asyncrlhf.learner.algorithm_checks import check_algorithm
@@ -63,7 +64,7 @@ class AlgorithmConfig:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 5.0
-    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; .inf is off
+    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; 0 is off
     kl: str = "none"
     beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
     kl_estimator: str = "auto"  # k1 in the reward, where it alone is a penalty; k3 in the loss
@@ -90,6 +91,11 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         check_algorithm(self)
+
+    @property
+    def largest_ratio(self) -> float:
+        """``ratio_bound``, as the losses take it."""
+        return self.ratio_bound or math.inf
 
     @property
     def needs(self) -> frozenset[str]:

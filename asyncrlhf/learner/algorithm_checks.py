@@ -90,9 +90,10 @@ def _check_ranges(config: AlgorithmConfig) -> None:
     for key in ("num_iterations", "minibatches"):
         check_range(f"algorithm.{key}", getattr(config, key), low=1)
     check_range("algorithm.advantage_shift", config.advantage_shift)
+    check_range("algorithm.ratio_bound", config.ratio_bound, low=0)
     check(
-        config.ratio_bound >= 1,
-        f"algorithm.ratio_bound={config.ratio_bound:g} is out of range; allowed: >= 1, or .inf.",
+        config.ratio_bound == 0 or config.ratio_bound >= 1,
+        f"algorithm.ratio_bound={config.ratio_bound:g} is below the ratio of equal policies; allowed: 0 (off) or >= 1.",
     )
     check_range("algorithm.ema_decay", config.ema_decay, low=0, high=1, exclusive_high=True)
     check_range("algorithm.sat_quantile", config.sat_quantile, low=0, high=1, exclusive_low=True)

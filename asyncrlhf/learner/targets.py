@@ -171,5 +171,5 @@ def correction_weight(
         mode=config.correction,
         low=config.correction_low,
         high=config.correction_high,
-        ratio_bound=config.ratio_bound,
+        ratio_bound=config.largest_ratio,
     )
