@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from asyncrlhf.validation import check, check_choice, check_range
@@ -77,7 +78,7 @@ class AlgorithmConfig:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 5.0
-    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; inf is off
+    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; 0 is off
     kl: str = "none"
     beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
     kl_estimator: str = "k3"
@@ -157,9 +158,10 @@ class AlgorithmConfig:
         for key in ("num_iterations", "minibatches"):
             check_range(f"algorithm.{key}", getattr(self, key), low=1)
         check_range("algorithm.advantage_shift", self.advantage_shift)
+        check_range("algorithm.ratio_bound", self.ratio_bound, low=0)
         check(
-            self.ratio_bound >= 1,
-            f"algorithm.ratio_bound={self.ratio_bound:g} is out of range; allowed: >= 1, or inf.",
+            self.ratio_bound == 0 or self.ratio_bound >= 1,
+            f"algorithm.ratio_bound={self.ratio_bound:g} is below that of equal policies; allowed: 0 (off) or >= 1.",
         )
         check_range("algorithm.ema_decay", self.ema_decay, low=0, high=1, exclusive_high=True)
         check_range("algorithm.sat_quantile", self.sat_quantile, low=0, high=1, exclusive_low=True)
@@ -288,6 +290,11 @@ class AlgorithmConfig:
             "algorithm.kl=reward is the penalty of the sampler, whose distance to algorithm.kl_target=mu, itself, is "
             "always 0; allowed: kl=loss with kl_target=mu, or kl_target=ref.",
         )
+
+    @property
+    def largest_ratio(self) -> float:
+        """``ratio_bound``, as the losses take it."""
+        return self.ratio_bound or math.inf
 
     @property
     def needs(self) -> frozenset[str]:

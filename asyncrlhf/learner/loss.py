@@ -112,7 +112,7 @@ class MicrobatchLosses:
             weight=weight,
             sample_weights=facts.sample_weights,
             gate=gate,
-            ratio_bound=config.ratio_bound,
+            ratio_bound=config.largest_ratio,
         )
         return MicrobatchLoss(result.loss, result.clipped)
 
@@ -171,7 +171,7 @@ class MicrobatchLosses:
             weight=weight,
             aggregate=config.aggregate,
             sample_weights=facts.sample_weights,
-            ratio_bound=config.ratio_bound,
+            ratio_bound=config.largest_ratio,
         )
 
     def _sum(self, per_token: torch.Tensor, facts: _Facts, normaliser: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def build_targets(
                 ids,
                 beta=penalty,
                 estimator=config.kl_estimator,
-                ratio_bound=config.ratio_bound,
+                ratio_bound=config.largest_ratio,
             )
         advantages = broadcast(_sequence_advantages(rewards, tokens.group_ids, config), ids)
     if config.whiten or config.advantage == "whiten":
@@ -96,7 +96,7 @@ def _critic_advantages(
             mask,
             beta=penalty,
             estimator=config.kl_estimator,
-            ratio_bound=config.ratio_bound,
+            ratio_bound=config.largest_ratio,
         )
     if config.advantage == "gae":
         return gae(rewards, values, mask, ids, gamma=config.gamma, lam=config.lam)
@@ -159,5 +159,5 @@ def correction_weight(
         mode=config.correction,
         low=config.correction_low,
         high=config.correction_high,
-        ratio_bound=config.ratio_bound,
+        ratio_bound=config.largest_ratio,
     )
