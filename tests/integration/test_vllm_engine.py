@@ -28,6 +28,9 @@ Weights = dict[str, torch.Tensor]
 PROBE = [np.random.default_rng(seed).integers(0, VOCABULARY, 40) for seed in range(5)]
 # The float32 rounding of both sides; what a whole step of the weights moves is thousands of times that.
 AGREE = 1e-4
+# Adapters of noise make the weights several times as large, and rounding with them: 1.3e-4 was seen, on a CPU without
+# AVX512. Without its adapter a model is off by more than 0.1.
+AGREE_ADAPTED = 1e-3
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -248,7 +251,9 @@ def test_an_adapter_is_merged_into_the_weights_that_vllm_runs(tiny: TinyVllm) ->
         engine.load_weights(version, merge(adapter), "keep")
         for got, text in zip(engine.score(PROBE), PROBE, strict=True):
             logits = adapted(torch.from_numpy(text)[None]).logits[0].detach()
-            assert_close(got, own_logprobs(logits, text), atol=AGREE)
+            assert_close(got, own_logprobs(logits, text), atol=AGREE_ADAPTED)
+            without = own_logprobs(reference(tiny, base, text), text)
+            assert np.abs(without - own_logprobs(logits, text)).max() > 0.1
     assert {tuple(np.unique(r.policy_versions)) for r in finish(engine).values()} == {(0, 1, 2)}
 
 

@@ -17,6 +17,7 @@ from tests.unit.learner.bandit import Table, policy, sampled
 STEPS, WINDOW, SEEDS, SPREAD = 150, 20, 5, 0.1
 RATE = 3e-3
 LAGS = [pytest.param(0, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough), 16]
+NAMES = ["rloo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("reinforce_pp", "ppo"))]
 
 
 def with_kl(name: str) -> AlgorithmConfig:
@@ -58,7 +59,7 @@ def assert_held(curves: np.ndarray) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lag", LAGS)
-@pytest.mark.parametrize("name", ["rloo", "reinforce_pp", "ppo"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_kl_in_the_reward_keeps_the_policy_at_the_reference(name: str, lag: int) -> None:
     assert_held(np.stack([divergences(with_kl(name), lag, seed) for seed in range(SEEDS)]))
 
