@@ -32,7 +32,11 @@ def native() -> str:
 def plain_files() -> list[str]:
     """Options that leave out the files that start Ray, the tests that start vLLM, and long runs."""
     tests = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("test_*.py")))
-    return ["-m", "not vllm and not thorough", *(f"--ignore={path}" for path in tests if "ray_local" in path.read_text())]
+    return [
+        "-m",
+        "not vllm and not thorough",
+        *(f"--ignore={path}" for path in tests if "ray_local" in path.read_text()),
+    ]
 
 
 def run(name: str, arguments: list[str]) -> int:
