@@ -72,8 +72,9 @@ def test_ratios_are_1_at_equal_weights(name: str) -> None:
     assert metrics["behavior_log_ratio_abs_max"] < 1e-5
     assert metrics["ess_fraction"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["ess_fraction_seq"] == pytest.approx(1.0, abs=1e-6)
-    assert abs(metrics["behavior_kl"]) < 1e-9
-    assert metrics["policy_log_ratio_abs_max"] < 1e-5 and abs(metrics.get("ref_kl", 0.0)) < 1e-9
+    # r - 1 - log r in float32 is off by up to 6e-8 a token at r = 1; without the sets it is over 1e-3.
+    assert abs(metrics["behavior_kl"]) < 1e-7
+    assert metrics["policy_log_ratio_abs_max"] < 1e-5 and abs(metrics.get("ref_kl", 0.0)) < 1e-7
     assert metrics["clip_fraction"] == 0.0 or algorithm_of(name).coef == "signed", "TOPR's bound is at 1 itself"
     for cut in ("behavior_truncated_fraction", "behavior_masked_fraction"):
         assert metrics.get(cut, 0.0) == 0.0
