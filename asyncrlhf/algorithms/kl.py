@@ -2,7 +2,7 @@
 
 In the reward only k1 is a penalty. As a reward, an estimator f(pi, ref) has the score-function gradient
 E[f grad log pi]: k1's is that of KL(pi || ref); k3's is that of KL(pi || ref) - KL(ref || pi), whose leading order
-cancels, so that a run with it drifts from the reference; k2's is close to neither.
+cancels, so that next to nothing holds the policy; k2's is close to neither.
 
 Gradients of the estimators as losses, checked by enumeration in the tests (pi = policy, mu = the sampler):
 on-policy, k1 has none in expectation, k2 gives that of KL(pi || ref), k3 that of KL(ref || pi). Off-policy, r k1 and
