@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from asyncrlhf.orchestrator.records import read_metrics
+from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.report.html import build_report
 
 COLUMNS = [

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.tasks.base import Task
+from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, SamplingParams
 
 SLOTS = 512

@@ -24,15 +24,15 @@ import pandas as pd
 import torch
 import yaml
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import CheckpointConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.checkpoint import LEARNER_FOLDER, list_checkpoints
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import CheckpointConfig
-from asyncrlhf.orchestrator.records import METRICS_FILE, read_metrics
 from asyncrlhf.orchestrator.run import train
-from asyncrlhf.tasks.build import build_task
+from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
+from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.tasks.build_task import build_task
 from experiments.distance import measure
 
 HERE = Path(__file__).absolute().parent

@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from asyncrlhf.cluster.local_runtime import LocalRuntime
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator import run as run_module
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.local_runtime import LocalRuntime
 from asyncrlhf.orchestrator.meters import is_timing
-from asyncrlhf.orchestrator.records import read_metrics
+from asyncrlhf.records.recorder import read_metrics
 
 QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
 FAKE = (

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.ray_handles import RayGenerator
 from tests import loop
 from tests.loop import Finished
 

@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_settings_named_in_the_text_exist(page: Path) -> None:
-    from asyncrlhf.orchestrator.config import RunConfig
+    from asyncrlhf.config.run_config import RunConfig
 
     known = settings(RunConfig)
     groups = {name for name in known if any(other.startswith(f"{name}.") for other in known)}

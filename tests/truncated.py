@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.engines.base import Engine
+from asyncrlhf.engines.engine import Engine
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainBatch, TrainSample
 

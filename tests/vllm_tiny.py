@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from asyncrlhf.data.config import ModelConfig
-from asyncrlhf.engines.config import GeneratorConfig, VllmConfig
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore
 from asyncrlhf.engines.vllm_engine import VllmEngine
 

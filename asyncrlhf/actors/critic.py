@@ -9,13 +9,13 @@ import torch
 
 from asyncrlhf.actors.messages import RolloutBundle, bundled
 from asyncrlhf.actors.where import Where, where
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_policy
-from asyncrlhf.learner.critic_config import CriticConfig
-from asyncrlhf.learner.served_critic import ServedCritic
-from asyncrlhf.transport.base import Ticket
-from asyncrlhf.transport.build import build_receiver
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.learner.companions import ServedCritic
+from asyncrlhf.learner.learner_config import CriticConfig
+from asyncrlhf.transport.build_transport import build_receiver
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import Rollout, ServiceResult
 
 

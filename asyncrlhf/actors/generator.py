@@ -20,7 +20,7 @@ from asyncrlhf.actors.where import Where, where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, describe
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.rewards.chunked_messages import Chunk, ChunkBundle, describe_chunks
-from asyncrlhf.transport.base import Ticket
+from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import FloatArray, GenerationFailure, Rollout
 
 __all__ = ["GeneratorActor", "GeneratorSpec", "GeneratorWorker", "build_worker", "describe"]

@@ -13,22 +13,21 @@ import numpy as np
 import ray
 import torch
 
-from asyncrlhf.actors.cores import keep_to
 from asyncrlhf.actors.messages import Offer
-from asyncrlhf.actors.where import Where, name_interface, where
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.actors.where import Where, keep_to, name_interface, where
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import pack, shard
 from asyncrlhf.data.pretrained import load_policy, load_tokenizer
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.base import StepResult
-from asyncrlhf.learner.build import build_learner
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.distributed import init_process_group
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.base import Ticket, TransferStats, WeightSender
-from asyncrlhf.transport.build import build_sender, lay_out
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.gather import ShardedParams, take_part
+from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightSender
+from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
 

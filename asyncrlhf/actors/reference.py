@@ -9,11 +9,11 @@ import torch
 
 from asyncrlhf.actors.messages import RolloutBundle, bundled
 from asyncrlhf.actors.where import Where, where
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.chunked_reference import build_reference
-from asyncrlhf.learner.output_layer import use_float32_head
-from asyncrlhf.learner.reference_config import ReferenceConfig
+from asyncrlhf.learner.forward import use_float32_head
+from asyncrlhf.learner.learner_config import ReferenceConfig
 from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.types import Rollout, ServiceResult
 

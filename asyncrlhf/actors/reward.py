@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from asyncrlhf.actors.where import Where, where
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.rewards.build import build_scorer
+from asyncrlhf.rewards.build_scorer import build_scorer
 from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer
-from asyncrlhf.tasks.build import build_task
+from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import RewardResult, Rollout
 
 

@@ -10,18 +10,17 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrlhf.actors.messages import WorkItem
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
-from asyncrlhf.engines.adapter import AdapterMerge
-from asyncrlhf.engines.base import Engine, StepOutput
-from asyncrlhf.engines.build import build_engine
-from asyncrlhf.engines.config import GeneratorConfig
+from asyncrlhf.engines.build_engine import build_engine
+from asyncrlhf.engines.engine import AdapterMerge, Engine, StepOutput
+from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
-from asyncrlhf.transport.base import Ticket, WeightReceiver
-from asyncrlhf.transport.build import build_receiver
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.build_transport import build_receiver
+from asyncrlhf.transport.protocol import Ticket, WeightReceiver
+from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import (
     FloatArray,
     Generation,

@@ -18,28 +18,28 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from asyncrlhf.actors.cores import available_cores, keep_to
 from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.messages import Collected, WorkItem
 from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.cluster.ray_calls import ask, bundle
+from asyncrlhf.cluster.ray_handles import RayGenerator
+from asyncrlhf.cluster.ray_runtime import MALLOC
+from asyncrlhf.cluster.ray_services import RayReward
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.dispatch import Dispatcher
-from asyncrlhf.orchestrator.ray_calls import ask, bundle
-from asyncrlhf.orchestrator.ray_handles import RayGenerator
-from asyncrlhf.orchestrator.ray_runtime import MALLOC
-from asyncrlhf.orchestrator.ray_services import RayReward
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.orchestrator.scoring import Scoring
 from asyncrlhf.orchestrator.state import Replica
-from asyncrlhf.rewards.config import GRANULARITIES
+from asyncrlhf.rewards.reward_config import GRANULARITIES
 from asyncrlhf.types import RewardResult, Rollout, RolloutInfo
 
 SETTING = [

@@ -21,13 +21,13 @@ from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
+from asyncrlhf.cluster.ray_handles import RayGenerator
+from asyncrlhf.cluster.ray_runtime import MALLOC
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.vllm_core import engine_arguments, sampling_arguments
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed
-from asyncrlhf.orchestrator.ray_handles import RayGenerator
-from asyncrlhf.orchestrator.ray_runtime import MALLOC
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.types import GenerationRequest
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from asyncrlhf.actors.messages import TrainItem, WorkItem
 from asyncrlhf.bench.measure import show, spread, write
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
+from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed
-from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
-from asyncrlhf.orchestrator.parts import build_runtime
-from asyncrlhf.orchestrator.records import read_metrics
 from asyncrlhf.orchestrator.run import Prepared, prepare, train
+from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.types import GenerationRequest, Payload
 
 QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]
@@ -28,7 +28,7 @@ LOAD = [
     "generator.max_completion_length=32",
     "generator.ignore_eos=true",
     "reward.kind=python",
-    "reward.target=asyncrlhf.bench.workload:coin",
+    "reward.target=asyncrlhf.bench.measure:coin",
 ]
 WARM_UP = 5  # steps left out at the head of every measurement
 

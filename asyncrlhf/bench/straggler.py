@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.records import read_metrics
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
+from asyncrlhf.records.recorder import read_metrics
 
 SETTING = [
     *QUIET,

@@ -15,15 +15,15 @@ from typing import Any
 
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET, WARM_UP
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.errors import AsyncRLHFError
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.orchestrator.records import read_metrics
 from asyncrlhf.orchestrator.run import train
+from asyncrlhf.records.recorder import read_metrics
 
 TIMEOUT_SECONDS = 900.0
-PREFIX_REWARD = ["reward.kind=python", "reward.target=asyncrlhf.bench.workload:prefix_match"]
+PREFIX_REWARD = ["reward.kind=python", "reward.target=asyncrlhf.bench.measure:prefix_match"]
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:

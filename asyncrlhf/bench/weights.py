@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from asyncrlhf.bench.weights_report import report, summarize
-from asyncrlhf.transport.base import WeightReceiver, WeightSender
-from asyncrlhf.transport.build import build_receiver, build_sender
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.build_transport import build_receiver, build_sender
+from asyncrlhf.transport.protocol import WeightReceiver, WeightSender
+from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.validation import check, check_choice, check_range
 
 TIMEOUT_SECONDS = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.errors import StaleBatchError
 
 

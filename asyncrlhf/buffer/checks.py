@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrlhf.buffer.admission import resolve_capacity
-from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.validation import check, check_range
 
 

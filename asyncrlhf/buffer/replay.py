@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.buffer.admission import resolve_capacity, scheduled_versions
-from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.records import group_from_json, group_to_json
-from asyncrlhf.buffer.sampling import CHOOSERS, PRIORITY, correction, spread
-from asyncrlhf.buffer.waiting import groups_due, must_wait
+from asyncrlhf.buffer.sampling import CHOOSERS, PRIORITY, correction, groups_due, must_wait, spread
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import DropReason, Payload, RolloutGroup
 

@@ -1,9 +1,9 @@
-"""Which groups of the buffer a batch takes, and with what probability each was to be taken."""
+"""Which groups a batch takes, with what probability, and which stragglers it waits for (over_stale=wait)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,3 +86,29 @@ def correction(probabilities: Sequence[float], exponent: float) -> list[float]:
     (prioritised replay, 1511.05952)."""
     least = min(probabilities, default=1.0)
     return [(least / p) ** exponent for p in probabilities]
+
+
+def must_wait(version: int, in_flight: Iterable[int], bound: int, groups_per_step: int) -> bool:
+    """Whether the step at ``version`` waits: more than ``k`` steps' worth of unfinished groups have only ``k`` steps
+    left after this one, for any k. (k = 0 alone is not enough: when fresher groups overtake, several batches of
+    stragglers would reach the bound at one step.)
+
+    ``in_flight`` holds one entry for each unfinished group: the lowest version its replicas held when it was admitted
+    or begun.
+    """
+    pending = sorted(v for v in in_flight if v <= version)
+    return any(
+        position + 1 > max(0, begun - (version - bound)) * groups_per_step for position, begun in enumerate(pending)
+    )
+
+
+def groups_due(version: int, begun: list[int], bound: int, groups_per_step: int) -> int:
+    """How many of the groups begun at these versions must go now so that every later step can still meet the bound.
+
+    The last look-ahead, over all that is in play, needs no choice: any full batch meets it.
+    """
+    due = 0
+    for steps_left in range(max(1, bound)):
+        limit = version - bound + steps_left
+        due = max(due, sum(v <= limit for v in begun) - steps_left * groups_per_step)
+    return due

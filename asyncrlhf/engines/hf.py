@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.engines.base import CacheMode, StepOutput
+from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
 from asyncrlhf.engines.planning import choose_prefills, plan_score, plan_step

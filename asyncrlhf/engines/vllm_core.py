@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
-from asyncrlhf.engines.config import VLLM_MAX_TOP_K, GeneratorConfig
+from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_tensors import merge_shares, worker_tensors
 from asyncrlhf.engines.vllm_transfer import BACKEND, register
 from asyncrlhf.errors import ConfigError

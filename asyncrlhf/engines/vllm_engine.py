@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncrlhf.engines.base import CacheMode, StepOutput
+from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.engines.weights import match_named_weights
 from asyncrlhf.errors import WeightSyncError

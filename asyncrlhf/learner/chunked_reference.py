@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_shape
+from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
-from asyncrlhf.learner.reference import ReferencePolicy
 from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.rewards.chunked_passes import ChunkingRefusedError, PackedPasses, first_right, past_refusal
 from asyncrlhf.rewards.model import context_of

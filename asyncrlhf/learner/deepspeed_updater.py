@@ -1,4 +1,4 @@
-"""DeepSpeed beneath the train step: ZeRO engines for policy and critic, exact sums over ragged microbatches."""
+"""DeepSpeed beneath the train step: ZeRO engines, exact sums over ragged microbatches, and the backend."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.distributed import barrier, init_single_process_group, padded
-from asyncrlhf.learner.export import export_model
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
-from asyncrlhf.learner.optim import build_optimizer, clip_gradient, set_learning_rate
+from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.optim import Updater, build_optimizer, clip_gradient, set_learning_rate
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards, on_host
+from asyncrlhf.learner.shards import Shards, export_model, on_host
+from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.learner.ulysses import SequenceParallel
 
 FOLDER = "deepspeed"  # of a checkpoint: what the engines write
 
@@ -279,3 +280,20 @@ def _import_deepspeed(device: torch.device) -> Any:
     # DeepSpeed's business, and torch says it again at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
+
+
+class DeepSpeedBackend(TorchBackend):
+    """``learner.zero_stage`` 0 to 3 (ZeRO, 1910.02054): the same step as ``TorchBackend`` up to rounding.
+
+    Critic and reference are sharded like the policy. The slow target network lies whole on every rank, and a rank
+    loads the whole model into host memory before it keeps its shard. Policy and critic are split over tokens where
+    ``learner.sequence_parallel_size`` asks for it; frozen models then pass the whole of a share on each of its ranks.
+    """
+
+    def _make_updater(self) -> Updater:
+        updater = DeepSpeedUpdater(self.config, self.model, self.policy, self.critic, self.device, self.ranks)
+        if self.sequence_peers.ranks > 1:
+            sequence = SequenceParallel(self.model, self.sequence_peers, updater.ulysses())
+            for module in (self.policy, *(() if self.critic is None else (self.critic,))):
+                module.split(sequence)
+        return updater

@@ -1,4 +1,4 @@
-"""Packed forward passes: a batch as tensors, and the module that turns it into log-probs and entropies of responses."""
+"""Packed forward passes: a batch as tensors, the module that gives log-probs and entropies, a float32 head."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
@@ -275,3 +276,27 @@ def _first_with_prompt(token_ids: IntArray, starts: IntArray, prompts: IntArray)
             for index, (start, length) in enumerate(zip(starts, prompts, strict=True))
         ]
     )
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer whose product, sum and result are float32, under autocast and with lower weights as well."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+def use_float32_head(model: PreTrainedModel) -> None:
+    """Let the output layer of ``model`` work in float32, in place; copies of the model made later do, too.
+
+    Logits of bfloat16 keep 8 bits: at 20 they are rounded by up to 0.06, and so are log-probs. Raises ConfigError for a
+    model whose output layer is no plain linear layer.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Float32Linear):
+        raise ConfigError(
+            f"learner.float32_head=true: the output layer of a {type(model).__name__} is a {type(head).__name__}; "
+            "allowed: a plain linear layer without an adapter, or float32_head=false."
+        )
+    head.__class__ = Float32Linear

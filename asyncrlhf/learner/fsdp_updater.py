@@ -15,9 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import device_mesh, padded
-from asyncrlhf.learner.export import export_model
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import DTensorShards, Shards, on_host
+from asyncrlhf.learner.shards import DTensorShards, Shards, export_model, on_host
 from asyncrlhf.learner.torch_updater import TorchUpdater
 
 FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks

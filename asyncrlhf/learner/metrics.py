@@ -19,8 +19,7 @@ from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.masked import masked_mean, moments
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import StepPlan, invalid_behavior
-from asyncrlhf.learner.record import StepRecord
-from asyncrlhf.learner.targets import Targets, correction_weight, proximal_of
+from asyncrlhf.learner.targets import StepRecord, Targets, correction_weight, proximal_of
 
 Arrays = dict[str, np.ndarray]
 

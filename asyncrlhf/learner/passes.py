@@ -13,7 +13,7 @@ import torch
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.optim import Updater
 from asyncrlhf.learner.plan import Microbatch, StepPlan, cut_answers
-from asyncrlhf.learner.record import StepRecord
+from asyncrlhf.learner.targets import StepRecord
 from asyncrlhf.types import FloatArray
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}

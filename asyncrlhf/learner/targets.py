@@ -1,4 +1,4 @@
-"""What a step's losses aim at: advantages, anchors and behavior weights, from rewards and the policies' log-probs."""
+"""What a step aims at and what it found: advantages, anchors, behavior weights; the record of its forward passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,37 @@ from asyncrlhf.algorithms.kl import kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.masked import moments, whiten
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, target_anchor
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.forward import TokenFacts
 from asyncrlhf.learner.plan import ResponseTokens
+
+
+@dataclass
+class StepRecord:
+    """Detached values of the M response tokens of a rank."""
+
+    policy: torch.Tensor  # [M] of the last pass
+    proximal: torch.Tensor  # [M] of the first pass, before any update
+    entropy: torch.Tensor  # [M] of the last pass
+    collision: torch.Tensor  # [M] of the last pass, where the policy gives it
+    clipped: torch.Tensor  # [M] share of the passes in which the clip rule or a gate acted
+    kept_mass: torch.Tensor  # [M] of the first pass, where sampling was truncated; 0 before it
+
+    @classmethod
+    def empty(cls, tokens: int, device: torch.device) -> StepRecord:
+        return cls(*(torch.zeros(tokens, device=device) for _ in range(6)))
+
+    def keep(self, span: slice, facts: TokenFacts) -> None:
+        self.policy[span] = facts.logprobs.detach()
+        self.entropy[span] = facts.entropies.detach()
+        if len(facts.collision):
+            self.collision[span] = facts.collision
+        if len(facts.kept_mass):
+            first = self.kept_mass[span]
+            self.kept_mass[span] = torch.where(first > 0, first, facts.kept_mass.to(first))
+
+    def facts(self, span: slice) -> TokenFacts:
+        """What was kept, without gradient."""
+        return TokenFacts(self.policy[span], self.entropy[span], self.collision[span], self.kept_mass[span])
 
 
 @dataclass

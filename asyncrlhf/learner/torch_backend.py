@@ -17,22 +17,19 @@ from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner import checkpoint, lookahead
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.base import StepResult
-from asyncrlhf.learner.config import LearnerConfig
-from asyncrlhf.learner.critic import ValueModel
+from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.companions import EmaPolicy, ValueModel
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
-from asyncrlhf.learner.ema import EmaPolicy
-from asyncrlhf.learner.forward import PackedPolicy, TokenFacts
+from asyncrlhf.learner.forward import PackedPolicy, TokenFacts, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import export, merge, step_metrics
 from asyncrlhf.learner.optim import Updater, schedule_factor
-from asyncrlhf.learner.output_layer import use_float32_head
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
-from asyncrlhf.learner.record import StepRecord
 from asyncrlhf.learner.shards import Shards, gathered
-from asyncrlhf.learner.targets import Passes, Targets, build_targets
+from asyncrlhf.learner.targets import Passes, StepRecord, Targets, build_targets
 from asyncrlhf.learner.torch_updater import TorchUpdater
 from asyncrlhf.learner.user_loss import UserLoss
 from asyncrlhf.types import FloatArray, TrainBatch

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from asyncrlhf.data.adapter import is_adapter, trained_tensors
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.distributed import Peers, all_sum, data_parallel, reducing
-from asyncrlhf.learner.export import export_model
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.optim import build_optimizer, clip_gradient, set_learning_rate
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards
+from asyncrlhf.learner.shards import Shards, export_model
 
 
 class TorchUpdater:

@@ -1,1 +1,1 @@
-"""The controller and what it needs: config, runtimes, checkpoints, records."""
+"""The loops of a run and their state: dispatch, scoring, assembly, learning, weight sync, recovery."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrlhf.buffer.config import AsyncConfig
+from asyncrlhf.buffer.async_config import AsyncConfig
 
 # Of whole sequences: on tokens even ruinous staleness leaves most of the sample effective. The share that VCPO's
 # learning rate reads (2602.17616).

@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from typing import Generic, TypeVar
 
+from asyncrlhf.cluster.handles import ReaderHandle
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.handles import ReaderHandle
 from asyncrlhf.orchestrator.state import GroupInProgress, PrefillTotals, RunState
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
 from asyncrlhf.types import RolloutInfo

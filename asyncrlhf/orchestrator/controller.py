@@ -39,20 +39,17 @@ from typing import Any
 from asyncrlhf.buffer.admission import build_gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, StallError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.checkpoint import CheckpointWriter, Saved
-from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.critics import Critics, CriticVersions, valued
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.evaluation import HeldOut
-from asyncrlhf.orchestrator.growth import Growth
-from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.orchestrator.records import RunRecorder
-from asyncrlhf.orchestrator.recovery import Recovery
+from asyncrlhf.orchestrator.recovery import Growth, Recovery
 from asyncrlhf.orchestrator.references import References, completed
 from asyncrlhf.orchestrator.resume import restore, snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
@@ -60,8 +57,10 @@ from asyncrlhf.orchestrator.scoring import Scoring
 from asyncrlhf.orchestrator.service import Service
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
-from asyncrlhf.orchestrator.view import RunView
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+from asyncrlhf.records.checkpoint import CheckpointWriter, Saved
+from asyncrlhf.records.progress import RunView
+from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
 
 

@@ -6,29 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrlhf.actors.critic import CriticSpec
+from asyncrlhf.cluster.handles import CriticHandle, Runtime
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.orchestrator.handles import CriticHandle, Runtime
 from asyncrlhf.orchestrator.service import Waiting
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.token_service import TokenService, completed_by
-from asyncrlhf.transport.config import WeightsConfig
 from asyncrlhf.types import Rollout, RolloutInfo, ServiceResult
-
-
-def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
-    """What the workers are started with; None where the learner asks its own critic, or the algorithm has none."""
-    if not config.critic_served:
-        return None
-    return CriticSpec(config.critic, config.model, config.learner.mixed_precision, config.runtime, weights)
-
-
-def critic_notes(config: RunConfig) -> list[str]:
-    """What the user should know of a service that was asked for."""
-    if config.critic.where == "learner" or config.critic_served:
-        return []
-    return [f"No critic worker is started: algorithm={config.algorithm.name} has no critic."]
 
 
 class CriticVersions:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from asyncrlhf.actors.messages import WorkItem
+from asyncrlhf.cluster.handles import RewardHandle, Runtime, WorkerLostError
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.handles import RewardHandle, Runtime, WorkerLostError
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.types import GenerationRequest, Prompt, RewardResult, Rollout, SamplingParams
 

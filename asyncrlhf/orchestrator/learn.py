@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.buffer.replay import Taken
+from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
-from asyncrlhf.learner.base import StepResult
+from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.meters import Meters, StepTimes
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.signs import MissingSign

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncrlhf.buffer.replay import Taken
-from asyncrlhf.learner.base import StepResult
-from asyncrlhf.orchestrator.replica_meters import REPLICA_PREFIX, ReplicaMeters
+from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.orchestrator.replica_meters import ReplicaMeters
 from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.records.summary import REPLICA_PREFIX
 
 # What depends on when things happened and not on what was computed: all that two runs of one seed in
 # ``async.mode=fixed_lag`` may differ in.

@@ -12,10 +12,10 @@ from typing import Any, cast
 import numpy as np
 
 from asyncrlhf.actors.messages import TrainItem
+from asyncrlhf.cluster.handles import LearnerHandle, Runtime
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner.base import StepResult
-from asyncrlhf.orchestrator.handles import LearnerHandle, Runtime
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.types import Payload
 
 STATE_FILE = "reward_normalizer.json"

@@ -18,7 +18,7 @@ import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncrlhf.orchestrator.handles import GeneratorHandle
+from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.orchestrator.state import Replica, RunState
 

@@ -6,55 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrlhf.actors.reference import ReferenceSpec
-from asyncrlhf.learner.chunked_reference import chunk_refusal
+from asyncrlhf.cluster.handles import ReferenceHandle, Runtime
+from asyncrlhf.cluster.parts import reference_spec
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.chunking import Chunking
-from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.orchestrator.handles import ReferenceHandle, Runtime
 from asyncrlhf.orchestrator.service import Waiting
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.token_service import TokenService, completed_by
 from asyncrlhf.types import Rollout, ServiceResult
-
-
-def reference_spec(config: RunConfig) -> ReferenceSpec | None:
-    """What the workers are started with; None where the learner asks its own model, or the algorithm none at all."""
-    if not config.reference_served:
-        return None
-    return ReferenceSpec(
-        config.reference,
-        config.model,
-        config.generator.temperature,
-        config.learner.mixed_precision,
-        config.learner.float32_head,
-        config.fusion.cache_tokens if config.reference_reads_ahead else 0,
-    )
-
-
-def reference_notes(config: RunConfig) -> list[str]:
-    """What the user should know of a service that was asked for."""
-    if config.reference.where == "learner" or config.reference_served:
-        return []
-    return [f"No reference worker is started: algorithm={config.algorithm.name} needs no reference policy."]
-
-
-def chunk_note(config: RunConfig) -> str | None:
-    """What is to be said of a reference service that cannot read ahead, though ``fusion.granularity=chunk`` asks for
-    it; told from the checkpoint's config."""
-    if config.reference_served and config.generator.truncated:
-        return (
-            "fusion.granularity=chunk: the reference model reads whole rollouts, as with fusion.granularity=rollout, "
-            "because truncated sampling (generator.top_p, generator.top_k, generator.min_p) tells only with the whole "
-            "rollout which tokens it kept."
-        )
-    refusal = chunk_refusal(config.model) if config.reference_reads_ahead else None
-    if refusal is None:
-        return None
-    return (
-        f"fusion.granularity=chunk: the reference model of model.path={config.model.path} {refusal}, so it reads whole "
-        "rollouts, as with fusion.granularity=rollout."
-    )
 
 
 def fingerprint(config: RunConfig) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.records.summary import REPLICA_PREFIX
 
-REPLICA_PREFIX = "generator/"
 LISTED = 16  # replicas with figures of their own; those beyond are put together as "others"
 _SUMS = ("tokens_per_second", "rollouts", "in_flight", "restarts", "held_back")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrlhf.buffer.records import group_from_json, group_to_json
+from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.checkpoint import Saved
-from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.references import fingerprint
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
+from asyncrlhf.records.checkpoint import Saved
 from asyncrlhf.types import Payload, RolloutGroup
 
 

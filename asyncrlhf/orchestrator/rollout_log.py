@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrlhf.buffer.replay import Taken
-from asyncrlhf.orchestrator.handles import Runtime
-from asyncrlhf.orchestrator.records import RolloutRow, RunRecorder
+from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.records.recorder import RolloutRow, RunRecorder
 from asyncrlhf.types import Payload, Prompt, Rollout, RolloutInfo, ScoredRollout
 
 MAX_BEHIND = 64  # batches of rows whose arrays are still to be fetched; beyond, the run waits for its records

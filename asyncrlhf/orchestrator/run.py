@@ -14,30 +14,27 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.nodes import shortage, this_machine
+from asyncrlhf.cluster.parts import build_runtime, chunk_note, critic_notes, placement_plan, reference_notes
+from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
-from asyncrlhf.engines.config import VLLM_MAX_TOP_K, GeneratorConfig
+from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
-from asyncrlhf.orchestrator.checkpoint import Saved, find_checkpoint, read_checkpoint
-from asyncrlhf.orchestrator.clock import run_virtual
-from asyncrlhf.orchestrator.config import RunConfig, to_plain
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
-from asyncrlhf.orchestrator.critics import critic_notes
 from asyncrlhf.orchestrator.evaluation import HeldOut
-from asyncrlhf.orchestrator.nodes import shortage, this_machine
 from asyncrlhf.orchestrator.normalize import normalized
-from asyncrlhf.orchestrator.parts import build_runtime, placement_plan
-from asyncrlhf.orchestrator.progress import Progress
-from asyncrlhf.orchestrator.records import RunRecorder
-from asyncrlhf.orchestrator.references import chunk_note, reference_notes
-from asyncrlhf.orchestrator.summary import build_summary
-from asyncrlhf.orchestrator.view import RunView
-from asyncrlhf.orchestrator.wandb_sink import WandbSink
-from asyncrlhf.rewards.build import check_rewards
+from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
+from asyncrlhf.records.progress import Progress, RunView
+from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.records.summary import build_summary
+from asyncrlhf.records.wandb_sink import WandbSink
+from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.rewards.chunked_check import chunk_outlook
-from asyncrlhf.tasks.base import Task
-from asyncrlhf.tasks.build import build_task
+from asyncrlhf.tasks.build_task import build_task
+from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import SamplingParams
 from asyncrlhf.validation import check
 

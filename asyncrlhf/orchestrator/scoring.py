@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
+from asyncrlhf.cluster.handles import RewardHandle
 from asyncrlhf.errors import ReplicaError, RewardError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.chunking import Chunking
-from asyncrlhf.orchestrator.handles import RewardHandle
 from asyncrlhf.orchestrator.service import Service, Waiting
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.token_service import TokenService

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.chunking import Chunking
-from asyncrlhf.orchestrator.handles import WorkerLostError
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.rewards.chunked_messages import ChunkInfo
 from asyncrlhf.types import RolloutInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.reward_config import RewardConfig
 
 METRIC = "negative_advantage_fraction"
 STEPS = 10

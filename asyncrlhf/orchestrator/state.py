@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrlhf.buffer.admission import Gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.cluster.clock import Signal
+from asyncrlhf.cluster.handles import GeneratorHandle
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
-from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.orchestrator.handles import GeneratorHandle
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.types import Payload, Prompt, ScoredRollout
-
-
-class Signal:
-    """Wakes every waiter whenever something changed; each tests its own condition. Single-threaded, no lost wake-up."""
-
-    def __init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
-
-    def notify(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait_for(self, condition: Callable[[], object]) -> None:
-        while not condition():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
 
 
 @dataclass

@@ -7,10 +7,10 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.chunking import Chunking
-from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.service import Service, Waiting
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.types import Payload, Rollout, ServiceResult

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.handles import Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
 
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncrlhf.actors.messages import Offer
-from asyncrlhf.engines.base import CacheMode
+from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
+from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
-from asyncrlhf.orchestrator.handles import GeneratorHandle, Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
-from asyncrlhf.transport.base import LostReceiversError
+from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.types import FloatArray
 
 PROBE_TEXTS, PROBE_LENGTH = 4, 16

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
+from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
 
 # What may differ between two runs of one configuration: where they lie and what they show.
 _NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint")

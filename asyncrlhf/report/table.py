@@ -1,13 +1,15 @@
-"""The report's tables: one row a run, seeds put together, and the settings in which the runs differ."""
+"""The tables of the report: a column a run, and what each stage left."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table as RichTable
 
-from asyncrlhf.orchestrator.summary import (
+from asyncrlhf.records.summary import (
     REPLICA_COLUMNS,
     duration,
     mean,
@@ -17,9 +19,94 @@ from asyncrlhf.orchestrator.summary import (
     time_weighted_mean,
     values,
 )
-from asyncrlhf.report.cells import MISSING, Table, number, spread
 from asyncrlhf.report.load import TRAIN, Group, Run, config_differences
-from asyncrlhf.report.stage_table import stage_results, stage_seeds
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text, for HTML and for the terminal alike."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def number(value: float | None, template: str) -> str:
+    return MISSING if value is None else template.format(value)
+
+
+def spread(found: Sequence[float | None], template: str) -> str:
+    """Mean and sample standard deviation of those that are known."""
+    known = [value for value in found if value is not None]
+    if not known:
+        return MISSING
+    middle = template.format(statistics.fmean(known))
+    return f"{middle} ± {template.format(statistics.stdev(known))}" if len(known) > 1 else middle
+
+
+# Metric -> heading; those that no run has are left out.
+_SHOWN = {
+    "loss": "loss",
+    "heldout_loss": "held-out loss",
+    "heldout_mean_token_accuracy": "held-out token accuracy",
+    "heldout_accuracy": "held-out accuracy",
+    "heldout_margin": "held-out margin",
+}
+
+
+def stage_results(runs: Sequence[Run]) -> Table:
+    """One row a run, each metric's first and last value."""
+    shown = _of(runs)
+    header = ["run", "seed", "steps", *(_SHOWN[name] for name in shown), "wall time", "ended"]
+    return Table("Results", header, [_row(run, shown) for run in runs])
+
+
+def stage_seeds(groups: Sequence[Group]) -> Table:
+    """One row a configuration, the last values over its seeds."""
+    shown = _of([run for group in groups for run in group.runs])
+    rows = [
+        [
+            group.label,
+            str(len(group.runs)),
+            *(spread([_last(run, name) for run in group.runs], "{:.3f}") for name in shown),
+        ]
+        for group in groups
+    ]
+    header = ["configuration", "runs", *(f"{_SHOWN[name]}, last" for name in shown)]
+    return Table("Mean over seeds ± one standard deviation", header, rows)
+
+
+def _of(runs: Sequence[Run]) -> list[str]:
+    return [name for name in _SHOWN if any(run.column(name) is not None for run in runs)]
+
+
+def _row(run: Run, shown: Sequence[str]) -> list[str]:
+    wall = run.rows[-1].get("wall_time")
+    return [
+        run.label,
+        MISSING if run.seed is None else str(run.seed),
+        f"{run.rows[-1]['step']:,}",
+        *(_ends(run, name) for name in shown),
+        MISSING if wall is None else duration(wall),
+        run.summary.get("exit_reason", MISSING) if run.summary else "no summary (running or killed)",
+    ]
+
+
+def _known(run: Run, name: str) -> list[float]:
+    values = run.column(name)
+    return [] if values is None else [float(value) for value in values if value == value]
+
+
+def _ends(run: Run, name: str) -> str:
+    known = _known(run, name)
+    return f"{known[0]:.3f} → {known[-1]:.3f}" if known else MISSING
+
+
+def _last(run: Run, name: str) -> float | None:
+    known = _known(run, name)
+    return known[-1] if known else None
 
 
 def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:

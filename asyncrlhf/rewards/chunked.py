@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.base import RewardSource, Score, StuckError
 from asyncrlhf.rewards.chunked_passes import ChunkingRefusedError, Passes, build_passes
 from asyncrlhf.rewards.model import SLOW_PASS, ModelSource, head_of
-from asyncrlhf.rewards.model_inputs import policy_ids
+from asyncrlhf.rewards.model_loading import policy_ids
 from asyncrlhf.rewards.readings import Readings, Stretch
+from asyncrlhf.rewards.reward import RewardSource, Score, StuckError
 from asyncrlhf.types import IntArray, Rollout
 
 

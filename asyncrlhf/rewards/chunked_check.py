@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from asyncrlhf.rewards.chunked_passes import static_refusal
-from asyncrlhf.rewards.config import RewardConfig, RewardPart
-from asyncrlhf.rewards.model_inputs import build_encoder, policy_ids
+from asyncrlhf.rewards.model_loading import build_encoder, policy_ids
+from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart
 from asyncrlhf.rewards.service_config import RewardModelConfig
 
 
@@ -24,7 +24,7 @@ class ChunkOutlook:
 
 
 def chunk_outlook(reward: RewardConfig, policy: PreTrainedTokenizerBase) -> ChunkOutlook:
-    """Of a reward that :func:`~asyncrlhf.rewards.build.check_rewards` found in order."""
+    """Of a reward that :func:`~asyncrlhf.rewards.build_scorer.check_rewards` found in order."""
     models = {name: part for name, part in reward.sources.items() if part.kind == "model"}
     if not models:
         kinds = ", ".join(sorted({part.kind for part in reward.sources.values()}))

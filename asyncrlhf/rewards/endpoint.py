@@ -1,4 +1,4 @@
-"""A JSON service that is asked with patience: time limit, retries with back-off, circuit breaker."""
+"""Remote endpoints: one POST a batch, retries and limits; a reward that asks one for a number a rollout."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import requests
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.base import ServiceError
 from asyncrlhf.rewards.functions import call_with_timeout, late
+from asyncrlhf.rewards.guard import checked_scores
+from asyncrlhf.rewards.reward import Score, ServiceError, columns_of
 from asyncrlhf.rewards.service_config import HttpConfig
+from asyncrlhf.types import Rollout
 
 # Answers that another try may change; any other that is no success says that the request itself was refused.
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -167,3 +169,27 @@ def _retry_after(response: requests.Response) -> float:
         return max(0.0, float(response.headers.get("Retry-After", "0")))
     except ValueError:
         return 0.0
+
+
+class HttpSource:
+    """Sends the columns of a reward function as a JSON object of lists: ``prompts``, ``completions``, ``answer``,
+    ``metadata`` and ``completion_ids``. Takes ``{"rewards": [...]}`` or the bare list of numbers, in order."""
+
+    def __init__(self, config: HttpConfig, timeout_seconds: float) -> None:
+        self._endpoint = Endpoint(config, timeout_seconds)
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        count, who = len(rollouts), self._endpoint.who
+
+        def parse(answer: Any) -> list[Score]:
+            scores = checked_scores(answer.get("rewards") if isinstance(answer, dict) else answer, count, who)
+            causes = [score for score in scores if isinstance(score, RewardError)]
+            if len(causes) == count:
+                raise causes[0]  # all nonsense: a failure of the service, which its breaker should count
+            return scores
+
+        scores: list[Score] = self._endpoint.ask(columns_of(rollouts), parse)
+        return scores
+
+    def close(self) -> None:
+        """Nothing is held open that does not end with the worker."""

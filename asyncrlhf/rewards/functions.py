@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.base import RewardFunction, Score, columns_of
 from asyncrlhf.rewards.guard import call_function
-from asyncrlhf.tasks.base import Task
+from asyncrlhf.rewards.reward import RewardFunction, Score, columns_of
+from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt, Rollout
 
 

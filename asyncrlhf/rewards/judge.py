@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.base import Score, ServiceError
 from asyncrlhf.rewards.endpoint import Endpoint
+from asyncrlhf.rewards.reward import Score, ServiceError
 from asyncrlhf.rewards.service_config import HttpConfig, JudgeConfig
 from asyncrlhf.types import Rollout
 

@@ -12,10 +12,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.base import Score
-from asyncrlhf.rewards.model_inputs import Encoder, build_encoder
-from asyncrlhf.rewards.model_loading import load_reward_model
+from asyncrlhf.rewards.model_loading import Encoder, build_encoder, load_reward_model
 from asyncrlhf.rewards.model_thread import ModelThread
+from asyncrlhf.rewards.reward import Score
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import IntArray, Rollout
 

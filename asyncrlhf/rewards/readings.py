@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from asyncrlhf.rewards.base import StuckError
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.rewards.chunked_passes import CAPACITY_MULTIPLE, Extension, Passes
+from asyncrlhf.rewards.reward import StuckError
 from asyncrlhf.types import IntArray
 
 Made = TypeVar("Made")

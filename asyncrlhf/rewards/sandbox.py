@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.base import Score, columns_of
+from asyncrlhf.rewards.reward import Score, columns_of
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.base import ChunkReader, RewardSource, Score, ServiceError
 from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.reward import ChunkReader, RewardSource, Score, ServiceError
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.types import RewardResult, Rollout
 
 

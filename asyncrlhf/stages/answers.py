@@ -10,10 +10,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrlhf.actors.reward import RewardSpec, build_reward
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.build import build_engine
-from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, RewardResult, Rollout, SamplingParams
 

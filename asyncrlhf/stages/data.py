@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrlhf.config.stage_config import TrainerConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.stages.training_config import TrainerConfig
 from asyncrlhf.validation import check
 
 if TYPE_CHECKING:

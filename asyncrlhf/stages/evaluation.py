@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.config.stage_config import ANSWERS
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model, load_tokenizer
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.run import Prepared, prepare
-from asyncrlhf.rewards.model_inputs import same_tokens
+from asyncrlhf.rewards.model_loading import same_tokens
 from asyncrlhf.stages.answers import Scored, sample_answers, score_answers, written
 from asyncrlhf.stages.divergence import kl_figures, perplexity, response_logprobs
-from asyncrlhf.stages.evaluation_config import ANSWERS
 from asyncrlhf.stages.statistics import estimate
-from asyncrlhf.tasks.build import build_task
+from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import Prompt, Rollout, SamplingParams
 from asyncrlhf.validation import check
 

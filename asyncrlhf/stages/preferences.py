@@ -15,16 +15,15 @@ import torch
 import yaml
 
 from asyncrlhf.actors.reward import RewardSpec, build_reward
-from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig
+from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.config import RunConfig, to_plain
-from asyncrlhf.orchestrator.records import CONFIG_FILE, SUMMARY_FILE
 from asyncrlhf.orchestrator.run import Prepared, prepare
+from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE
 from asyncrlhf.stages.answers import sample_answers
-from asyncrlhf.stages.evaluation_config import EvaluationConfig
-from asyncrlhf.stages.preferences_config import PreferencesConfig
-from asyncrlhf.stages.record import run_folder
+from asyncrlhf.stages.stage_record import run_folder
 from asyncrlhf.types import Prompt, RewardResult, Rollout
 
 PREFERENCES_FILE = "preferences.jsonl"

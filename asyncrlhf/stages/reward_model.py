@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.stages.calibration import agreement
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.stages.data import Split, hold_out
-from asyncrlhf.stages.pairs import PairEncoder, choose_padding
-from asyncrlhf.stages.preference_data import about, read_pairs
-from asyncrlhf.stages.record import MODEL_FOLDER, is_main
-from asyncrlhf.stages.statistics import Estimate
+from asyncrlhf.stages.preference_data import PairEncoder, about, choose_padding, read_pairs
+from asyncrlhf.stages.stage_record import MODEL_FOLDER, is_main
+from asyncrlhf.stages.statistics import Estimate, agreement
 from asyncrlhf.stages.training import (
     Job,
     QuietTrainer,
@@ -48,7 +46,7 @@ def run_reward_model(config: RunConfig) -> dict[str, Any]:
     """Train a score on the preferences of ``reward_model.path``, starting from ``model.path``; returns the summary.
 
     ``run_dir/model`` is what ``reward.kind=model reward.model.path=...`` loads, and it reads there what it read here.
-    ``heldout`` of the summary: :func:`~asyncrlhf.stages.calibration.agreement` of that checkpoint, as a reward worker
+    ``heldout`` of the summary: :func:`~asyncrlhf.stages.statistics.agreement` of that checkpoint, as a reward worker
     loads it, with the held-out pairs. Raises ConfigError before anything is trained.
     """
     settings = config.reward_model

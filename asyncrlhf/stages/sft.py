@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.orchestrator.config import RunConfig
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.stages.data import Split, check_columns, check_rows, hold_out, read_rows
 from asyncrlhf.stages.training import (
     Job,

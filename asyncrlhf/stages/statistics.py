@@ -1,9 +1,9 @@
-"""Means with standard errors where several values belong to one prompt."""
+"""Means with standard errors over prompts; a reward model's accuracy, margin and calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,3 +39,40 @@ def estimate(values: Sequence[float], prompts: Sequence[int] | None = None) -> E
     sums = np.bincount(member, weights=data - mean)
     error = float(np.sqrt(np.square(sums).sum() * groups / (groups - 1)) / len(data))
     return Estimate(mean, error, len(data))
+
+
+BINS = 5
+
+
+def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
+    """Accuracy, mean margin and calibration of the scores [N] of chosen and rejected answers; ``prompts`` [N] says
+    which pairs share one, for the standard errors. Equal scores count half.
+
+    ``calibration``: up to five bins of equally many pairs, by the size of the margin. ``expected`` is the share of
+    right answers that the Bradley-Terry model reads off those sizes, sigmoid(|margin|); ``accuracy`` is what was.
+    """
+    margin = np.asarray(chosen, dtype=np.float64) - np.asarray(rejected, dtype=np.float64)
+    right = 0.5 * (1.0 + np.sign(margin))
+    accuracy, mean = estimate(right.tolist(), prompts), estimate(margin.tolist(), prompts)
+    assert accuracy is not None and mean is not None
+    order = np.argsort(np.abs(margin), kind="stable")
+    bins = [part for part in np.array_split(order, min(BINS, len(order))) if len(part)]
+    return {
+        "pairs": len(margin),
+        "accuracy": accuracy.mean,
+        "accuracy_standard_error": accuracy.standard_error,
+        "margin_mean": mean.mean,
+        "margin_standard_error": mean.standard_error,
+        "score_mean": float(np.mean([chosen, rejected])),
+        "score_std": float(np.std([chosen, rejected])),
+        "calibration": [
+            {
+                "margin_low": float(np.abs(margin[part]).min()),
+                "margin_high": float(np.abs(margin[part]).max()),
+                "pairs": len(part),
+                "accuracy": float(right[part].mean()),
+                "expected": float((1.0 / (1.0 + np.exp(-np.abs(margin[part])))).mean()),
+            }
+            for part in bins
+        ],
+    }

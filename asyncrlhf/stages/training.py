@@ -16,13 +16,13 @@ import torch
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.config.stage_config import TrainerConfig
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer, resolve
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.orchestrator.records import RecordMarker
 from asyncrlhf.orchestrator.run import RUNS
-from asyncrlhf.stages.record import CHECKPOINTS_FOLDER, MODEL_FOLDER, StageRecord, is_main, run_folder
-from asyncrlhf.stages.training_config import TrainerConfig
+from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.stages.stage_record import CHECKPOINTS_FOLDER, MODEL_FOLDER, StageRecord, is_main, run_folder
 from asyncrlhf.validation import check
 
 MARKER_FILE = "records.json"

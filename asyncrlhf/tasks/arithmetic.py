@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import IndexedSource
-from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Prompt
 
 # One pair of operands in HELDOUT_SHARE belongs to evaluation, by a hash that no seed moves.

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import IndexedSource
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.answers import extract_answer, unwrap
-from asyncrlhf.tasks.base import LongPromptError, PromptEncoder
+from asyncrlhf.tasks.task import LongPromptError, PromptEncoder
 from asyncrlhf.types import Prompt
 
 SUFFIXES = (".jsonl", ".parquet")

@@ -9,11 +9,11 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from transformers import PreTrainedTokenizerBase
 
-from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import IndexedSource
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.answers import extract_answer
-from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Prompt
 
 HELDOUT_SEED = 0

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.config import Tolerance
 from asyncrlhf.transport.manifest import as_bytes
+from asyncrlhf.transport.weights_config import Tolerance
 from asyncrlhf.types import FloatArray, IntArray
 
 

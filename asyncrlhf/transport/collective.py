@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import Ticket, TransferStats
 from asyncrlhf.transport.checksum import bucket_checksum, entries_by_bucket
 from asyncrlhf.transport.group import BroadcastGroup
 from asyncrlhf.transport.live import LiveHolder, bucket_buffer, gather_bucket
 from asyncrlhf.transport.manifest import FlatBuckets, manifest_digest
 from asyncrlhf.transport.membership import Membership
+from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.transport.snapshot import SnapshotHolder, Wire
 from asyncrlhf.transport.staging import payload_bytes
 from asyncrlhf.types import WeightManifest

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import Ticket
 from asyncrlhf.transport.checksum import entries_by_bucket, verify_bucket
 from asyncrlhf.transport.control import Line, LineClosedError, Message, dial, split_endpoint
 from asyncrlhf.transport.group import BroadcastGroup, device_identity
 from asyncrlhf.transport.live import bucket_buffer, bucket_views
 from asyncrlhf.transport.manifest import manifest_digest
+from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.staging import Staging
 
 POLL_SECONDS = 0.002  # how often a receiver looks whether a bucket is complete

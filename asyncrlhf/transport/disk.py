@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import LostReceiversError, Ticket, TransferStats
 from asyncrlhf.transport.checksum import bucket_checksum, entries_by_bucket, verify_bucket
 from asyncrlhf.transport.disk_files import (
     ANSWERS,
@@ -32,6 +31,7 @@ from asyncrlhf.transport.disk_files import (
 )
 from asyncrlhf.transport.live import bucket_buffer, gather_bucket
 from asyncrlhf.transport.manifest import check_params, copy_tensors
+from asyncrlhf.transport.protocol import LostReceiversError, Ticket, TransferStats
 from asyncrlhf.transport.snapshot import SnapshotHolder, WeightHolder, Wire
 from asyncrlhf.transport.staging import Staging, payload_bytes
 from asyncrlhf.types import WeightManifest

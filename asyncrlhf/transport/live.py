@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import Ticket
 from asyncrlhf.transport.gather import whole
 from asyncrlhf.transport.manifest import check_params, copy_tensors, view_of, wire_dtype
+from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.snapshot import Wire
 from asyncrlhf.types import TensorEntry, WeightManifest
 

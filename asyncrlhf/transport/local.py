@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import Ticket, TransferStats
 from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
+from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.transport.snapshot import SnapshotHolder
 from asyncrlhf.transport.staging import Staging, payload_bytes
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.transport.control import Line, LineClosedError, Message, collect, own_host
 from asyncrlhf.transport.group import BroadcastGroup, choose_backend, device_identity
+from asyncrlhf.transport.protocol import LostReceiversError
 
 
 class Membership:

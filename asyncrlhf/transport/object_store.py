@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import Ticket, TransferStats
+from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.transport.snapshot import SnapshotHolder, Wire
 from asyncrlhf.transport.staging import Staging, payload_bytes
 from asyncrlhf.types import WeightManifest

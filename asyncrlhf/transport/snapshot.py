@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import Ticket
 from asyncrlhf.transport.checksum import changed_buckets, manifest_checksums
 from asyncrlhf.transport.gather import held
 from asyncrlhf.transport.manifest import FlatBuckets
+from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import WeightManifest
 
 

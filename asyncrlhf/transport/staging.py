@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import Ticket
 from asyncrlhf.transport.checksum import changed_buckets, entries_by_bucket, verify_bucket
 from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
+from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import TensorEntry, WeightManifest
 
 

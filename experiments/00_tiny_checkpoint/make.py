@@ -10,7 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.types import Prompt
 

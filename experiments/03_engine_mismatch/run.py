@@ -28,9 +28,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.records import METRICS_FILE, read_metrics
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
+from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 
 HERE = Path(__file__).absolute().parent
 RUNS, CURVES = HERE / "runs.csv", HERE / "curves.csv"

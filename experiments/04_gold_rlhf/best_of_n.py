@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from chain import Base
 
-from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.stages.answers import sample_answers, score_answers
 from asyncrlhf.stages.preferences import draw_prompts

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import yaml
 
-from asyncrlhf.orchestrator.checkpoint import LEARNER_FOLDER, list_checkpoints
-from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
+from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.tasks.base import Task
-from asyncrlhf.tasks.build import build_task
+from asyncrlhf.tasks.build_task import build_task
+from asyncrlhf.tasks.task import Task
 
 DEMONSTRATIONS = "demonstrations.jsonl"
 PROMPTS = "prompts.jsonl"

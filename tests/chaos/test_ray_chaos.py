@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrlhf.cluster.local_runtime import LocalGenerator
+from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.errors import ReplicaError, StallError
-from asyncrlhf.orchestrator.local_runtime import LocalGenerator
-from asyncrlhf.orchestrator.ray_handles import RayGenerator, RayLearner
 from tests.loop import FAKE, Finished
 from tests.loop import run as local_run
 from tests.ray_run import before, is_alive, part_processes, replica_of, run, strike, until, wait_until, watch

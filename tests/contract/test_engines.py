@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from asyncrlhf.engines.base import Engine
-from asyncrlhf.engines.config import FakeConfig
+from asyncrlhf.engines.engine import Engine
 from asyncrlhf.engines.fake import FakeEngine
+from asyncrlhf.engines.generator_config import FakeConfig
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
 from tests.numeric import FLOAT32, assert_close

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.base import LearnerBackend
-from asyncrlhf.learner.build import BACKENDS, build_learner
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.backend import LearnerBackend
+from asyncrlhf.learner.build_learner import BACKENDS, build_learner
+from asyncrlhf.learner.companions import ServedCritic
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.plan import plan_step
-from asyncrlhf.learner.served_critic import ServedCritic
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import VOCABULARY, llama, random_batch, samples
 

@@ -15,9 +15,9 @@ import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport import checksum
-from asyncrlhf.transport.base import Ticket, TransferStats, WeightReceiver, WeightSender
-from asyncrlhf.transport.build import build_receiver, build_sender
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.build_transport import build_receiver, build_sender
+from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightReceiver, WeightSender
+from asyncrlhf.transport.weights_config import WeightsConfig
 
 Params = dict[str, torch.Tensor]
 SNAPSHOTS = ["local", "object_store", "collective", "disk"]

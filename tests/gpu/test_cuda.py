@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import pack
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.build import build_learner
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.build_learner import build_learner
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.base import Engine
-from asyncrlhf.engines.config import GeneratorConfig, VllmConfig
+from asyncrlhf.engines.engine import Engine
+from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.types import Generation, GenerationRequest, SamplingParams

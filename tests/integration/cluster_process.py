@@ -16,8 +16,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
+from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.errors import AsyncRLHFError
-from asyncrlhf.orchestrator.ray_runtime import RayRuntime
 from tests import loop
 
 NODES, CPUS = 3, 2

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.orchestrator import growth, ray_runtime
-from asyncrlhf.orchestrator.ray_handles import RayLearner
 from tests import loop
 from tests.ray_run import before, until, watch
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrlhf.data.adapter import trained_tensors
-from asyncrlhf.data.config import LoraConfig, ModelConfig
+from asyncrlhf.data.data_config import LoraConfig, ModelConfig
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.local import LocalReceiver

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.orchestrator.local_runtime import LocalLearner
-from asyncrlhf.orchestrator.progress import Progress
+from asyncrlhf.cluster.local_runtime import LocalLearner
+from asyncrlhf.records.progress import Progress
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, run
 

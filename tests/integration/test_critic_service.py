@@ -17,21 +17,19 @@ from safetensors.torch import load_file
 
 from asyncrlhf.actors.critic import CriticWorker
 from asyncrlhf.actors.learner import LearnerWorker
+from asyncrlhf.cluster.handles import WorkerLostError
+from asyncrlhf.cluster.local_runtime import LocalCritic, fetch_local
+from asyncrlhf.cluster.parts import build_runtime, critic_spec
+from asyncrlhf.cluster.ray_runtime import RayRuntime
+from asyncrlhf.cluster.ray_services import RayCritic
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.critic import ValueModel
+from asyncrlhf.learner.companions import ServedCritic, ValueModel
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import StepPlan
-from asyncrlhf.learner.served_critic import ServedCritic
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.critics import critic_spec
-from asyncrlhf.orchestrator.handles import WorkerLostError
-from asyncrlhf.orchestrator.local_runtime import LocalCritic, fetch_local
-from asyncrlhf.orchestrator.parts import build_runtime
-from asyncrlhf.orchestrator.ray_runtime import RayRuntime
-from asyncrlhf.orchestrator.ray_services import RayCritic
-from asyncrlhf.transport.build import build_sender
+from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.snapshot import SnapshotHolder
 from asyncrlhf.types import Payload, Rollout, ServiceResult, TrainBatch
 from tests import loop, ray_run

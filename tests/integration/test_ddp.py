@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import select, shard
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
 from asyncrlhf.learner.distributed import init_process_group
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import llama, random_batch

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
-from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.truncated import with_sets

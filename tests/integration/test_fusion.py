@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import ray
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.cluster.local_runtime import LocalReward, LocalRuntime, fetch_local
+from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.cluster.ray_services import RayReward
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.local_runtime import LocalReward, LocalRuntime, fetch_local
-from asyncrlhf.orchestrator.parts import build_runtime
-from asyncrlhf.orchestrator.ray_services import RayReward
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.rewards.chunked import ChunkedSource
-from asyncrlhf.rewards.config import GRANULARITIES
 from asyncrlhf.rewards.model import ModelSource
+from asyncrlhf.rewards.reward_config import GRANULARITIES
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Payload, RewardResult, Rollout
 from tests import ray_run

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.transport.collective import CollectiveSender, CollectiveStreamSender
 from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.protocol import LostReceiversError
 from tests.integration.transport_process import serve
 
 LONG = 180.0  # the transport's time-out where a death must be noticed without it

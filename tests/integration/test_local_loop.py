@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError, StallError
 from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.orchestrator.local_runtime import LocalGenerator, LocalRuntime
 from tests.loop import FAKE, Finished, meddle, run
 
 SMALL = ("steps=5", "batch_size=32", "learner.learning_rate=1e-4")

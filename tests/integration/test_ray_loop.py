@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.ray_handles import RayLearner
 from tests.loop import FAKE, Finished
 from tests.loop import run as local_run
 from tests.numeric import assert_close

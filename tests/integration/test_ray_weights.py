@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.errors import ConfigError, WeightSyncError
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.transport.disk_files import MANIFEST
 from tests.loop import Finished
 from tests.loop import run as local_run

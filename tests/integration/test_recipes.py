@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import RunConfig
-from asyncrlhf.orchestrator.parts import placement_plan
+from asyncrlhf.cluster.parts import placement_plan
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.run import train
 from tests.unit.rewards.worlds import save_reward_model
 

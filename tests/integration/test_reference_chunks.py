@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import ray
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.cluster.local_runtime import LocalReference, fetch_local
+from asyncrlhf.cluster.ray_services import RayReference
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.learner.reference import ReferencePolicy
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.local_runtime import LocalReference, fetch_local
-from asyncrlhf.orchestrator.ray_services import RayReference
+from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.types import Payload, Rollout, ServiceResult
 from tests import loop, ray_run

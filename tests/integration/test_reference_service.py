@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrlhf.actors.reference import ReferenceWorker
+from asyncrlhf.cluster.handles import WorkerLostError
+from asyncrlhf.cluster.local_runtime import LocalReference, fetch_local
+from asyncrlhf.cluster.parts import reference_spec
+from asyncrlhf.cluster.ray_runtime import RayRuntime
+from asyncrlhf.cluster.ray_services import RayReference
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.handles import WorkerLostError
-from asyncrlhf.orchestrator.local_runtime import LocalReference, fetch_local
-from asyncrlhf.orchestrator.ray_runtime import RayRuntime
-from asyncrlhf.orchestrator.ray_services import RayReference
-from asyncrlhf.orchestrator.references import reference_spec
 from asyncrlhf.types import Payload, Rollout, ServiceResult
 from tests import loop, ray_run
 from tests.integration.test_local_loop import interrupt_after

@@ -12,11 +12,11 @@ import pytest
 
 from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.buffer.replay import Taken
+from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.base import StepResult
+from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.orchestrator.local_runtime import LocalLearner
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished, run
 

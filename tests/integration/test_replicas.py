@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrlhf.orchestrator.local_runtime import LocalGenerator, LocalRuntime
+from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
 from asyncrlhf.orchestrator.pacing import Pacing
 from tests.loop import FAKE, Finished, meddle, run
 

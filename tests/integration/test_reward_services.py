@@ -15,14 +15,14 @@ import ray
 from transformers import LlamaModel
 
 from asyncrlhf.actors.reward import RewardSpec
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.cluster.local_runtime import LocalLearner, LocalReward
+from asyncrlhf.cluster.ray_services import RayReward
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, ReplicaError, RewardError
 from asyncrlhf.orchestrator import ray_services
-from asyncrlhf.orchestrator.local_runtime import LocalLearner, LocalReward
-from asyncrlhf.orchestrator.ray_services import RayReward
-from asyncrlhf.rewards.base import StuckError
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.reward import StuckError
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.types import Payload, RewardResult
 from tests import loop, ray_run
@@ -190,7 +190,7 @@ class Mortal:
         self.calls: list[int] = []
 
     async def score(self, payloads: Any) -> list[RewardResult]:
-        from asyncrlhf.orchestrator.handles import WorkerLostError
+        from asyncrlhf.cluster.handles import WorkerLostError
 
         rollouts = [p.ref[p.index] for p in payloads]
         self.calls.append(len(rollouts))

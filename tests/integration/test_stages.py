@@ -23,13 +23,13 @@ from transformers import (
 )
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.stages import training
-from asyncrlhf.stages.record import StageRecord
-from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.stages.stage_record import StageRecord
+from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Prompt, Rollout
 from tests.numeric import FLOAT32, assert_close
 from tests.reward_server import serving

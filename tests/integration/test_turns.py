@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.engines.base import StepOutput
+from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalLearner, LocalRuntime
+from asyncrlhf.engines.engine import StepOutput
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.local_runtime import LocalGenerator, LocalLearner, LocalRuntime
 from tests import loop
 from tests.loop import FAKE, QUIET
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from asyncrlhf.data.adapter import add_adapter, trained_tensors
-from asyncrlhf.data.config import LoraConfig
-from asyncrlhf.engines.adapter import AdapterMerge
-from asyncrlhf.engines.base import CacheMode
+from asyncrlhf.data.data_config import LoraConfig
+from asyncrlhf.engines.engine import AdapterMerge, CacheMode
 from asyncrlhf.engines.vllm_engine import VllmEngine
 from asyncrlhf.engines.vllm_transfer import StagedUpdateInfo, StagedWeightTransferEngine
 from asyncrlhf.engines.weights import load_named_weights, named_weights

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import pack
 from asyncrlhf.engines.weights import named_weights
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.types import SamplingParams
 from tests.truncated import renormalised, sampled, scored, sets_of
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm

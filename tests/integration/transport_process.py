@@ -12,9 +12,9 @@ import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.base import Ticket
 from asyncrlhf.transport.collective_receiver import CollectiveReceiver
 from asyncrlhf.transport.group import BroadcastGroup
+from asyncrlhf.transport.protocol import Ticket
 
 
 def die_after_first_bucket(self: BroadcastGroup, tensors: list[torch.Tensor]) -> None:

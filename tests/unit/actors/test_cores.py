@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from asyncrlhf.actors.cores import available_cores, keep_to, split_cores
+from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 
 
 def test_every_thread_of_every_rank_has_a_core_and_the_rest_is_for_the_others() -> None:

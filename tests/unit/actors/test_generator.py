@@ -15,14 +15,14 @@ import pytest
 from asyncrlhf.actors import generator
 from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.messages import WorkItem
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.base import StepOutput
-from asyncrlhf.engines.config import GeneratorConfig
+from asyncrlhf.engines.engine import StepOutput
+from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.weights import named_weights
-from asyncrlhf.transport.config import WeightsConfig
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close
 from tests.ray_run import wait_until

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from asyncrlhf.bench import generation
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.vllm_core import sampling_arguments
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.run import prepare
 
 TINY = ["model=tiny", "task=arithmetic", "task.heldout_size=8"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrlhf.buffer.admission import LagGate, StalenessGate, resolve_capacity
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
-from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.errors import ConfigError, StaleBatchError
 
 

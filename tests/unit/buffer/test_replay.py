@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.replay import ReplayBuffer, Taken
-from asyncrlhf.buffer.sampling import advantage, correction, priority
-from asyncrlhf.buffer.waiting import must_wait
+from asyncrlhf.buffer.sampling import advantage, correction, must_wait, priority
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import RolloutGroup
 from tests.unit.buffer.world import make_group

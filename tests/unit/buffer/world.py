@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.buffer.admission import LagGate, StalenessGate, build_gate
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
-from asyncrlhf.buffer.config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import Evicted, ReplayBuffer, Taken
 from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo, ScoredRollout

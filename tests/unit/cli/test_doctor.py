@@ -9,7 +9,7 @@ import pytest
 
 from asyncrlhf.cli import doctor, doctor_machine, doctor_parts, doctor_probes
 from asyncrlhf.cli.main import main
-from asyncrlhf.orchestrator.compose import load_config
+from asyncrlhf.config.compose import load_config
 
 HEALTHY: dict[str, dict[str, Any]] = {
     **{name: {"installed": f"{name} 1.0"} for name in doctor_probes.PROBES},

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrlhf.data.adapter import add_adapter, merged, merged_state, trained_tensors
-from asyncrlhf.data.config import LoraConfig, ModelConfig
+from asyncrlhf.data.data_config import LoraConfig, ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model, load_policy
-from asyncrlhf.engines.adapter import AdapterMerge
+from asyncrlhf.engines.engine import AdapterMerge
 from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.errors import ConfigError, WeightSyncError
-from asyncrlhf.learner.export import export_model
+from asyncrlhf.learner.shards import export_model
 from tests.numeric import assert_close
 
 TEXT = torch.arange(3, 15)[None]

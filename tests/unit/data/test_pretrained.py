@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, context_length, load_model, load_tokenizer, resolve
 from asyncrlhf.errors import ConfigError
 

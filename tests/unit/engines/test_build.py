@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from asyncrlhf.data.config import ModelConfig
-from asyncrlhf.engines.build import build_engine
-from asyncrlhf.engines.config import GeneratorConfig
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.fake import FakeEngine
+from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.hf import HFEngine
 
 

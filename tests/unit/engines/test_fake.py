@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncrlhf.engines.config import FakeConfig
 from asyncrlhf.engines.fake import FakeEngine
+from asyncrlhf.engines.generator_config import FakeConfig
 from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
 
 STOP = 3

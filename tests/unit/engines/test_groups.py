@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.parts import build_runtime
 
 
 def test_a_plain_run_keeps_its_names() -> None:

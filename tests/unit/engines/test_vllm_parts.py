@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines import vllm_core
-from asyncrlhf.engines.config import GeneratorConfig, VllmConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
 from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
 from asyncrlhf.engines.vllm_tensors import merge_shares

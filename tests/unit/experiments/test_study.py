@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 import torch
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.compose import load_config
 from experiments.distance import sequence_kl
 from experiments.study import KEY, RUN_COLUMNS, Cell, Study, append, curve, pending, run_cell
 from experiments.study_plot import change, pilot_table, plot, table

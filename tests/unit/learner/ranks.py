@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import select, shard
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.base import LearnerBackend
-from asyncrlhf.learner.build import build_learner
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.backend import LearnerBackend
+from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.distributed import init_process_group
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.worlds import random_batch
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import conf_folder
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig, LossConfig
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import conf_folder
 
 PRESETS = sorted((conf_folder() / "algorithm").glob("*.yaml"))
 MU = {"anchor": "mu", "correction": "none"}

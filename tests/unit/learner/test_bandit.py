@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.orchestrator.compose import load_config
 from tests.unit.learner.bandit import Table, policy, sampled
 
 STEPS, WINDOW, SEEDS, SPREAD = 150, 20, 5, 0.1

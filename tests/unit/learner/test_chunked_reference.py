@@ -15,7 +15,7 @@ from transformers import GraniteConfig, LlamaForCausalLM, MistralConfig
 
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.chunked_reference import ChunkedReference, build_reference
-from asyncrlhf.learner.reference import ReferencePolicy
+from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.rewards.chunked_passes import Extension
 from asyncrlhf.types import Rollout

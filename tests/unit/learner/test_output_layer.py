@@ -10,15 +10,13 @@ from transformers import GraniteConfig
 
 from asyncrlhf.actors import reference as reference_worker
 from asyncrlhf.algorithms import logprobs
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.sampling import sample_tokens
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
-from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.output_layer import use_float32_head
-from asyncrlhf.learner.reference_config import ReferenceConfig
+from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
+from asyncrlhf.learner.learner_config import LearnerConfig, ReferenceConfig
 from tests.numeric import assert_close
 from tests.unit.learner.test_forward import GQA
 from tests.unit.learner.test_presets import preset

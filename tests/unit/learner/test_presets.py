@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import conf_folder
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.plan import zero_gradient_sequences
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import conf_folder
 from asyncrlhf.types import FloatArray, TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch

@@ -11,7 +11,7 @@ import torch
 from asyncrlhf.data.packing import pack, select
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.reference import ReferencePolicy
+from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.types import Rollout
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import backend, llama, samples

@@ -11,8 +11,7 @@ import torch
 from asyncrlhf.data.packing import pack, select
 from asyncrlhf.errors import AsyncRLHFError, WeightSyncError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.critic import ValueModel
-from asyncrlhf.learner.served_critic import ServedCritic
+from asyncrlhf.learner.companions import ServedCritic, ValueModel
 from asyncrlhf.types import Rollout, TrainSample
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import backend, llama, samples

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrlhf.learner import export
-from asyncrlhf.learner.export import export_model
-from asyncrlhf.learner.shards import gathered, on_host, pieces
+from asyncrlhf.learner.shards import export_model, gathered, on_host, pieces
 from tests.unit.learner.worlds import llama
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.orchestrator.compose import load_config
 from tests.unit.learner.bandit import ANSWERS, PROMPT, Table, V, copied, course, enumerated
 
 STEPS = 100

@@ -12,7 +12,7 @@ import torch
 from asyncrlhf.data.packing import pack
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.optim import schedule_factor
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainSample

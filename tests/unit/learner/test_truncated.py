@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import conf_folder
 from asyncrlhf.data.packing import minibatch_indices, pack, select, shard
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
-from asyncrlhf.learner.reference import ReferencePolicy
-from asyncrlhf.orchestrator.checkpoint import CheckpointWriter, read_checkpoint
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import conf_folder
-from asyncrlhf.orchestrator.records import RecordMarker
+from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.records.checkpoint import CheckpointWriter, read_checkpoint
+from asyncrlhf.records.recorder import RecordMarker
 from asyncrlhf.types import Rollout, SamplingParams, TrainBatch
 from tests.truncated import TRUNCATED, hf_rollouts, renormalised, scored, sets_of
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama

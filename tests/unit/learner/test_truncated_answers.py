@@ -11,7 +11,7 @@ import torch
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, random_batch

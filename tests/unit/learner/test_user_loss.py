@@ -11,7 +11,7 @@ import torch
 
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig, LossConfig
-from asyncrlhf.learner.config import LearnerConfig
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.user_loss import LossInputs, load_loss
 from tests.loop import FAKE, run
 from tests.numeric import assert_close

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from asyncrlhf.buffer.config import AsyncConfig
+from asyncrlhf.buffer.async_config import AsyncConfig
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.handles import WorkerLostError
+from asyncrlhf.cluster.ray_services import RayReader
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.chunking import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS
-from asyncrlhf.orchestrator.clock import run_virtual
-from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.handles import WorkerLostError
-from asyncrlhf.orchestrator.ray_services import RayReader
 from asyncrlhf.orchestrator.scoring import Scoring, Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
-from asyncrlhf.rewards.config import FusionConfig, RewardConfig
+from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.parts import build_runtime, critic_notes, placement_plan
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.clock import run_virtual
-from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.critics import Critics, CriticVersions, critic_notes
-from asyncrlhf.orchestrator.parts import build_runtime, placement_plan
+from asyncrlhf.orchestrator.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.references import References
 from asyncrlhf.orchestrator.service import Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress

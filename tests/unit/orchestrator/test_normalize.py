@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.orchestrator.normalize import STATE_FILE, RewardNormalizer, RunningMoments, normalized
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.reward_config import RewardConfig
 from tests.numeric import assert_close
 
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20)
@@ -68,7 +68,7 @@ class Inner:
         return [SimpleNamespace(group_id=self.groups[p.index]) for p in payloads]
 
     async def train(self, items: Sequence[Any]) -> Any:
-        from asyncrlhf.learner.base import StepResult
+        from asyncrlhf.learner.backend import StepResult
 
         self.trained.append([item.reward for item in items])
         return StepResult({"loss": 1.0})

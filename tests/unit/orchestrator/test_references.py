@@ -14,16 +14,16 @@ import pytest
 from transformers import MistralConfig
 
 from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.handles import WorkerLostError
+from asyncrlhf.cluster.parts import build_runtime, chunk_note, placement_plan, reference_notes, reference_spec
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.chunking import PATIENCE_SECONDS, SWEEP_SECONDS
-from asyncrlhf.orchestrator.clock import run_virtual
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.handles import WorkerLostError
-from asyncrlhf.orchestrator.parts import build_runtime, placement_plan
-from asyncrlhf.orchestrator.references import References, chunk_note, fingerprint, reference_notes, reference_spec
+from asyncrlhf.orchestrator.references import References, fingerprint
 from asyncrlhf.orchestrator.scoring import Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled

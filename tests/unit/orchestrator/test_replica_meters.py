@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from asyncrlhf.orchestrator.pace import Pace
-from asyncrlhf.orchestrator.progress import Progress
 from asyncrlhf.orchestrator.replica_meters import ReplicaMeters
 from asyncrlhf.orchestrator.state import Replica
-from asyncrlhf.orchestrator.summary import replica_means
+from asyncrlhf.records.progress import Progress
+from asyncrlhf.records.summary import replica_means
 
 
 def replica(name: str, **facts: Any) -> Replica:

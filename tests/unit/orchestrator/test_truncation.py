@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrlhf.cluster.parts import chunk_note, reference_spec
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.references import chunk_note, reference_spec
 from asyncrlhf.orchestrator.run import check_truncation, prepare, train
 
 GROUPS = "generator.replicas=[{name: a, engine: hf}, {name: b, engine: vllm}]"

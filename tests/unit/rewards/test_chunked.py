@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import RewardError
 from asyncrlhf.rewards.chunked import ChunkedSource, chunked
@@ -28,9 +28,9 @@ from asyncrlhf.rewards.chunked_passes import (
     build_passes,
     static_refusal,
 )
-from asyncrlhf.rewards.config import RewardConfig
 from asyncrlhf.rewards.model import ModelSource, score_batch
 from asyncrlhf.rewards.readings import Stretch, token_batches
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Rollout

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards import endpoint as module
-from asyncrlhf.rewards.base import ServiceError
 from asyncrlhf.rewards.judge import ChatEndpoint, JudgeSource
+from asyncrlhf.rewards.reward import ServiceError
 from asyncrlhf.rewards.service_config import HttpConfig, JudgeConfig
 from tests.reward_server import serving
 from tests.unit.rewards.worlds import rollout

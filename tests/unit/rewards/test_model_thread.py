@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
 from asyncrlhf.rewards import model as model_module
-from asyncrlhf.rewards.base import StuckError
-from asyncrlhf.rewards.build import build_scorer
+from asyncrlhf.rewards.build_scorer import build_scorer
 from asyncrlhf.rewards.chunked import ChunkedSource
 from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.rewards.chunked_passes import build_passes
-from asyncrlhf.rewards.config import RewardConfig
 from asyncrlhf.rewards.judge_vllm import Asker
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.model_thread import ModelThread
+from asyncrlhf.rewards.reward import StuckError
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from tests.hanging import Hanging

@@ -27,11 +27,11 @@ from transformers import (
     OPTForSequenceClassification,
 )
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model import ModelSource, padded_batches, score_batch
-from asyncrlhf.rewards.model_inputs import ChatEncoder, TextEncoder, policy_ids
+from asyncrlhf.rewards.model_loading import ChatEncoder, TextEncoder, policy_ids
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Rollout
 from tests.numeric import FLOAT32, assert_close

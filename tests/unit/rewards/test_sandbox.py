@@ -10,7 +10,7 @@ import pytest
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards import sandbox
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.sandbox import SandboxSource
 from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from tests.ray_run import is_alive, wait_until

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.base import Score, ServiceError
-from asyncrlhf.rewards.build import build_scorer, check_rewards, preflight
-from asyncrlhf.rewards.config import RewardConfig
+from asyncrlhf.rewards.build_scorer import build_scorer, check_rewards, preflight
 from asyncrlhf.rewards.functions import FunctionSource
+from asyncrlhf.rewards.reward import Score, ServiceError
+from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer, WeightedSource, overlong_penalty
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.types import Prompt, Rollout

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrlhf.config.stage_config import SftConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.stages.data import check_columns, check_rows, hold_out, read_rows
-from asyncrlhf.stages.training_config import SftConfig
 
 datasets = pytest.importorskip("datasets")
 ROWS = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(40)]

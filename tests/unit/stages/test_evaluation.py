@@ -11,14 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from asyncrlhf.data.config import ModelConfig
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.config.stage_config import EvaluationConfig
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.config import RunConfig
 from asyncrlhf.stages.answers import Scored
 from asyncrlhf.stages.divergence import kl_figures, perplexity, response_logprobs
 from asyncrlhf.stages.evaluation import evaluate, win_rate
-from asyncrlhf.stages.evaluation_config import EvaluationConfig
 from asyncrlhf.types import Prompt, RewardResult, Rollout
 from tests.numeric import assert_close
 

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.rewards.model_inputs import policy_ids
-from asyncrlhf.stages.pairs import PairEncoder, choose_padding
-from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.rewards.model_loading import policy_ids
+from asyncrlhf.stages.preference_data import PairEncoder, choose_padding
+from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Rollout
 
 CHATML = (

@@ -13,11 +13,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncrlhf.config.stage_config import RewardTrainingConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.stages.data import check_rows, hold_out
-from asyncrlhf.stages.pairs import PairEncoder
-from asyncrlhf.stages.preference_data import about, read_pairs
-from asyncrlhf.stages.training_config import RewardTrainingConfig
+from asyncrlhf.stages.preference_data import PairEncoder, about, read_pairs
 
 datasets = pytest.importorskip("datasets")
 

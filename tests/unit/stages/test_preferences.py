@@ -15,16 +15,16 @@ import pytest
 import yaml
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.stage_config import PreferencesConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.compose import load_config
 from asyncrlhf.stages import preferences as stage
-from asyncrlhf.stages.pairs import PairEncoder
+from asyncrlhf.stages.preference_data import PairEncoder
 from asyncrlhf.stages.preferences import draw_prompts, make_pairs, prefer_probability, run_preferences
-from asyncrlhf.stages.preferences_config import PreferencesConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
-from asyncrlhf.tasks.base import PromptEncoder
+from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Prompt, Rollout
 
 SMALL = (

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from asyncrlhf.stages.calibration import agreement
-from asyncrlhf.stages.statistics import estimate
+from asyncrlhf.stages.statistics import agreement, estimate
 from tests.numeric import assert_close
 
 

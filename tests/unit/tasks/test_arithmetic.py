@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.arithmetic import ArithmeticTask

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrlhf.data.config import ModelConfig, TaskConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.tasks.build import build_task
+from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.prompts import PromptsTask
 
 TOKENIZER = load_tokenizer(ModelConfig())

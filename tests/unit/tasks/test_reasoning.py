@@ -9,9 +9,9 @@ import reasoning_gym
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrlhf.data.config import TaskConfig
+from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.tasks.build import build_task
+from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.reasoning import ReasoningTask
 
 

@@ -18,7 +18,7 @@ from asyncrlhf.transport.audit import (
     probe_tokens,
     tensor_digests,
 )
-from asyncrlhf.transport.config import Tolerance, choose_tolerance
+from asyncrlhf.transport.weights_config import Tolerance, choose_tolerance
 from tests.numeric import assert_close
 
 

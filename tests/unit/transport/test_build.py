@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrlhf.cluster.parts import wire_settings
+from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.compose import load_config
-from asyncrlhf.orchestrator.parts import wire_settings
-from asyncrlhf.transport.base import LostReceiversError
-from asyncrlhf.transport.build import build_sender, resolve_transport
+from asyncrlhf.transport.build_transport import build_sender, resolve_transport
 from asyncrlhf.transport.collective import CollectiveSender
-from asyncrlhf.transport.config import WeightsConfig
 from asyncrlhf.transport.group import choose_backend
 from asyncrlhf.transport.local import LocalSender
+from asyncrlhf.transport.protocol import LostReceiversError
+from asyncrlhf.transport.weights_config import WeightsConfig
 
 
 def test_auto_follows_the_runtime() -> None:

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.base import LostReceiversError
 from asyncrlhf.transport.disk import DiskReceiver, DiskSender
 from asyncrlhf.transport.disk_files import ANSWERS, INDEX, MANIFEST, VersionWriter, bucket_file, folder_name
 from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.transport.snapshot import Wire
 
 

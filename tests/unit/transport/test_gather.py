@@ -11,10 +11,10 @@ import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import first_difference
-from asyncrlhf.transport.build import build_sender, lay_out
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.gather import ShardedParams, bucket_names, take_part
 from asyncrlhf.transport.snapshot import SnapshotHolder
+from asyncrlhf.transport.weights_config import WeightsConfig
 
 SIZES = {"embed": (50, 4), "a.weight": (8, 8), "a.bias": (8,), "b.weight": (30, 8), "counts": (5,)}
 BUCKET_BYTES = 1024

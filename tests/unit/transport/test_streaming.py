@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.engines.config import FakeConfig
 from asyncrlhf.engines.fake import FakeEngine
+from asyncrlhf.engines.generator_config import FakeConfig
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.engines.weights import load_named_buckets
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.build import build_receiver, build_sender
-from asyncrlhf.transport.config import WeightsConfig
+from asyncrlhf.transport.build_transport import build_receiver, build_sender
 from asyncrlhf.transport.live import LiveHolder
 from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, SamplingParams
 
 BUCKET = 1 << 18
@@ -153,7 +153,7 @@ class Broken:
 
 def test_a_load_that_breaks_off_samples_nothing_until_one_succeeds(tiny_model_path: Path) -> None:
     from asyncrlhf.actors.messages import WorkItem
-    from asyncrlhf.transport.base import Ticket
+    from asyncrlhf.transport.protocol import Ticket
     from asyncrlhf.types import Prompt
 
     engine = engine_of(tiny_model_path)

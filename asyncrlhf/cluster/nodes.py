@@ -1,0 +1,130 @@
+"""A plan against the nodes that Ray has: what can never fit there, and which nodes each side keeps to."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrlhf.cluster.placement import EPSILON, DeviceGroup, Plan, add_amounts, words
+
+
+@dataclass(frozen=True)
+class Node:
+    """``total`` and ``free``: amounts of CPU and GPU by name."""
+
+    node_id: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+def this_machine(plan: Plan, gpus: int) -> Node:
+    """What a Ray has that is started here for the run. It is told of as many CPUs as the parts ask for: a laptop with
+    fewer cores shares them."""
+    cpus = max(math.ceil(plan.total("CPU")) + 1, os.cpu_count() or 1)
+    offer = {"CPU": float(cpus), "GPU": float(gpus)}
+    return Node("this machine", offer, offer)
+
+
+def shortage(plan: Plan, nodes: Sequence[Node]) -> str | None:
+    """Why these nodes can never hold the plan, as one sentence; None when nothing speaks against it.
+
+    What is said here is certain. A plan that passes may still wait for ever where bundles of several sizes do not
+    go into the nodes; the start's time-out ends that.
+    """
+    wanted, there = add_amounts(plan.bundles()), add_amounts(node.total for node in nodes)
+    kinds = sorted({"CPU", *wanted})
+    offer = words({kind: there.get(kind, 0.0) for kind in kinds})
+    has = f"Ray has {offer} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
+    for name, piece in _pieces(plan):
+        if not any(_fits(piece, node.total) for node in nodes):
+            return f"{name} needs {words(piece)} on one node, but {has}, and no node has as much."
+    for kind in kinds:
+        if wanted.get(kind, 0.0) > there.get(kind, 0.0) + EPSILON:
+            return f"The run needs {words(wanted)} (cluster.placement={plan.placement}), but {has}."
+    for size in {tuple(sorted(bundle.items())) for bundle in plan.bundles()}:
+        piece = dict(size)
+        count = sum(1 for bundle in plan.bundles() if _fits(piece, bundle))
+        places = sum(_times(piece, node.total) for node in nodes)
+        if places < count:
+            return (
+                f"The run needs {count} times {words(piece)} (cluster.placement={plan.placement}), but only "
+                f"{places} of them fit: {has}."
+            )
+    return None
+
+
+def _pieces(plan: Plan) -> list[tuple[str, Mapping[str, float]]]:
+    """What must lie on one node, and whose it is."""
+    found: list[tuple[str, Mapping[str, float]]] = []
+    for group in plan.groups:
+        whole = group.strategy == "STRICT_PACK"
+        found += [(group.name, piece) for piece in ([add_amounts(group.bundles)] if whole else group.bundles)]
+    return found + [(name, seat.demand()) for name, seat in plan.seats.items() if not seat.group]
+
+
+def keep_apart(plan: Plan, nodes: Sequence[Node]) -> dict[str, frozenset[str]]:
+    """Node ids that each side keeps to, by side; empty where the sides must share nodes.
+
+    The learner and the reward workers get as few nodes as hold them and leave the generators what they need.
+    Generators may use every other node, so they are not listed. What is free now is tried first.
+    """
+    if plan.sharing:
+        return {}
+    there = [side for side in ("learner", "rewards") if any(group.side == side for group in plan.groups)]
+    for offers in ({n.node_id: n.free for n in nodes}, {n.node_id: n.total for n in nodes}):
+        for count in range(len(there), -1, -1):
+            found = _choose(plan.groups, there[:count], offers)
+            if found is not None:
+                return found
+    return {}
+
+
+def _choose(
+    groups: Sequence[DeviceGroup], sides: Sequence[str], offers: Mapping[str, Mapping[str, float]]
+) -> dict[str, frozenset[str]] | None:
+    """Nodes for the first side such that the rest still fits on the others; None when there is no such choice."""
+    if not sides:
+        return {} if _pack(groups, offers) is not None else None
+    own = [group for group in groups if group.side == sides[0]]
+    others = [group for group in groups if group.side != sides[0]]
+    # A single node first, the one that is filled best; then as many as first-fit takes.
+    singles = [{n: offer} for n, offer in sorted(offers.items(), key=lambda item: _size(item[1]))]
+    for candidate in [*singles, offers]:
+        used = _pack(own, candidate)
+        if used is None:
+            continue
+        rest = _choose(others, sides[1:], {n: offer for n, offer in offers.items() if n not in used})
+        if rest is not None:
+            return {sides[0]: used, **rest}
+    return None
+
+
+def _pack(groups: Sequence[DeviceGroup], offers: Mapping[str, Mapping[str, float]]) -> frozenset[str] | None:
+    """The nodes that first-fit, largest first, uses for the groups; None when they do not all go in."""
+    left = {node: dict(offer) for node, offer in offers.items()}
+    pieces: list[Mapping[str, float]] = []
+    for group in groups:
+        pieces += [add_amounts(group.bundles)] if group.strategy == "STRICT_PACK" else group.bundles
+    used = set()
+    for piece in sorted(pieces, key=_size, reverse=True):
+        node = next((n for n in left if _fits(piece, left[n])), None)
+        if node is None:
+            return None
+        used.add(node)
+        left[node] = {kind: amount - piece.get(kind, 0.0) for kind, amount in left[node].items()}
+    return frozenset(used)
+
+
+def _size(offer: Mapping[str, float]) -> tuple[float, float]:
+    return offer.get("GPU", 0.0), offer.get("CPU", 0.0)
+
+
+def _fits(piece: Mapping[str, float], offer: Mapping[str, float]) -> bool:
+    return all(amount <= offer.get(kind, 0.0) + EPSILON for kind, amount in piece.items())
+
+
+def _times(piece: Mapping[str, float], offer: Mapping[str, float]) -> int:
+    """How many such pieces go into the offer."""
+    return int(min(offer.get(kind, 0.0) / amount + EPSILON for kind, amount in piece.items() if amount))

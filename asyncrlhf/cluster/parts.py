@@ -1,0 +1,157 @@
+"""From a config to the parts of a run: their specs, their seats, and the runtime that hosts them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrlhf.actors.critic import CriticSpec
+from asyncrlhf.actors.generator import GeneratorSpec
+from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.reference import ReferenceSpec
+from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.placement import Plan, make_plan, parts_of
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig
+from asyncrlhf.engines.groups import replica_kinds
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.chunked_reference import chunk_refusal
+from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
+from asyncrlhf.validation import check
+
+
+def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
+    """``weights`` with what it leaves to the run: the dtype on the way, checksums, and the folder of the transport
+    ``disk``, which is made here. Raises ConfigError when that cannot be done."""
+    weights = replace(config.weights, dtype=resolve_dtype(config.weights.dtype, config.engine_dtypes) or "auto")
+    if weights.checksum is None:
+        weights = replace(weights, checksum=weights.verifies or bool(config.ray.cluster))
+    if weights.transport != "disk":
+        return weights
+    folder = (Path(weights.disk_path) if weights.disk_path else (run_dir or Path()) / "weights").absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"weights.disk_path={folder} cannot be made: {error}.") from error
+    check(os.access(folder, os.W_OK | os.X_OK), f"weights.disk_path={folder} cannot be written.")
+    return replace(weights, disk_path=str(folder))
+
+
+def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
+    """The replicas that a run starts with; ``weights`` as ``wire_settings`` gives it."""
+    chunks = config.fusion.chunk_tokens if config.fusion.granularity == "chunk" else 0
+    return [
+        GeneratorSpec(
+            kind.replica(number),
+            sleeping(kind.config, config),
+            config.model,
+            config.runtime,
+            weights or config.weights,
+            chunks,
+        )
+        for kind in replica_kinds(config.generator)
+        for number in range(kind.config.replicas)
+    ]
+
+
+def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
+    """A vLLM replica that takes turns with the learner on GPUs leaves it their memory meanwhile."""
+    takes_turns = config.cluster.placement == "flatten" and generator.engine == "vllm" and generator.gpus > 0
+    return replace(generator, vllm=replace(generator.vllm, enable_sleep_mode=True)) if takes_turns else generator
+
+
+def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
+    """Which part sits on which device of a Ray with so many nodes; raises ConfigError with one sentence."""
+    reference = config.reference if config.reference_served else None
+    critic = config.critic if config.critic_served else None
+    parts = parts_of(generator_specs(config), config.learner, config.reward, reference, critic)
+    return make_plan(config.cluster.placement, parts, nodes)
+
+
+def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
+    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go."""
+    weights = wire_settings(config, run_dir)
+    generators = generator_specs(config, weights)
+    learner = LearnerSpec(
+        learner=config.learner,
+        algorithm=config.algorithm,
+        model=config.model,
+        runtime=config.runtime,
+        weights=weights,
+        temperature=config.generator.temperature,
+        max_completion_length=config.generator.max_completion_length,
+        steps=config.steps,
+        seed=config.seed,
+        reference_served=config.reference_served,
+        critic_served=config.critic_served,
+    )
+    reference, critic = reference_spec(config), critic_spec(config, weights)
+    reward = RewardSpec(
+        config.reward,
+        config.task,
+        config.model,
+        config.generator.max_completion_length,
+        config.fusion.cache_tokens if config.reward_reads_ahead else 0,
+    )
+    if config.runtime == "local":
+        from asyncrlhf.cluster.local_runtime import LocalRuntime
+
+        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing, reference, critic)
+    from asyncrlhf.cluster.ray_runtime import RayRuntime
+
+    return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir, reference, critic)
+
+
+def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
+    """What the workers are started with; None where the learner asks its own critic, or the algorithm has none."""
+    if not config.critic_served:
+        return None
+    return CriticSpec(config.critic, config.model, config.learner.mixed_precision, config.runtime, weights)
+
+
+def critic_notes(config: RunConfig) -> list[str]:
+    """What the user should know of a service that was asked for."""
+    if config.critic.where == "learner" or config.critic_served:
+        return []
+    return [f"No critic worker is started: algorithm={config.algorithm.name} has no critic."]
+
+
+def reference_spec(config: RunConfig) -> ReferenceSpec | None:
+    """What the workers are started with; None where the learner asks its own model, or the algorithm none at all."""
+    if not config.reference_served:
+        return None
+    return ReferenceSpec(
+        config.reference,
+        config.model,
+        config.generator.temperature,
+        config.learner.mixed_precision,
+        config.learner.float32_head,
+        config.fusion.cache_tokens if config.reference_reads_ahead else 0,
+    )
+
+
+def reference_notes(config: RunConfig) -> list[str]:
+    """What the user should know of a service that was asked for."""
+    if config.reference.where == "learner" or config.reference_served:
+        return []
+    return [f"No reference worker is started: algorithm={config.algorithm.name} needs no reference policy."]
+
+
+def chunk_note(config: RunConfig) -> str | None:
+    """What is to be said of a reference service that cannot read ahead, though ``fusion.granularity=chunk`` asks for
+    it; told from the checkpoint's config."""
+    if config.reference_served and config.generator.truncated:
+        return (
+            "fusion.granularity=chunk: the reference model reads whole rollouts, as with fusion.granularity=rollout, "
+            "because truncated sampling (generator.top_p, generator.top_k, generator.min_p) tells only with the whole "
+            "rollout which tokens it kept."
+        )
+    refusal = chunk_refusal(config.model) if config.reference_reads_ahead else None
+    if refusal is None:
+        return None
+    return (
+        f"fusion.granularity=chunk: the reference model of model.path={config.model.path} {refusal}, so it reads whole "
+        "rollouts, as with fusion.granularity=rollout."
+    )

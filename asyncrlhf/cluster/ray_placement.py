@@ -1,0 +1,144 @@
+"""A plan in Ray: reserves its device groups and tells each part's actor where to sit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node  # vLLM uses it too; the public API gives only sums
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrlhf.cluster.nodes import Node, keep_apart, shortage
+from asyncrlhf.cluster.placement import DeviceGroup, Part, Plan, add_replica
+from asyncrlhf.errors import ConfigError, ReplicaError
+
+LOOK_SECONDS = 0.5  # a wait for devices can be interrupted as often
+NODE_ID = "ray.io/node-id"  # a label that every node has
+
+
+def ray_nodes() -> list[Node]:
+    """The living nodes of the Ray that this process is connected to."""
+    free = available_resources_per_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [Node(node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in alive]
+
+
+def _free_nodes() -> list[Node]:
+    """The living nodes, as if what is free on them were all that they have."""
+    return [replace(node, total=node.free) for node in ray_nodes()]
+
+
+def free_in_ray() -> str:
+    """What Ray has and has left, for messages."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+
+
+class Placer:
+    """Holds a run's placement groups from :meth:`reserve` to :meth:`close`.
+
+    ``autoscaling``: nodes come when they are asked for, so that nothing is refused for want of them.
+    """
+
+    def __init__(self, plan: Plan, *, start_seconds: float, autoscaling: bool = False) -> None:
+        self.plan = plan
+        self._start_seconds = start_seconds
+        self._autoscaling = autoscaling
+        self._groups: dict[str, PlacementGroup] = {}
+        self._apart: dict[str, frozenset[str]] = {}
+
+    async def reserve(self) -> None:
+        """Raises ConfigError for what this Ray can never hold, ReplicaError for what others hold for too long."""
+        nodes = ray_nodes()
+        lacking = None if self._autoscaling else shortage(self.plan, nodes)
+        if lacking is not None:
+            raise ConfigError(lacking)
+        self._apart = keep_apart(self.plan, nodes)
+        await self._create(self.plan.groups)
+
+    async def add(self, part: Part) -> None:
+        """Reserve devices of its own for a replica that was not in the plan."""
+        before = len(self.plan.groups)
+        self.plan = add_replica(self.plan, part)
+        await self._create(self.plan.groups[before:])
+
+    def has_room(self, part: Part) -> bool:
+        """Whether a generator that is not in the plan would find devices of its own at this moment."""
+        kept = frozenset().union(*self._apart.values())
+        whole = add_replica(self.plan, part)
+        seats = {part.name: whole.seats[part.name]}
+        extra = replace(whole, groups=whole.groups[len(self.plan.groups) :], seats=seats)
+        return shortage(extra, [node for node in _free_nodes() if node.node_id not in kept]) is None
+
+    def stands(self, part: str) -> bool:
+        """Whether what the part sits on is free and there: with a node that died, its devices are gone."""
+        seat = self.plan.seats[part]
+        if seat.group:
+            return str(placement_group_table(self._groups[seat.group])["state"]) == "CREATED"
+        return shortage(Plan(self.plan.placement, seats={part: seat}), _free_nodes()) is None
+
+    async def _create(self, groups: Iterable[DeviceGroup]) -> None:
+        fresh = {group.name: group for group in groups}
+        for group in fresh.values():
+            selector = self._selector(group.side)
+            self._groups[group.name] = placement_group(
+                [dict(bundle) for bundle in group.bundles],
+                strategy=group.strategy,
+                bundle_label_selector=[selector] * len(group.bundles) if selector else None,
+            )
+        await self._wait(list(fresh))
+
+    async def _wait(self, late: list[str]) -> None:
+        """Until the groups stand. Not by pg.ready(): that starts a process in each, only to say that it could."""
+        deadline = time.monotonic() + self._start_seconds
+        while late:
+            if await asyncio.to_thread(self._groups[late[0]].wait, LOOK_SECONDS):
+                late.pop(0)
+            elif time.monotonic() > deadline:
+                raise ReplicaError(
+                    f"The devices of {', '.join(late)} were not free within {self._start_seconds:g} s "
+                    f"(cluster.start_timeout_seconds); free in Ray: {free_in_ray()}."
+                )
+
+    def _selector(self, side: str) -> dict[str, str]:
+        """The learner and the reward workers stay on nodes chosen for them; the generators on all others, also on
+        those that come later or take a lost one's place."""
+        if side in self._apart:
+            return {NODE_ID: f"in({','.join(sorted(self._apart[side]))})"}
+        others = sorted(node for nodes in self._apart.values() for node in nodes)
+        return {NODE_ID: f"!in({','.join(others)})"} if others else {}
+
+    def options(self, part: str) -> dict[str, Any]:
+        """What the part's actor is started with."""
+        seat = self.plan.seats[part]
+        options: dict[str, Any] = {"num_cpus": seat.cpus, "num_gpus": seat.gpus}
+        if seat.group:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=self._groups[seat.group], placement_group_bundle_index=seat.bundles[0]
+            )
+        if len(seat.bundles) > 1:
+            options["runtime_env"] = {"env_vars": self._worker_environment(part)}
+        return options
+
+    def _worker_environment(self, part: str) -> dict[str, str]:
+        """vLLM's Ray executor takes its workers' bundles from these two. Workers of one node stand side by side, so
+        that tensor parallel ones are neighbours."""
+        seat = self.plan.seats[part]
+        nodes = placement_group_table(self._groups[seat.group])["bundles_to_node_id"]
+        first = nodes[seat.bundles[0]]
+        order = sorted(seat.bundles, key=lambda place: (nodes[place] != first, nodes[place], place))
+        return {
+            "VLLM_RAY_BUNDLE_INDICES": ",".join(map(str, order)),
+            "VLLM_RAY_PER_WORKER_GPUS": f"{seat.worker_gpus:g}",
+        }
+
+    def close(self) -> None:
+        """Give the devices back; the actors on them must have ended."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()

@@ -1,0 +1,293 @@
+"""The Ray runtime: every part an actor; token arrays go from actor to actor through the object store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from asyncrlhf.actors.critic import CriticSpec
+from asyncrlhf.actors.generator import GeneratorSpec
+from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.actors.reference import ReferenceSpec
+from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.where import available_cores, keep_to, split_cores
+from asyncrlhf.cluster.handles import CriticHandle, GeneratorHandle, ReferenceHandle, RewardHandle
+from asyncrlhf.cluster.nodes import this_machine
+from asyncrlhf.cluster.placement import Plan, generator_part, make_plan, parts_of
+from asyncrlhf.cluster.ray_calls import ask, bundle
+from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
+from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
+from asyncrlhf.cluster.ray_services import RayCritic, RayReference, RayReward
+from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
+from asyncrlhf.errors import ConfigError, ReplicaError
+from asyncrlhf.transport.protocol import LostReceiversError
+from asyncrlhf.types import Payload, Rollout
+
+# glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
+# the actors of a local run keep it (measured: a fifth more samples/s on the tiny model). Read when a process starts.
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(10**9),
+    "MALLOC_TRIM_THRESHOLD_": str(2 * 10**9),
+    "MALLOC_TOP_PAD_": str(10**8),
+}
+
+# libgomp's threads spin for their next kernel, and where others wait for their core that stops both: two threads beside
+# one busy process made a third of their tokens. With this they spin as briefly as where libgomp sees the crowd itself.
+BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
+KNOCK_SECONDS = 5.0
+ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
+
+
+def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+def _knock(address: str) -> None:
+    """Raise OSError or ValueError unless somebody listens there: Ray itself would try for minutes."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():
+            raise ValueError("it names no port")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
+
+
+class RayRuntime:
+    """Starts Ray for the run unless it runs already or ``ray.address`` names a cluster; stops what it started."""
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        config: RayConfig,
+        generators: Sequence[GeneratorSpec],
+        learner: LearnerSpec,
+        reward: RewardSpec,
+        run_dir: Path | None = None,
+        reference: ReferenceSpec | None = None,
+        critic: CriticSpec | None = None,
+    ) -> None:
+        """``run_dir``: where the learner will save, which its machine must see; None when it will not."""
+        self._cluster = cluster
+        self._config = config
+        self._generator_specs = list(generators)
+        self._learner_spec = learner
+        self._reward_spec = reward
+        self._run_dir = run_dir
+        self._reference_spec = reference
+        self._critic_spec = critic
+        services = (None if reference is None else reference.reference, None if critic is None else critic.critic)
+        self._parts = parts_of(generators, learner.learner, reward.reward, *services)
+        self._placer: Placer
+        self._owns_ray = False
+        self._cores_before: frozenset[int] = frozenset()
+        self._endpoint = ""
+        self._epoch = 0
+        self.sharing: frozenset[str] = frozenset()
+        self.generators: list[GeneratorHandle] = []
+        self.rewards: list[RewardHandle] = []
+        self.references: list[ReferenceHandle] = []
+        self.critics: list[CriticHandle] = []
+        self.learner: RayLearner
+
+    @property
+    def plan(self) -> Plan:
+        return self._placer.plan
+
+    def _init_ray(self) -> None:
+        if ray.is_initialized():
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        for name, value in MALLOC.items():
+            os.environ.setdefault(name, value)  # inherited by Ray's processes, and by nothing else that matters
+        terminate = signal.getsignal(signal.SIGTERM)
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        address = self._config.cluster
+        if address:
+            # Ray's processes of other nodes inherit nothing from this one.
+            common["runtime_env"] = {"env_vars": {name: os.environ[name] for name in MALLOC}}
+            try:
+                _knock(address)
+                ray.init(address=address, **common)
+            except (OSError, ValueError, RuntimeError) as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                raise ConfigError(
+                    f"ray.address={address} leads to no cluster: {reason}; allowed: auto, or HOST:PORT of its head."
+                ) from error
+        else:
+            plan = make_plan(self._cluster.placement, self._parts, nodes=1)
+            if sum(part.cpus for part in self._parts) > (os.cpu_count() or 1):
+                os.environ.setdefault(*BRIEF_SPINS)
+            ray.init(
+                address="local",  # never a cluster that happens to run here
+                num_cpus=int(this_machine(plan, gpus=0).total["CPU"]),
+                include_dashboard=False,
+                object_store_memory=self._config.object_store_mb * 2**20,
+                **common,
+            )
+        # Ray puts its own handler there, which ends the process on the spot; a run ends with a checkpoint.
+        signal.signal(signal.SIGTERM, terminate)
+        self._owns_ray = True
+
+    async def _set_cores_aside(self) -> None:
+        """This process and all that Ray started keep off the learner's cores, once all have started on whichever.
+        Not on a Ray of others, not where GPUs do the work, and not for parts that take turns with the learner."""
+        learner = self._learner_spec.learner
+        alone = self._owns_ray and not self._config.cluster
+        if not (alone and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
+            return
+        others = sum(part.cpus for part in self._parts if part.kind != "learner")
+        before = available_cores()
+        split = split_cores(before, learner.ranks, learner.threads, others)
+        if split is not None:
+            self._cores_before = before
+            keep_to(split.others, descendants=True)
+            await self.learner.keep_to(split.ranks)
+
+    async def start(self) -> None:
+        """Raises ConfigError, before any actor starts, for what this Ray can never hold."""
+        self._init_ray()
+        seconds = self._cluster.start_timeout_seconds
+        nodes = len(ray_nodes())
+        plan = make_plan(self._cluster.placement, self._parts, nodes)
+        self._placer = Placer(plan, start_seconds=seconds, autoscaling=self._cluster.autoscaling)
+        await self._placer.reserve()
+        self.sharing = plan.sharing
+        options = self._placer.options
+        ranks = [options(f"learner-{i}") for i in range(self._learner_spec.learner.ranks)]
+        self.learner = RayLearner(self._learner_spec, ranks, seconds)
+        self.rewards = [
+            RayReward(self._reward_spec, i, options(f"reward-{i}"), seconds)
+            for i in range(self._reward_spec.reward.workers)
+        ]
+        asked, critic = self._reference_spec, self._critic_spec
+        if asked is not None:
+            count = asked.reference.workers
+            self.references = [RayReference(asked, i, options(f"reference-{i}"), seconds) for i in range(count)]
+        if critic is not None:
+            count = critic.critic.workers
+            self.critics = [RayCritic(critic, i, options(f"critic-{i}"), seconds) for i in range(count)]
+        self.generators = [self._generator(spec) for spec in self._generator_specs]
+        parts = [self.learner, *self.rewards, *self.references, *self.critics, *self.generators]
+        await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
+        if nodes > 1:
+            await self._check_run_dir()
+        await self._set_cores_aside()
+        self._endpoint = await self.learner.listen()
+
+    def _generator(self, spec: GeneratorSpec) -> RayGenerator:
+        return RayGenerator(spec, self._placer.options(spec.name), self._cluster.start_timeout_seconds)
+
+    async def _check_run_dir(self) -> None:
+        """The learner's ranks write checkpoints themselves: better to know now than at the first one."""
+        blind = await self.learner.blind(self._run_dir) if self._run_dir is not None else []
+        if blind:
+            raise ConfigError(
+                f"run_dir={self._run_dir} does not exist on the learner's machine {', '.join(blind)}, which writes the "
+                "checkpoints; give a run_dir on a file system that all nodes share."
+            )
+
+    async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
+        """Raises LostReceiversError naming those that died or hung: they are not waited for, all others are."""
+        self._epoch += 1
+        names = [r.name for r in receivers]
+        joins = [
+            asyncio.create_task(r.join(self._endpoint, rank, len(names) + 1, self._epoch))
+            for rank, r in enumerate(receivers, start=1)
+            if isinstance(r, RayGenerator)
+        ]
+        lost: dict[str, str] = {}
+        try:
+            await self.learner.connect(self._endpoint, names, self._epoch)
+        except LostReceiversError as error:
+            lost.update(error.receivers)
+        except BaseException:
+            _cancel(joins)
+            raise
+        _cancel([join for name, join in zip(names, joins, strict=True) if name in lost])
+        for name, outcome in zip(names, await asyncio.gather(*joins, return_exceptions=True), strict=True):
+            if isinstance(outcome, ReplicaError):
+                lost.setdefault(name, "died")
+            elif isinstance(outcome, Exception) and not lost:
+                raise outcome
+        if lost:
+            raise LostReceiversError(f"The weight group of epoch {self._epoch} could not form", lost)
+
+    async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
+        assert isinstance(dead, RayGenerator)
+        ray.kill(dead.actor)
+        await self._wait_for_room(dead.name)
+        fresh = self._generator(dead.spec)
+        await fresh.ready()
+        self.generators[:] = [fresh if g is dead else g for g in self.generators]
+        return fresh
+
+    async def _wait_for_room(self, name: str) -> None:
+        """What a dead process held is free in a moment; what a dead node held is gone, and no reason to wait long."""
+        deadline = time.monotonic() + ROOM_SECONDS
+        while not await asyncio.to_thread(self._placer.stands, name):
+            if time.monotonic() > deadline:
+                raise ReplicaError(f"{name} has no machine to start on again; free in Ray: {free_in_ray()}")
+            await asyncio.sleep(ROOM_SECONDS / 40)
+
+    async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:
+        """A lost replica's name is free again. Whether there is room is asked of Ray at this moment."""
+        wanted = self._lacking(present)
+        spec = await asyncio.to_thread(lambda: next((s for s in wanted if self._has_room(s)), None))
+        if spec is None:
+            return None
+        if spec.name not in self.plan.seats:
+            await self._placer.add(generator_part(spec))
+        fresh = self._generator(spec)
+        await fresh.ready()
+        self.generators[:] = [*(g for g in self.generators if g.name != fresh.name), fresh]
+        return fresh
+
+    def _lacking(self, present: Collection[str]) -> list[GeneratorSpec]:
+        """Of each kind the first replica that ``max_replicas`` allows and the run lacks."""
+        found: dict[str, GeneratorSpec] = {}
+        for spec in self._generator_specs:
+            prefix = spec.name.rpartition("-")[0]
+            names = (f"{prefix}-{number}" for number in range(spec.generator.max_replicas))
+            free = next((name for name in names if name not in present), None)
+            if free is not None:
+                found.setdefault(prefix, replace(spec, name=free))
+        return list(found.values())
+
+    def _has_room(self, spec: GeneratorSpec) -> bool:
+        if spec.name in self.plan.seats:
+            return self._placer.stands(spec.name)
+        return self._placer.has_room(generator_part(spec))
+
+    async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
+        references, places = bundle(payloads)
+        bundles = await asyncio.gather(*(ask("the object store", r) for r in references))
+        return [bundles[place][p.index] for place, p in zip(places, payloads, strict=True)]
+
+    def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
+        kept = RolloutBundle(rollouts)
+        reference = ray.put(kept)
+        return [Payload(reference, i) for i in range(len(kept))]
+
+    async def close(self) -> None:
+        if not ray.is_initialized():
+            return
+        services: list[Any] = [*self.rewards, *self.references, *self.critics]
+        parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
+        await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
+        if hasattr(self, "_placer"):
+            self._placer.close()
+        if self._owns_ray:
+            ray.shutdown()
+        keep_to(self._cores_before)

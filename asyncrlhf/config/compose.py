@@ -1,0 +1,158 @@
+"""From command-line overrides to a RunConfig, with Hydra's complaints said in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from asyncrlhf.config.run_config import (
+    RunConfig,
+    conf_folder,
+    from_hydra,
+    omegaconf_sentence,
+    register_schema,
+    unknown_key,
+)
+from asyncrlhf.errors import ConfigError
+
+CONFIG_NAME = "config"
+
+
+def split_config_dir(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Take ``--config-dir FOLDER`` (or ``-cd``) out of the arguments: a folder of the user's own config groups."""
+    rest: list[str] = []
+    folder: str | None = None
+    waiting = False
+    for argument in arguments:
+        if waiting:
+            folder, waiting = argument, False
+        elif argument in ("--config-dir", "-cd"):
+            waiting = True
+        elif argument.startswith("--config-dir="):
+            folder = argument.split("=", 1)[1]
+        else:
+            rest.append(argument)
+    if waiting:
+        raise ConfigError("--config-dir needs a folder.")
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--config-dir {folder} is not a folder; give one that holds config groups.")
+    return rest, Path(folder).resolve() if folder is not None else None
+
+
+def search_path_override(folder: Path | None) -> list[str]:
+    return [] if folder is None else [f"hydra.searchpath=['file://{folder}']"]
+
+
+def load_config(arguments: Sequence[str]) -> RunConfig:
+    """Compose and check; raises ConfigError with one sentence. The user's folder is importable for their functions."""
+    overrides, folder = split_config_dir(arguments)
+    check_words(overrides)
+    for override in overrides:
+        if re.match(r"[+~]*hydra[./]", override) and not override.startswith("hydra.searchpath="):
+            raise ConfigError(f"{override} has no effect on a single run; Hydra's settings are for sweeps (-m).")
+    return from_hydra(compose_config(overrides, folder))
+
+
+def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
+    """What Hydra makes of the overrides, not yet checked for ranges; ``folder`` adds the user's groups to ours."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    register_schema()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder())):
+            return compose(CONFIG_NAME, overrides=[*search_path_override(folder), *overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(hydra_sentence(error)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"A config file is not YAML: {error}.") from error
+    except ValueError as error:  # Hydra's answer to a group that is given a number
+        raise ConfigError(_not_an_option(overrides) or f"{error}.") from error
+
+
+def check_words(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for anything that is neither ``key=value`` nor ``~key``."""
+    for argument in overrides:
+        if argument.startswith("-"):
+            raise ConfigError(f"{argument} is no option of this command; settings are given as key=value.")
+        if "=" not in argument and not argument.startswith("~"):
+            raise ConfigError(f"{argument} is not a setting; settings are given as key=value.")
+
+
+def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of every job that Hydra's own sweeper makes of ``key=a,b``, in its order."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        choices = [
+            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_sweep_override() and o.is_discrete_sweep()
+            else [str(o.input_line)]
+            for o in parsed
+        ]
+    except HydraException as error:
+        raise ConfigError(hydra_sentence(error)) from error
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def hydra_sentence(error: Exception) -> str:
+    """Hydra's message without its hints for Hydra's own developers, naming the key, the value and what is allowed."""
+    text = str(error).strip()
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override} cannot be read as key=value; a value with special characters needs quotes of its own, "
+            "as in \"key='a, b'\"."
+        )
+    if match := re.search(r"Could not find '(.+)/([^/']*)'", text):
+        available = text.partition("Available options in")[2].partition("Config search path")[0]
+        return _unknown_option(match.group(1), match.group(2), [line.strip() for line in available.splitlines()[1:]])
+    if match := re.search(r"An item is already at '([^']+)'", text):
+        return f"{match.group(1)} is a setting already; write {match.group(1)}=VALUE without a plus sign."
+    if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        key = match.group(1).partition("=")[0]
+        return f"{match.group(1)} gives several values; add -m to sweep over them, or write a list as {key}=[a,b]."
+    if match := re.search(r"Could not override '([^']+)'\.\s+No match in the defaults list", text):
+        return f"{match.group(1)} is no group of settings; allowed: {', '.join(_groups())}."
+    inner = next((e for e in _chain(error) if isinstance(e, OmegaConfBaseException)), None)
+    if isinstance(inner, ConfigKeyError | ConfigAttributeError):
+        match = re.search(r"Could not override '([^']+)'", text)
+        return unknown_key(match.group(1) if match else str(inner.full_key or inner.key))
+    if inner is not None:
+        return omegaconf_sentence(inner)
+    return " ".join(text.partition("Config search path")[0].split()).rstrip(".") + "."
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _unknown_option(group: str, option: str, options: Sequence[str]) -> str:
+    known = [name for name in options if name]
+    close = difflib.get_close_matches(option, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    allowed = ", ".join(known) or "none yet; --config-dir FOLDER adds a folder of your own"
+    return f"{group}={option} is not known{hint}; allowed: {allowed}."
+
+
+def _not_an_option(overrides: Sequence[str]) -> str | None:
+    for override in overrides:
+        group, _, option = override.partition("=")
+        if group in _groups() and not (conf_folder() / group / f"{option}.yaml").is_file():
+            return _unknown_option(group, option, sorted(p.stem for p in (conf_folder() / group).glob("*.yaml")))
+    return None
+
+
+def _groups() -> list[str]:
+    return sorted(path.name for path in conf_folder().iterdir() if path.is_dir())

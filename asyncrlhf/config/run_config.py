@@ -1,0 +1,244 @@
+"""The root of the configuration: leaves from every layer, what they must agree on, and Hydra's schema for them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
+from asyncrlhf.config.agreement import check_agreement
+from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
+from asyncrlhf.config.logging_config import LoggingConfig
+from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig
+from asyncrlhf.engines.groups import replica_kinds
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
+from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
+from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
+from asyncrlhf.validation import check, check_choice, check_range
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``every`` learner steps (0: only at an interruption); ``resume``: ``no``, ``auto`` or a checkpoint's folder."""
+
+    every: int = 0
+    keep: int = 2
+    resume: str = "no"
+
+    def __post_init__(self) -> None:
+        check_range("checkpoint.every", self.every, low=0)
+        check_range("checkpoint.keep", self.keep, low=1)
+        check(self.resume, "checkpoint.resume is empty; allowed: no, auto, or the folder of a checkpoint.")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything one run needs. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
+
+    name: str = "arithmetic"
+    run_dir: str = ""  # empty: runs/<name>/<time>
+    seed: int = 0
+    steps: int = 500
+    batch_size: int = 128  # rollouts a learner step consumes
+    num_generations: int = 8  # rollouts a prompt
+    runtime: str = "ray"
+    eval_every: int = 0  # steps between two held-out evaluations; one is made at the start and one at the end
+    stall_timeout_seconds: float = 600.0  # nothing moved for so long: the run fails and names what it waits for
+    max_failure_fraction: float = 0.5  # of the last batch_size rollouts; more failures than this end the run
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    preferences: PreferencesConfig = field(default_factory=PreferencesConfig)
+    reward_model: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        check(self.name and "/" not in self.name, f"name={self.name!r} must be a folder's name without a slash.")
+        check_range("seed", self.seed, low=0, high=2**31 - 1)
+        check_range("steps", self.steps, low=1)
+        check_range("batch_size", self.batch_size, low=1)
+        check_range("num_generations", self.num_generations, low=1)
+        check_choice("runtime", self.runtime, ("ray", "local"))
+        check_range("eval_every", self.eval_every, low=0)
+        check_range("stall_timeout_seconds", self.stall_timeout_seconds, low=0, exclusive_low=True)
+        check_range("max_failure_fraction", self.max_failure_fraction, low=0, high=1)
+        check_agreement(self)
+
+    @property
+    def reference_served(self) -> bool:
+        """Whether workers of their own compute the reference's log-probs: where the algorithm needs any."""
+        return self.reference.where == "service" and self.algorithm.needs_reference
+
+    @property
+    def reward_reads_ahead(self) -> bool:
+        """Whether reward workers are sent chunks; those whose models cannot read them say so."""
+        return self.fusion.granularity == "chunk" and any(p.kind == "model" for p in self.reward.sources.values())
+
+    @property
+    def reference_reads_ahead(self) -> bool:
+        """The same of reference workers. Chunks lack the sets that truncated sampling kept."""
+        return self.fusion.granularity == "chunk" and self.reference_served and not self.generator.truncated
+
+    @property
+    def critic_served(self) -> bool:
+        """Whether workers of their own compute the critic's old values: where the algorithm has a critic."""
+        return self.critic.where == "service" and self.algorithm.needs_critic
+
+    @property
+    def engine_dtypes(self) -> list[str]:
+        """What each kind of replica computes in; the fake engine in nothing. An adapter is merged into other weights,
+        so that it travels as it is whatever they are."""
+        if self.model.lora.r:
+            return []
+        kinds = [kind.config for kind in replica_kinds(self.generator) if kind.config.engine != "fake"]
+        own = [kind.vllm.dtype if kind.engine == "vllm" else "auto" for kind in kinds]
+        return [self.model.dtype if dtype == "auto" else dtype for dtype in own]
+
+    @property
+    def audit_tolerance(self) -> Tolerance:
+        """Mean |log-prob difference| between learner and engine at one version."""
+        computed = {self.model.dtype, self.weights.dtype, *self.engine_dtypes} - {"auto"}
+        exact = computed == {"float32"} and self.learner.mixed_precision == "none"
+        return choose_tolerance(self.weights.audit_tolerance, exact)
+
+
+_RENAMED = {"async": "async_"}
+
+
+def register_schema() -> None:
+    """Give Hydra the typed defaults; ``conf/config.yaml`` starts from them."""
+    schema = _schema()
+    ConfigStore.instance().store(name="schema", node={_yaml_name(f.name): schema[f.name] for f in fields(RunConfig)})
+
+
+def _schema() -> DictConfig:
+    """The typed defaults; OmegaConf would make frozen dataclasses read-only before anything was overridden."""
+    schema: DictConfig = OmegaConf.structured(RunConfig)
+    pending: list[Any] = [schema]
+    while pending:
+        node = pending.pop()
+        OmegaConf.set_readonly(node, False)
+        pending.extend(child for child in node.values() if isinstance(child, DictConfig))
+    return schema
+
+
+def _yaml_name(name: str) -> str:
+    return next((yaml for yaml, python in _RENAMED.items() if python == name), name)
+
+
+def from_hydra(config: DictConfig) -> RunConfig:
+    """Turn Hydra's config into the frozen dataclasses; raises ConfigError with one sentence."""
+    known = {_yaml_name(f.name) for f in fields(RunConfig)}
+    unknown = [str(key) for key in config if str(key) not in known]
+    if unknown:
+        raise ConfigError(unknown_key(unknown[0]))
+    try:
+        raw = {_RENAMED.get(str(key), str(key)): config[key] for key in config}
+        built = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
+    except OmegaConfBaseException as error:
+        raise ConfigError(omegaconf_sentence(error)) from error
+    assert isinstance(built, RunConfig)
+    return built
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The resolved config as YAML-able dictionaries, with the names that users write."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(plain, dict)
+    return {_yaml_name(str(key)): value for key, value in plain.items()}
+
+
+def unknown_key(key: str) -> str:
+    """The sentence for a setting that does not exist: what is near it, and what its group holds."""
+    tree: Any = to_plain(RunConfig())
+    node, parts = tree, key.split(".")
+    for depth, part in enumerate(parts):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+            continue
+        parent, wrong = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
+        if node is not None and not isinstance(node, dict):
+            return f"{key} is not a setting; {parent} holds a single value."
+        if not node:
+            return f"{key} is a new entry of {parent}; write it with two plus signs in front: ++{key}=VALUE."
+        prefix = f"{parent}." if parent else ""
+        close = [f"{prefix}{name}" for name in difflib.get_close_matches(part, node, n=1)]
+        close = [name for name in _leaves(tree) if f".{name}".endswith(f".{parts[-1]}")] or close
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        where = f"in {parent}" if parent else "here"
+        return f"{wrong} is not a setting{hint}; allowed {where}: {', '.join(sorted(map(str, node)))}."
+    return f"{key} cannot be set in this way."
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in tree.items():
+        found += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [f"{prefix}{name}"]
+    return found
+
+
+# What a setting takes, by the type of its default.
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "one text",
+    list: "a list such as [a,b]",
+    dict: "settings of its own, such as KEY.NAME=VALUE",
+}
+
+
+def omegaconf_sentence(error: OmegaConfBaseException) -> str:
+    """OmegaConf's several lines as one sentence that names the key, the value and what is allowed."""
+    first = str(error).strip().splitlines()[0].rstrip(".")
+    key = str(getattr(error, "full_key", None) or "the configuration").replace("async_", "async")
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(key)
+    if isinstance(error, InterpolationResolutionError):
+        return f"{key} refers to something that cannot be found: {first}."
+    default: Any = to_plain(RunConfig())
+    for part in key.split("."):
+        default = default.get(part) if isinstance(default, dict) else None
+    if default is None:
+        return f"{key}: {first}."
+    match = re.search(r"[Vv]alue '(.*)' (?:of type|is not)|value: (.*)$", first)
+    given = "null" if re.search("not Optional|'None'", first) else (match.group(1) or match.group(2)) if match else None
+    shown = f"{key}={given}" if given is not None else f"The value of {key}"
+    return f"{shown} is of the wrong kind; allowed: {_KINDS[type(default)].replace('KEY', key)}."
+
+
+def conf_folder() -> Path:
+    """The packaged ``conf/`` of an installed wheel, else the repository's."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"

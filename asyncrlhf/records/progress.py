@@ -1,0 +1,147 @@
+"""What a run shows while it goes: the terminal's live panel, and W&B beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from asyncrlhf.records.summary import duration
+from asyncrlhf.records.wandb_sink import WandbSink
+from asyncrlhf.validation import check_choice
+
+
+class Progress:
+    """``total`` steps, of which ``start_step`` were done before (a resumed run). ``mode``: auto, rich, plain or none.
+
+    ``capacity`` is the buffer's, in rollouts. Plain lines come at most once a second, but always for the first and the
+    last step. ``clock`` and ``console`` are there for tests; the clock is in seconds and measures real time.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        mode: str = "auto",
+        *,
+        start_step: int = 0,
+        capacity: int | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_choice("logging.progress", mode, ("auto", "rich", "plain", "none"))
+        self._console = console if console is not None else Console()
+        self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
+        self._total = total
+        self._capacity = capacity
+        self._clock = clock
+        self._start_step = start_step
+        self._start_time = clock()
+        self._latest: dict[str, Any] = {"step": start_step}
+        self._printed_step: int | None = None
+        self._printed_at = float("-inf")
+        self._live: Live | None = None
+        if self._mode == "rich":
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=False)
+            self._live.start()
+
+    def begin(self) -> None:
+        """Set-up is over: from here on time counts for the ETA."""
+        self._start_time = self._clock()
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """Show one learner step's metrics. A value that is missing now (held-out accuracy) keeps its last one."""
+        self._latest.update({key: value for key, value in metrics.items() if value is not None})
+        if self._live is not None:
+            self._live.update(self._render())
+        elif self._mode == "plain" and self._clock() - self._printed_at >= 1.0:
+            self._print_line()
+
+    def message(self, text: str) -> None:
+        """One line for the reader, above the live display; nothing in mode none."""
+        if self._mode != "none":
+            self._console.print(text, markup=False, highlight=False)
+
+    def stop(self) -> None:
+        """End the display, leaving the last step on the screen. A second call does nothing."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._mode == "plain" and self._latest["step"] not in (self._printed_step, self._start_step):
+            self._print_line()
+        self._mode = "none"
+
+    def _print_line(self) -> None:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts())
+        self._console.print(
+            f"step {self._latest['step']}/{self._total}: {facts}", markup=False, highlight=False, soft_wrap=True
+        )
+        self._printed_step, self._printed_at = self._latest["step"], self._clock()
+
+    def _render(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        facts = self._facts()
+        for start in range(0, len(facts), 3):
+            cells = [f"[dim]{name}[/] [bold]{value}[/]" for name, value in facts[start : start + 3]]
+            grid.add_row(*cells)
+        body = Table.grid(expand=True)
+        body.add_row(ProgressBar(total=self._total, completed=min(self._latest["step"], self._total)))
+        body.add_row(grid)
+        return Panel(body, title=f"step {self._latest['step']} of {self._total}", title_align="left", width=92)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What there is to tell, in a fixed order: name and text."""
+        get = self._latest.get
+        formats = [
+            ("reward", "{:.3f}", "reward_mean"),
+            ("held-out", "{:.3f}", "heldout_accuracy"),
+            ("samples/s", "{:,.0f}", "samples_per_second"),
+            ("learner idle", "{:.0%}", "learner_idle_fraction"),
+            ("generators idle", "{:.0%}", "generator_idle_fraction"),
+        ]
+        facts = [(name, text.format(get(key))) for name, text, key in formats if get(key) is not None]
+        if get("staleness_mean") is not None:
+            worst = f" (max {get('staleness_max'):.0f})" if get("staleness_max") is not None else ""
+            facts.insert(1, ("staleness", f"{get('staleness_mean'):.1f}{worst}"))
+        if get("buffer_size") is not None:
+            facts.append(("buffer", f"{get('buffer_size'):.0f}" + (f"/{self._capacity}" if self._capacity else "")))
+        if get("generators_alive") is not None:
+            late = get("generators_held_back") or 0
+            note = f" ({late:.0f} held back)" if late else ""
+            facts.append(("generators", f"{get('generators_alive'):.0f}{note}"))
+        facts.append(("ETA", self._eta()))
+        return facts
+
+    def _eta(self) -> str:
+        done = self._latest["step"] - self._start_step
+        if done <= 0:
+            return "?"
+        seconds = (self._clock() - self._start_time) / done * max(0, self._total - self._latest["step"])
+        return duration(seconds)
+
+
+class RunView:
+    def __init__(self, progress: Progress, wandb: WandbSink) -> None:
+        self._progress = progress
+        self._wandb = wandb
+        if wandb.note:
+            progress.message(wandb.note)
+
+    def begin(self) -> None:
+        """The parts stand, the first step is near."""
+        self._progress.begin()
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        self._progress.update(metrics)
+        self._wandb.log(metrics)
+
+    def message(self, text: str) -> None:
+        self._progress.message(text)
+
+    def stop(self) -> None:
+        self._progress.stop()

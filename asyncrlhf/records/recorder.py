@@ -1,0 +1,291 @@
+"""Writes a run's directory: config.yaml, metrics.jsonl, rollouts/*.parquet and summary.json.
+
+A crash loses no metrics line, since each one is flushed as it is written. Rollout rows are written by a thread, in
+whole files that appear under their name only when complete. :meth:`RunRecorder.checkpoint` returns a marker; a
+recorder opened with that marker cuts everything written after it, so that a resumed run records each step once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from asyncrlhf.config.logging_config import LoggingConfig
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+SUMMARY_FILE = "summary.json"
+ROLLOUTS_FOLDER = "rollouts"
+_MAX_WAITING = 4  # lists of rows that may wait for the disk before the run waits with them
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.int64()),
+        ("group_id", pa.int64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("policy_versions", pa.list_(pa.int64())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("consumed_at_version", pa.list_(pa.int64())),
+        ("staleness", pa.int64()),
+        ("state", pa.string()),
+        ("drop_reason", pa.string()),
+        ("generator_id", pa.string()),
+        ("admitted_at", pa.float64()),
+        ("generated_at", pa.float64()),
+        ("scored_at", pa.float64()),
+        ("consumed_at", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    """One trained, dropped or failed rollout, as ``rollouts/*.parquet`` holds it; None where it never got so far.
+
+    ``consumed_at_version`` has one entry a use, ``staleness`` is that of the last use (None if never used), times are
+    seconds of the run's clock and ``consumed_at`` is the last use's.
+    """
+
+    rollout_id: int
+    group_id: int
+    prompt: str
+    state: str
+    admitted_at: float
+    response: str | None = None
+    reward: float | None = None
+    policy_versions: Any = ()  # [L] integers, a list or an array
+    behavior_logprobs: Any = ()  # [L]
+    consumed_at_version: tuple[int, ...] = field(default=())
+    staleness: int | None = None
+    drop_reason: str | None = None
+    generator_id: str | None = None
+    generated_at: float | None = None
+    scored_at: float | None = None
+    consumed_at: float | None = None
+
+
+@dataclass(frozen=True)
+class RecordMarker:
+    """How much of the records belongs to a checkpoint; the zeros of the default are a run's beginning.
+
+    ``dataclasses.asdict`` makes it JSON, ``RecordMarker(**...)`` reads it back.
+    """
+
+    metrics_lines: int = 0
+    parts: int = 0
+
+
+class RunRecorder:
+    """Owns the files of ``run_dir``. Not thread-safe; ``log_step`` writes at once, ``record`` hands rows to a thread.
+
+    With ``resume_from`` the files are first cut back to that marker. Without it a folder that already holds a run is a
+    ConfigError: nothing is overwritten by accident.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        logging: LoggingConfig,
+        resume_from: RecordMarker | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self._logging = logging
+        folder = self.run_dir / ROLLOUTS_FOLDER
+        metrics_path = self.run_dir / METRICS_FILE
+        if resume_from is None:
+            _refuse_used_folder(self.run_dir)
+            resume_from = RecordMarker()
+        folder.mkdir(parents=True, exist_ok=True)
+        _cut_metrics(metrics_path, resume_from.metrics_lines)
+        _cut_parts(folder, resume_from.parts)
+        (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        _write_atomically(
+            self.run_dir / CONFIG_FILE, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+        )
+        self._lines = resume_from.metrics_lines
+        self._metrics = metrics_path.open("a", encoding="utf-8")
+        self._rows: list[RolloutRow] = []
+        self._writer = _PartWriter(folder, resume_from.parts)
+
+    def log_step(self, metrics: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl; NaN and infinity become null. Raises ValueError without a ``step``."""
+        if "step" not in metrics:
+            raise ValueError(f"a line of {METRICS_FILE} needs a step; got {sorted(metrics)}")
+        self._metrics.write(json.dumps(plain(metrics), allow_nan=False) + "\n")
+        self._metrics.flush()
+        self._lines += 1
+
+    def record(self, rows: Iterable[RolloutRow]) -> None:
+        """Keep rows for the next Parquet part. Blocks when the writer is behind; raises what the writer met."""
+        if not self._logging.rollouts:
+            return
+        self._rows.extend(rows)
+        while len(self._rows) >= self._logging.flush_every:
+            self._writer.put(self._rows[: self._logging.flush_every])
+            self._rows = self._rows[self._logging.flush_every :]
+
+    def checkpoint(self) -> RecordMarker:
+        """Bring everything to disk, and return where the records stand."""
+        self._flush_rows()
+        self._writer.drain()
+        os.fsync(self._metrics.fileno())
+        return RecordMarker(metrics_lines=self._lines, parts=self._writer.parts)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Bring everything to disk, then write summary.json. The recorder is closed afterwards."""
+        self.close()
+        _write_atomically(self.run_dir / SUMMARY_FILE, json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Bring everything to disk and end the writer; a second call does nothing."""
+        if self._metrics.closed:
+            return
+        self._metrics.close()
+        try:
+            self._flush_rows()
+        finally:
+            self._writer.close()
+
+    def _flush_rows(self) -> None:
+        rows, self._rows = self._rows, []
+        if rows:
+            self._writer.put(rows)
+
+
+class _PartWriter:
+    """A thread that turns lists of rows into numbered Parquet parts, in order; at most a few lists wait for it."""
+
+    def __init__(self, folder: Path, parts: int) -> None:
+        self.parts = parts  # numbers given out; on disk they are once drained
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
+        self._pending: deque[Future[None]] = deque()
+        self._error: BaseException | None = None
+
+    def put(self, rows: list[RolloutRow]) -> None:
+        self._collect(_MAX_WAITING - 1)
+        self._pending.append(self._pool.submit(_write_part, self._folder / _part_name(self.parts), rows))
+        self.parts += 1
+
+    def drain(self) -> None:
+        self._collect(0)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._collect(0)
+
+    def _collect(self, waiting: int) -> None:
+        """Wait until at most so many lists are unwritten; raises the first error that the thread ever met."""
+        while self._pending and (len(self._pending) > waiting or self._pending[0].done()):
+            self._error = self._pending.popleft().exception() or self._error
+        if self._error is not None:
+            raise AsyncRLHFError(
+                f"rollout records could not be written to {self._folder}: {self._error}"
+            ) from self._error
+
+
+def _write_part(target: Path, rows: list[RolloutRow]) -> None:
+    temporary = target.with_suffix(".tmp")
+    pq.write_table(rows_to_table(rows), temporary, compression="zstd")
+    os.replace(temporary, target)
+
+
+def rows_to_table(rows: Iterable[RolloutRow]) -> pa.Table:
+    """The rows as an Arrow table with exactly the columns of ``ROLLOUT_SCHEMA``."""
+    rows = list(rows)
+    columns = {f.name: [getattr(row, f.name) for row in rows] for f in fields(RolloutRow)}
+    return pa.table({name: columns[name] for name in ROLLOUT_SCHEMA.names}, schema=ROLLOUT_SCHEMA)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl. A torn last line (the process died while writing) is left out.
+
+    Raises ConfigError when an earlier line is not a JSON object.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break
+            raise ConfigError(f"{path} line {number} is not JSON; a metrics file has one JSON object a line.") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path} line {number} is not a JSON object; a metrics file has one a line.")
+        rows.append(row)
+    return rows
+
+
+def plain(value: Any) -> Any:
+    """``value`` out of JSON's types alone: NumPy becomes Python, tuples lists, paths text, NaN and infinity None."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    raise TypeError(f"cannot record a {type(value).__name__}: {value!r}")
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number:05d}.parquet"
+
+
+def _refuse_used_folder(run_dir: Path) -> None:
+    metrics = run_dir / METRICS_FILE
+    used = (metrics.exists() and metrics.stat().st_size > 0) or any(run_dir.glob(f"{ROLLOUTS_FOLDER}/*.parquet"))
+    if used:
+        raise ConfigError(
+            f"run_dir={run_dir} already holds a run; give another run_dir, or checkpoint.resume=auto to go on with it."
+        )
+
+
+def _cut_metrics(path: Path, lines: int) -> None:
+    content = path.read_bytes() if path.exists() else b""
+    kept = content.splitlines(keepends=True)[:lines]
+    if len(kept) < lines or not all(line.endswith(b"\n") for line in kept):
+        raise CheckpointError(f"{path} has {len(kept)} lines but the checkpoint was made after {lines}.")
+    size = sum(len(line) for line in kept)
+    if size < len(content):
+        os.truncate(path, size)
+
+
+def _cut_parts(folder: Path, parts: int) -> None:
+    keep = {_part_name(number) for number in range(parts)}
+    missing = sorted(name for name in keep if not (folder / name).exists())
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]}, which the checkpoint counts on.")
+    for path in [*folder.glob("part-*.parquet"), *folder.glob("part-*.tmp")]:
+        if path.name not in keep:
+            path.unlink()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

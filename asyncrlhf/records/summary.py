@@ -1,0 +1,339 @@
+"""What a run came to: the dictionary of summary.json, and the same in plain words for a newcomer."""
+
+from __future__ import annotations
+
+import io
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+
+PACKAGES = ("asyncrlhf", "torch", "transformers", "ray", "numpy", "hydra-core", "pyarrow", "wandb", "vllm", "deepspeed")
+REPLICA_PREFIX = "generator/"  # of the metrics of one replica
+_NAMED_FAILURES = 5
+_TIMING_ENDINGS = ("_seconds", "_per_second", "_idle_fraction")
+
+Metrics = Sequence[Mapping[str, Any]]
+
+
+def build_summary(
+    run_dir: Path,
+    *,
+    ledger: Mapping[str, Any],
+    seed: int,
+    steps_planned: int,
+    staleness_bound: int,
+    exit_reason: str,
+    heldout_before: float | None = None,
+    heldout_after: float | None = None,
+) -> dict[str, Any]:
+    """Everything summary.json holds, out of ``run_dir``'s metrics.jsonl and the ledger's ``counts()``.
+
+    ``exit_reason``: ``done``, ``interrupted`` or ``failed: <one sentence>``. Held-out accuracies are fractions; where
+    not given, the first and last ``heldout_accuracy`` of the metrics stand in. First and last reward are the means
+    of the first and last tenth of the steps (at least one step).
+    """
+    path = run_dir / METRICS_FILE
+    rows = read_metrics(path) if path.exists() else []
+    heldout = values(rows, "heldout_accuracy")
+    return {
+        "run_dir": str(run_dir),
+        "exit_reason": exit_reason,
+        "steps": int(rows[-1]["step"]) if rows else 0,
+        "steps_planned": steps_planned,
+        "policy_version": rows[-1].get("policy_version") if rows else 0,
+        "wall_seconds": rows[-1].get("wall_time") if rows else None,
+        "seed": seed,
+        "reward": reward_ends(rows),
+        "heldout_accuracy": {
+            "before": heldout_before if heldout_before is not None else (heldout[0] if heldout else None),
+            "after": heldout_after if heldout_after is not None else (heldout[-1] if heldout else None),
+        },
+        "staleness": {
+            "mean": mean(values(rows, "staleness_mean")),
+            "max": max(values(rows, "staleness_max"), default=None),
+            "bound": staleness_bound,
+        },
+        "timings": timing_means(rows),
+        "generators": replica_means(rows),
+        "ledger": ledger_totals(ledger),
+        "git": git_state(Path(__file__).resolve().parent),
+        "packages": package_versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def ledger_totals(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Admitted = trained + dropped + failed + left (not finished when the run ended), and whether that holds.
+
+    ``counts`` is what the ledger's ``counts()`` returns. ``uses`` counts every training of a rollout. Dropped and
+    failed are numbers by reason; of the reasons for failures the five most frequent keep their names.
+    """
+    dropped = {reason: count for reason, count in counts["dropped_by_reason"].items() if count}
+    failed = dict(sorted(counts["failed_by_reason"].items(), key=lambda item: -item[1]))
+    named = dict(list(failed.items())[:_NAMED_FAILURES])
+    if len(failed) > _NAMED_FAILURES:
+        named["other reasons"] = sum(list(failed.values())[_NAMED_FAILURES:])
+    left = sum(counts[state] for state in ("admitted", "generating", "scoring", "buffered"))
+    total = counts["trained"] + sum(dropped.values()) + sum(named.values()) + left
+    return {
+        "admitted": counts["admitted_total"],
+        "trained": counts["trained"],
+        "uses": counts["uses"],
+        "dropped": dropped,
+        "failed": named,
+        "left": left,
+        "adds_up": total == counts["admitted_total"],
+    }
+
+
+def reward_ends(rows: Metrics) -> dict[str, Any]:
+    """Mean reward of the first and of the last tenth of the steps, and how many steps a tenth is."""
+    rewards = values(rows, "reward_mean")
+    window = max(1, len(rewards) // 10)
+    return {"first": mean(rewards[:window]), "last": mean(rewards[-window:]), "window": window}
+
+
+def timing_means(rows: Metrics) -> dict[str, float]:
+    """Means over the run: rates and fractions weighted by each step's wall time, seconds a step unweighted."""
+    named = {key for row in rows for key in row if not key.startswith(REPLICA_PREFIX)}
+    keys = sorted(key for key in named if key.endswith(_TIMING_ENDINGS))
+    means = {
+        key: (mean(values(rows, key)) if key.endswith("_seconds") else time_weighted_mean(rows, key)) for key in keys
+    }
+    return {key: value for key, value in means.items() if value is not None}
+
+
+def replica_means(rows: Metrics) -> dict[str, dict[str, float]]:
+    """What each replica did over the steps that it was there, by its name; empty for a run with a single one.
+
+    ``rollouts`` and ``tokens_per_second`` are what it made, trained or not; ``held_back_fraction`` is its share of the
+    steps without work, because it was too late for the staleness bound; ``restarts`` the last count.
+    """
+    kept: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    previous = 0.0
+    for row in rows:
+        weight = max(0.0, (row.get("wall_time") or previous) - previous)
+        previous += weight
+        for key, value in row.items():
+            if key.startswith(REPLICA_PREFIX) and value is not None:
+                _, name, figure = key.split("/", 2)
+                kept.setdefault(name, {}).setdefault(figure, []).append((float(value), weight))
+    return {name: _replica_row(figures) for name, figures in kept.items()}
+
+
+def _replica_row(figures: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
+    def weighted(figure: str) -> float:
+        pairs = figures.get(figure, [])
+        total = sum(weight for _, weight in pairs)
+        return sum(v * w for v, w in pairs) / total if total else mean([v for v, _ in pairs]) or 0.0
+
+    return {
+        "rollouts": sum(value for value, _ in figures.get("rollouts", [])),
+        "tokens_per_second": weighted("tokens_per_second"),
+        "idle_fraction": weighted("idle_fraction"),
+        "latency": weighted("latency"),
+        "lag": weighted("lag"),
+        "in_flight": weighted("in_flight"),
+        "held_back_fraction": weighted("held_back"),
+        "restarts": figures["restarts"][-1][0] if "restarts" in figures else 0.0,
+    }
+
+
+def time_weighted_mean(rows: Metrics, key: str) -> float | None:
+    """Mean of ``key`` weighted by the wall time since the line before; a plain mean where times are missing."""
+    total = weight_sum = previous = 0.0
+    for row in rows:
+        now = row.get("wall_time")
+        weight = max(0.0, now - previous) if now is not None else 0.0
+        previous = now if now is not None else previous
+        if row.get(key) is not None:
+            total += weight * row[key]
+            weight_sum += weight
+    return total / weight_sum if weight_sum > 0 else mean(values(rows, key))
+
+
+def values(rows: Metrics, key: str) -> list[float]:
+    """The finite values of one metric, in order."""
+    return [float(row[key]) for row in rows if row.get(key) is not None]
+
+
+def mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide what a run does; those not installed are left out."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the repository that tracks ``folder``'s files, and whether tracked files differ from it; else None."""
+    if not _git(folder, "ls-files", "--", "."):
+        return None  # no repository, or one (the user's own) in which this package is merely installed
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    return {"commit": commit, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def plain_words(summary: Mapping[str, Any]) -> str:
+    """Six to nine sentences and a small table that say what happened, for a terminal of 100 columns."""
+    lines = [
+        _outcome(summary),
+        _rewards(summary),
+        _heldout(summary),
+        _staleness(summary),
+        _idle(summary),
+        _speed(summary),
+    ]
+    ledger = summary["ledger"]
+    if ledger["failed"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in ledger["failed"].items())
+        failures = sum(ledger["failed"].values())
+        lines.append(f"{failures:,} rollout{'s' * (failures > 1)} failed ({reasons}) and never reached training.")
+    lines.append(f"Everything is in {summary['run_dir']}; `asyncrlhf report {summary['run_dir']}` draws its curves.")
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=100, color_system=None)
+    if summary.get("generators"):
+        console.print(replica_table(summary["generators"]))
+    console.print(ledger_table(ledger))
+    return "\n".join(line for line in lines if line) + "\n\n" + buffer.getvalue().rstrip() + "\n"
+
+
+def ledger_table(ledger: Mapping[str, Any]) -> Table:
+    """Where every admitted rollout ended, with the check that none was lost or invented."""
+    table = Table(title="Where every rollout ended", title_justify="left")
+    table.add_column("state")
+    table.add_column("rollouts", justify="right")
+    table.add_row("trained", f"{ledger['trained']:,}")
+    for reason, count in ledger["dropped"].items():
+        table.add_row(f"dropped: {reason}", f"{count:,}")
+    for reason, count in ledger["failed"].items():
+        table.add_row(f"failed: {reason}", f"{count:,}")
+    table.add_row("left when the run ended", f"{ledger['left']:,}", end_section=True)
+    verdict = "adds up" if ledger["adds_up"] else "DOES NOT ADD UP: please report this"
+    table.add_row(f"admitted ({verdict})", f"{ledger['admitted']:,}")
+    return table
+
+
+REPLICA_COLUMNS = ("rollouts", "tokens/s", "idle", "seconds a rollout", "lag", "held back", "restarts")
+
+
+def replica_cells(figures: Mapping[str, float]) -> list[str]:
+    """One replica's figures as text, under ``REPLICA_COLUMNS``."""
+    return [
+        f"{figures['rollouts']:,.0f}",
+        f"{figures['tokens_per_second']:,.0f}",
+        f"{figures['idle_fraction']:.0%}",
+        f"{figures['latency']:.3g}",
+        f"{figures['lag']:.1f}",
+        f"{figures['held_back_fraction']:.0%}",
+        f"{figures['restarts']:.0f}",
+    ]
+
+
+def replica_table(replicas: Mapping[str, Mapping[str, float]]) -> Table:
+    """One row a generator: which of them is the straggler."""
+    table = Table(title="Generators", title_justify="left")
+    table.add_column("name")
+    for column in REPLICA_COLUMNS:
+        table.add_column(column, justify="right")
+    for name, figures in replicas.items():
+        table.add_row(name, *replica_cells(figures))
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: ``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    reason, steps, planned = summary["exit_reason"], summary["steps"], summary["steps_planned"]
+    took = f" in {duration(summary['wall_seconds'])}" if summary["wall_seconds"] is not None else ""
+    if reason == "done":
+        return f"Done: {steps} learner steps{took}, seed {summary['seed']}."
+    if reason == "interrupted":
+        return f"Interrupted after {steps} of {planned} learner steps{took}, seed {summary['seed']}; it can be resumed."
+    cause = reason[:1].upper() + reason[1:]
+    return f"The run stopped after {steps} of {planned} learner steps{took}, seed {summary['seed']}. {cause}"
+
+
+def _rewards(summary: Mapping[str, Any]) -> str:
+    reward = summary["reward"]
+    if reward["first"] is None:
+        return "No learner step was completed, so there is no reward to speak of."
+    first, last, window = reward["first"], reward["last"], reward["window"]
+    steps = "step" if window == 1 else f"{window} steps"
+    return f"Mean reward {_moved(first, last)} (first and last {steps})."
+
+
+def _heldout(summary: Mapping[str, Any]) -> str:
+    before, after = summary["heldout_accuracy"]["before"], summary["heldout_accuracy"]["after"]
+    if before is None or after is None:
+        return ""
+    return (
+        f"Held-out accuracy, on prompts never trained on, {_moved(before, after)}, a change of {after - before:+.3f}."
+    )
+
+
+def _moved(first: float, last: float) -> str:
+    verb = "rose" if last > first else "fell" if last < first else "stayed"
+    return f"{verb} at {first:.3f}" if verb == "stayed" else f"{verb} from {first:.3f} to {last:.3f}"
+
+
+def _staleness(summary: Mapping[str, Any]) -> str:
+    staleness = summary["staleness"]
+    if staleness["max"] is None:
+        return ""
+    return (
+        f"The trained data was {staleness['mean']:.2f} policy versions old on average "
+        f"and {staleness['max']:.0f} at most (bound: {staleness['bound']})."
+    )
+
+
+def _idle(summary: Mapping[str, Any]) -> str:
+    timings = summary["timings"]
+    sides = {
+        "the learner": timings.get("learner_idle_fraction"),
+        "the generators": timings.get("generator_idle_fraction"),
+    }
+    known = [f"{side} {100 * share:.0f}%" for side, share in sides.items() if share is not None]
+    return f"Waiting took {' and '.join(known)} of their time." if known else ""
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    timings = summary["timings"]
+    if "samples_per_second" not in timings:
+        return ""
+    tokens = f" ({timings['tokens_per_second']:,.0f} tokens/s)" if "tokens_per_second" in timings else ""
+    return f"It trained {timings['samples_per_second']:,.1f} samples/s{tokens}."
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,31 @@
+"""Builds the task that the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from asyncrlhf.data.data_config import TaskConfig
+from asyncrlhf.tasks.arithmetic import ArithmeticTask
+from asyncrlhf.tasks.prompts import PromptsTask
+from asyncrlhf.tasks.task import Task
+
+
+def build_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task of ``task.kind``; raises ConfigError for prompts that the run could not use."""
+    return BUILDERS[config.kind](config, tokenizer)
+
+
+def _reasoning(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    # reasoning-gym takes seconds to import, and the other tasks do without it.
+    from asyncrlhf.tasks.reasoning import ReasoningTask
+
+    return ReasoningTask(config, tokenizer)
+
+
+BUILDERS: dict[str, Callable[[TaskConfig, PreTrainedTokenizerBase], Task]] = {
+    "arithmetic": ArithmeticTask,
+    "prompts": PromptsTask,
+    "reasoning_gym": _reasoning,
+}

@@ -1,0 +1,88 @@
+"""From settings to a sender and its receivers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from asyncrlhf.transport.collective import CollectiveSender, CollectiveStreamSender
+from asyncrlhf.transport.collective_receiver import CollectiveReceiver
+from asyncrlhf.transport.disk import DiskReceiver, DiskSender, DiskStreamSender
+from asyncrlhf.transport.gather import ShardedParams
+from asyncrlhf.transport.local import LocalReceiver, LocalSender
+from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
+from asyncrlhf.transport.protocol import WeightReceiver, WeightSender
+from asyncrlhf.transport.snapshot import Wire
+from asyncrlhf.transport.weights_config import STREAMING, WeightsConfig
+from asyncrlhf.types import WeightManifest
+from asyncrlhf.validation import check, check_choice
+
+# The first is what `auto` means.
+RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "object_store", "disk")}
+
+
+def resolve_transport(config: WeightsConfig, runtime: str) -> str:
+    """The transport that ``weights.transport`` means under ``runtime``; raises ConfigError where it cannot work."""
+    check_choice("runtime", runtime, tuple(RUNTIME_TRANSPORTS))
+    allowed = RUNTIME_TRANSPORTS[runtime]
+    kind = allowed[0] if config.transport == "auto" else config.transport
+    check(
+        kind in allowed,
+        f"weights.transport={config.transport} does not work with runtime={runtime}; "
+        f"allowed: auto, {', '.join(allowed)}.",
+    )
+    check(
+        not config.streams or kind in STREAMING,
+        f"weights.staging=stream does not work with runtime={runtime}, whose weights travel by {kind}; "
+        f"allowed: snapshot.",
+    )
+    return kind
+
+
+def lay_out(config: WeightsConfig, params: Mapping[str, torch.Tensor]) -> WeightManifest:
+    """The buckets of ``params``: the same in every process that has the same settings."""
+    return build_manifest(params, int(config.bucket_mb * 2**20), _cast(config))
+
+
+def _cast(config: WeightsConfig) -> torch.dtype | None:
+    return None if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch.Tensor]) -> WeightSender:
+    """The learner's side, for the tensors that every publish will carry. ``weights.dtype=auto`` means their own here:
+    whoever knows the engines has resolved it before."""
+    kind = resolve_transport(config, runtime)
+    cast = _cast(config)
+    wire = Wire(cast, config.verifies, config.delta)
+    manifest = lay_out(config, params)
+    # A model that no learner rank holds whole is not to lie whole on the sender's device either.
+    device = torch.device("cpu") if isinstance(params, ShardedParams) else next(iter(params.values())).device
+    seconds = config.timeout_seconds
+    if kind == "local":
+        return LocalSender(manifest, wire=wire)
+    if kind == "object_store":
+        return ObjectStoreSender(manifest, wire=wire)
+    if kind == "disk":
+        check(config.disk_path, "weights.transport=disk needs weights.disk_path here; a run has one of its own.")
+        root = Path(config.disk_path)
+        if config.streams:
+            return DiskStreamSender(manifest, root, timeout_seconds=seconds, wire=wire)
+        return DiskSender(manifest, root, timeout_seconds=seconds, wire=wire)
+    if config.streams:
+        return CollectiveStreamSender(manifest, timeout_seconds=seconds, device=device, wire=wire)
+    return CollectiveSender(manifest, timeout_seconds=seconds, device=device, wire=wire)
+
+
+def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | str = "cpu") -> WeightReceiver:
+    """A generator's side; ``device`` is where its engine's parameters live."""
+    kind = resolve_transport(config, runtime)
+    if kind == "local":
+        return LocalReceiver()
+    if kind == "object_store":
+        return ObjectStoreReceiver(timeout_seconds=config.timeout_seconds)
+    if kind == "disk":
+        return DiskReceiver(timeout_seconds=config.timeout_seconds)
+    return CollectiveReceiver(timeout_seconds=config.timeout_seconds, device=device)

@@ -1,0 +1,73 @@
+"""What a start on a cluster looks at besides devices: network cards, the run directory, Ray's own address variable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from asyncrlhf.actors import where
+from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.cluster.ray_runtime import RayRuntime
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.errors import ConfigError
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two network cards, the second of which Ray knows this node by."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    found = {"lo": "127.0.0.1", "ib0": "10.1.0.7", "eth0": "192.168.0.7"}
+    addresses = {name: [SimpleNamespace(address=address)] for name, address in found.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+
+
+@pytest.mark.parametrize(
+    ("address", "before", "after"),
+    [
+        ("10.1.0.7", None, "ib0"),
+        ("10.1.0.7", "eth0", "eth0"),  # the user knows better
+        ("127.0.0.1", None, None),  # a Ray of this machine alone
+        ("10.9.9.9", None, None),  # behind an address translation: gloo's own choice is as good
+    ],
+)
+def test_gloo_takes_the_card_of_rays_address(
+    address: str, before: str | None, after: str | None, cards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where.ray.util, "get_node_ip_address", lambda: address)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", before or "")  # so that the variable is put back afterwards
+    if before is None:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    where.name_interface()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == after
+
+
+class Learner:
+    """Ranks on two machines, one of which does not see the folder."""
+
+    def __init__(self, blind: list[str]) -> None:
+        self._blind = blind
+
+    async def blind(self, folder: Path) -> list[str]:
+        return self._blind
+
+
+async def test_a_run_directory_that_the_learner_does_not_see_is_refused(tmp_path: Path) -> None:
+    runtime = build_runtime(load_config([]), tmp_path)
+    assert isinstance(runtime, RayRuntime)
+    runtime.learner = Learner([])  # type: ignore[assignment]
+    await runtime._check_run_dir()
+    runtime.learner = Learner(["10.0.0.2", "10.0.0.3"])  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"does not exist on the learner's machine 10.0.0.2, 10.0.0.3.*all nodes"):
+        await runtime._check_run_dir()
+
+
+def test_rays_own_variable_names_a_cluster_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert load_config([]).ray.cluster == "head:6379"
+    assert load_config(["ray.address=other:1"]).ray.cluster == "other:1"
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert load_config([]).ray.cluster == ""
