@@ -98,12 +98,12 @@ class GroupConfig:
 class GeneratorConfig:
     """``slots``: responses one replica generates at once; ``threads``: CPU threads of one replica (0: Ray's choice).
 
-    ``replicas`` is a number, or a list of groups (:class:`GroupConfig`, each may have a ``name``); ``groups`` says the
-    same by name. ``max_replicas`` > ``replicas`` lets a Ray cluster that grows start more of them.
+    ``replicas`` is a number of replicas that are alike; ``groups`` gives several kinds by name, as :class:`GroupConfig`
+    says. ``max_replicas`` > ``replicas`` lets a Ray cluster that grows start more of them.
     """
 
     engine: str = "hf"
-    replicas: Any = 1
+    replicas: Any = 1  # Any: replica_kinds says what is wrong with a value that is no number
     max_replicas: int = 0
     groups: Any = None  # of GroupConfig by name
     slots: int = 128

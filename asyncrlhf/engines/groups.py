@@ -36,19 +36,16 @@ class Kind:
 
 def replica_kinds(config: GeneratorConfig) -> list[Kind]:
     """The kinds in the order given; raises ConfigError with one sentence for what cannot be read as groups."""
-    listed = config.replicas
-    if isinstance(listed, int) and not isinstance(listed, bool):
-        check(listed >= 1, f"generator.replicas={listed} is out of range; allowed: >= 1, or a list of groups.")
-        if config.groups is None:
-            return [Kind("generator", _sized(config, listed, config.max_replicas, "generator"))]
-        check(listed == 1, f"generator.replicas={listed} says nothing beside generator.groups; set it in each group.")
-        groups = _from_mapping(config.groups)
-    else:
-        groups = _from_list(listed)
-        check(
-            config.groups is None,
-            "generator.replicas is a list and generator.groups is given too; allowed: one of the two.",
-        )
+    number = config.replicas
+    check(
+        isinstance(number, int) and not isinstance(number, bool) and number >= 1,
+        f"generator.replicas={number} is no whole number from 1 on; replicas of several kinds are set by name, such as "
+        "generator.groups={fast:{replicas:2},slow:{slots:16}}.",
+    )
+    if config.groups is None:
+        return [Kind("generator", _sized(config, number, config.max_replicas, "generator"))]
+    check(number == 1, f"generator.replicas={number} says nothing beside generator.groups; set it in each group.")
+    groups = _from_mapping(config.groups)
     check(
         config.max_replicas == 0,
         f"generator.max_replicas={config.max_replicas} says nothing beside groups; set it in each group.",
@@ -63,22 +60,6 @@ def _from_mapping(named: Any) -> dict[str, GroupConfig]:
         "{fast:{replicas:2},slow:{slots:16}}.",
     )
     return {str(name): overlay(GroupConfig(), entry, f"generator.groups.{name}") for name, entry in named.items()}
-
-
-def _from_list(listed: Any) -> dict[str, GroupConfig]:
-    """``[{...},{...}]`` as named groups; a group without a ``name`` is called by its place: g0, g1, ..."""
-    check(
-        isinstance(listed, list) and listed and all(isinstance(entry, Mapping) for entry in listed),
-        f"generator.replicas={listed} is no number and no list of groups; allowed: a whole number >= 1, or a list such "
-        "as [{name:fast,replicas:2},{name:slow,slots:16}].",
-    )
-    groups: dict[str, GroupConfig] = {}
-    for place, entry in enumerate(listed):
-        name = str(entry.get("name", f"g{place}"))
-        check(name not in groups, f"generator.replicas has two groups named {name}; allowed: different names.")
-        settings = {str(key): value for key, value in entry.items() if key != "name"}
-        groups[name] = overlay(GroupConfig(), settings, f"generator.replicas[{place}]")
-    return groups
 
 
 def _resolve(config: GeneratorConfig, name: str, group: GroupConfig) -> GeneratorConfig:

@@ -148,7 +148,7 @@ def test_vllm_workers_need_our_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
     assert examine(VLLM)["vLLM plugin"].level == "note"
     wide = examine(VLLM, "generator.vllm.tensor_parallel_size=2")["vLLM plugin"]
     assert wide.level == "fails" and "pip install -e ." in wide.sentence
-    group = "generator.replicas=[{name:plain},{name:wide,engine:vllm,vllm:{tensor_parallel_size:2}}]"
+    group = "generator.groups={plain:{},wide:{engine:vllm,vllm:{tensor_parallel_size:2}}}"
     assert examine(group)["vLLM plugin"].level == "fails", "a group's settings count, not the common ones"
 
 

@@ -9,7 +9,7 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import check_truncation, prepare, train
 
-GROUPS = "generator.replicas=[{name: a, engine: hf}, {name: b, engine: vllm}]"
+GROUPS = "generator.groups={a: {engine: hf}, b: {engine: vllm}}"
 
 
 @pytest.mark.parametrize("engine", ["generator.engine=vllm", GROUPS])
