@@ -18,7 +18,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 IdArray = NDArray[np.int32]  # token ids, and counts of them, of which a batch has many
 FinishReason = Literal["stop", "length"]
-DropReason = Literal["stale", "untrainable", "failed", "oversized", "shutdown"]
+DropReason = Literal["stale", "untrainable", "failed", "shutdown"]
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,6 @@ class ScoredRollout:
 
     def staleness_in_flight(self) -> int:
         return self.finished_at_version - self.info.min_version
-
-    def staleness_in_queue(self, version: int) -> int:
-        return version - self.finished_at_version
 
 
 @dataclass(frozen=True)

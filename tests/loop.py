@@ -14,8 +14,8 @@ import pytest
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator import run as run_module
-from asyncrlhf.orchestrator.meters import is_timing
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.summary import REPLICA_PREFIX
 
 QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
 FAKE = (
@@ -25,6 +25,45 @@ FAKE = (
     "batch_size=16",
     "generator.slots=16",
 )
+
+
+# What depends on when things happened and not on what was computed: all that two runs of one seed in
+# ``async.mode=fixed_lag`` may differ in.
+TIMING_KEYS = frozenset(
+    {
+        "wall_time",
+        "samples_per_second",
+        "tokens_per_second",
+        "generated_tokens_per_second",
+        "learner_idle_fraction",
+        "generator_idle_fraction",
+        "weight_sync_seconds",
+        "snapshot_seconds",
+        "train_seconds",
+        "wait_seconds",
+        "buffer_size",
+        "buffer_age",
+        "dropped",
+        "reward_latency_p50",
+        "reward_latency_p95",
+        "reference_latency_p50",
+        "reference_latency_p95",
+        "critic_latency_p50",
+        "critic_latency_p95",
+        "prefilled_fraction",
+        "prefill_evictions",
+        "reference_prefilled_fraction",
+        "reference_prefill_evictions",
+        "rollouts_in_flight",
+        "generators_alive",
+        "generators_held_back",
+    }
+)
+
+
+def is_timing(key: str) -> bool:
+    """Whether the metric depends on when things happened, as all figures of single replicas do."""
+    return key in TIMING_KEYS or key.startswith(REPLICA_PREFIX)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,6 @@ import torch
 from torch import Tensor
 
 
-def sequence_ids_of(cu_seqlens: Tensor) -> Tensor:
-    """``sequence_ids [T]`` (int64) from the boundaries ``cu_seqlens [N+1]``."""
-    lengths = cu_seqlens.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
-
-
 def masked_values(x: Tensor, mask: Tensor) -> Tensor:
     """``x [T]`` with zero outside ``mask``: a selection, so that NaN outside stays outside, also in the gradient."""
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))

@@ -116,11 +116,6 @@ def _select_kept(batch: TrainBatch, tokens: IntArray) -> tuple[IdArray | None, I
     return batch.kept_ids[where], counts
 
 
-def split_microbatches(batch: TrainBatch, token_budget: int) -> list[TrainBatch]:
-    """Runs of whole sequences of at most ``token_budget`` tokens; a longer sequence is a microbatch of its own."""
-    return [select(batch, part) for part in microbatch_indices(sequence_lengths(batch), token_budget)]
-
-
 def microbatch_indices(lengths: IntArray, token_budget: int) -> list[IntArray]:
     """Indices into ``lengths`` [N] of each microbatch, in order. Greedy from the left, so neighbours stay together."""
     parts: list[list[int]] = []
@@ -144,13 +139,9 @@ def shard(batch: TrainBatch, rank: int, ranks: int) -> TrainBatch:
     return select(batch, _spread_groups(batch, ranks)[rank])
 
 
-def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
-    """``n`` minibatches of whole groups, balanced by tokens; some are empty when there are fewer groups than ``n``."""
-    return [select(batch, part) for part in minibatch_indices(batch, n)]
-
-
 def minibatch_indices(batch: TrainBatch, n: int) -> list[IntArray]:
-    """Sequence indices of each of ``n`` minibatches, in the order of the batch."""
+    """Sequence indices of each of ``n`` minibatches of whole groups, balanced by tokens, in the order of the batch;
+    some are empty when there are fewer groups than ``n``."""
     return _spread_groups(batch, n)
 
 

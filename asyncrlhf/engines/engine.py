@@ -66,12 +66,6 @@ class Engine(Protocol):
         """Forget requests; returns those that were indeed in flight."""
         ...
 
-    def pause(self) -> None:
-        """Sample nothing until :meth:`resume`; in-flight sequences stay."""
-        ...
-
-    def resume(self) -> None: ...
-
     @property
     def asleep(self) -> bool: ...
 
@@ -79,8 +73,8 @@ class Engine(Protocol):
         """Sample nothing until :meth:`wake`, and leave the device's memory to whoever takes turns with this engine.
 
         In-flight sequences stay with the tokens they have; those whose KV cache was lost are prefilled anew after the
-        wake, under the weights of then. Requests, loads and scores are still taken: what a load or a score needs is
-        brought back for it. A pause is another thing and outlives a sleep. Sleeping twice is sleeping once.
+        wake, under the weights that the engine holds then. Requests, loads and scores are still taken: what a load or a
+        score needs is brought back for it. A second call does nothing.
         """
         ...
 

@@ -44,7 +44,7 @@ class FakeEngine:
 
     A response's tokens are made evenly over its latency and stamped in the step that meets them, so a caller that
     wants the tags to change in the middle of a sequence steps once before it loads weights. Time counts between
-    steps; a pause freezes the clock from the step before it to the step after the resume. A request that waits takes
+    steps; a sleep freezes the clock from the step before it to the step after the wake. A request that waits takes
     a place the moment it is free, also between two steps.
 
     ``answer_ids`` gives the tokens of a prompt's reference answer, which is written with ``correct_probability``;
@@ -72,7 +72,6 @@ class FakeEngine:
         self._order: dict[int, None] = {}
         self._clock = 0.0
         self._last_now: float | None = None  # None: the next step's time is a new beginning
-        self._paused = False
         self._asleep = False
 
     @property
@@ -94,7 +93,7 @@ class FakeEngine:
             self._arrived.append(request)
 
     def step(self, now: float) -> StepOutput:
-        if self._paused or self._asleep:
+        if self._asleep:
             return StepOutput()
         if self._last_now is not None:
             self._clock += max(0.0, now - self._last_now)
@@ -192,13 +191,6 @@ class FakeEngine:
         heapq.heapify(self._running)
         self._start_waiting(self._clock)
         return known
-
-    def pause(self) -> None:
-        self._paused = True
-        self._last_now = None
-
-    def resume(self) -> None:
-        self._paused = False
 
     @property
     def asleep(self) -> bool:

@@ -57,7 +57,6 @@ class HFEngine:
         self._row_prompt: list[bytes | None] = [None] * slots  # whose prompt's keys and values a row begins with
         self._donors: dict[bytes, int] = {}  # prompt -> a row that holds its keys and values under these weights
         self._version = version
-        self._paused = False
         self._asleep = False
         self._capacity = 0  # of the cache when it fell asleep
 
@@ -102,7 +101,7 @@ class HFEngine:
         for failure in self._failures:
             del self._order[failure.rollout_id]
         self._failures.clear()
-        if self._paused or self._asleep:
+        if self._asleep:
             return StepOutput(finished)
         self._refill()
         table = self._table
@@ -208,12 +207,6 @@ class HFEngine:
                 self._table.requests[row] = None
                 self._holes.append(row)
         return known
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     @property
     def asleep(self) -> bool:

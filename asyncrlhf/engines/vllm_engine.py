@@ -68,7 +68,6 @@ class VllmEngine:
         self._scored: dict[str, FloatArray] = {}
         self._tokens = 0  # sampled and not yet reported
         self._scores = 0  # texts scored so far: names for the next ones
-        self._paused = False
         self._asleep = False
         # vLLM compiles a kernel at its first sampled token and at its first scored one: not in the run's time.
         self.score([np.arange(2)])
@@ -109,7 +108,7 @@ class VllmEngine:
         return None
 
     def step(self, now: float) -> StepOutput:
-        if not self._paused and not self._asleep:
+        if not self._asleep:
             while self._queue and len(self._drafts) < self._slots:
                 request = self._queue.popleft()
                 self._drafts[str(request.rollout_id)] = _Draft(request)
@@ -176,12 +175,6 @@ class VllmEngine:
             del self._drafts[name]
         self._core.abort(running)
         return known
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     @property
     def asleep(self) -> bool:

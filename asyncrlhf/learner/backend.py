@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,6 @@ class StepResult:
     metrics: dict[str, float]
     skipped: bool = False
     seconds: float = 0.0
-    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 class LearnerBackend(Protocol):

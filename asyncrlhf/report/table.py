@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table as RichTable
-
 from asyncrlhf.records.summary import (
     REPLICA_COLUMNS,
     duration,
@@ -121,16 +119,6 @@ def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
         rows = [[key, *(MISSING if value is None else str(value) for value in row)] for key, row in differences.items()]
         tables.append(Table("Settings that differ", ["setting", *(run.label for run in runs)], rows))
     return tables
-
-
-def to_rich(table: Table) -> RichTable:
-    """The same table for a terminal."""
-    shown = RichTable(title=table.title, title_justify="left")
-    for index, name in enumerate(table.header):
-        shown.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*row)
-    return shown
 
 
 def _results(runs: Sequence[Run]) -> Table:

@@ -29,15 +29,6 @@ class ChunkingRefusedError(Exception):
     """Why a model's passes cannot be continued, as the end of a sentence; its rollouts are read at their end."""
 
 
-class SequenceCache(Protocol):
-    """The keys and values of one sequence."""
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        ...
-
-
 @dataclass(frozen=True)
 class Extension:
     """Tokens [n] that follow those in ``cache``, which takes up their keys and values; None begins, keeping nothing."""

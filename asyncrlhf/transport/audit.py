@@ -84,23 +84,3 @@ def differing_tensors(expected: Mapping[str, str], found: Mapping[str, str]) -> 
     """The names, in ``expected``'s order, whose digests differ or that only one side has."""
     names = list(dict.fromkeys([*expected, *found]))
     return [name for name in names if expected.get(name) != found.get(name)]
-
-
-def first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
-    """One sentence that names the first tensor that differs and counts the rest; None when all bits are equal."""
-    differing = differing_tensors(tensor_digests(expected), tensor_digests(found))
-    if not differing:
-        return None
-    name = differing[0]
-    if name not in found:
-        problem = "is missing"
-    elif name not in expected:
-        problem = "is unknown"
-    elif (expected[name].shape, expected[name].dtype) != (found[name].shape, found[name].dtype):
-        problem = (
-            f"is {found[name].dtype}{list(found[name].shape)}, not {expected[name].dtype}{list(expected[name].shape)}"
-        )
-    else:
-        apart = (expected[name].detach().cpu().double() - found[name].detach().cpu().double()).abs().max()
-        problem = f"differs by up to {apart:.3g}"
-    return f"Tensor {name!r} {problem}; {len(differing)} of {len(set(expected) | set(found))} tensors differ."

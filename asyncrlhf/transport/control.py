@@ -31,7 +31,6 @@ class Line:
         self._socket.setblocking(True)
         self._buffer = b""
         self.local_host: str = connection.getsockname()[0]
-        self.remote_host: str = connection.getpeername()[0]
 
     @property
     def has_message(self) -> bool:

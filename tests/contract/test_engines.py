@@ -164,28 +164,6 @@ def test_cancelling_others_leaves_a_result_as_it_was(make_engine: MakeEngine) ->
         assert_close(result.behavior_logprobs, expected[rollout_id].behavior_logprobs, atol=FLOAT32)
 
 
-def test_a_paused_engine_samples_nothing_and_then_goes_on(make_engine: MakeEngine) -> None:
-    requests = make_requests(4, stops=())
-    engine = make_engine(4)
-    clock = Clock(engine)
-    engine.submit(requests)
-    done = {result.rollout_id: result for result in clock.step(small=True)}
-    engine.pause()
-    in_flight = engine.in_flight()
-    for _ in range(5):
-        output = engine.step(clock.now)
-        assert output.finished == [] and output.tokens == 0
-        clock.now += 50.0
-    assert engine.in_flight() == in_flight
-    engine.resume()
-    assert engine.step(clock.now).finished == []  # the pause brought no one nearer to the end
-    done |= clock.drain()
-    unpaused = make_engine(4)
-    unpaused.submit(requests)
-    for rollout_id, result in Clock(unpaused).drain().items():
-        np.testing.assert_array_equal(result.response_ids, done[rollout_id].response_ids)
-
-
 def test_a_sleeping_engine_takes_calls_and_goes_on_after_the_wake(make_engine: MakeEngine) -> None:
     requests = make_requests(6, longest=14, stops=())
     engine = make_engine(4)

@@ -14,7 +14,7 @@ from asyncrlhf.algorithms import diagnostics
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.losses import value_loss
-from asyncrlhf.algorithms.masked import masked_mean, sequence_ids_of
+from asyncrlhf.algorithms.masked import masked_mean
 from asyncrlhf.algorithms.step_size import sqrt_ess_factor
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio, target_anchor
 from tests import reference
@@ -275,8 +275,3 @@ def test_every_diagnostic_of_an_empty_mask_is_zero(size: int) -> None:
     }
     assert all(float(v) == 0.0 for v in facts.values()), facts
     assert not log_ratio(x, x, mask, ids, "geo").any()
-
-
-def test_sequence_ids_from_boundaries() -> None:
-    assert sequence_ids_of(torch.tensor([0, 2, 3, 7])).tolist() == [0, 0, 1, 2, 2, 2, 2]
-    assert math.prod(sequence_ids_of(torch.tensor([0])).shape) == 0

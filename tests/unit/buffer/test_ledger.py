@@ -124,7 +124,7 @@ def test_counts_by_reason_and_live_ids() -> None:
     book.fail(1, "timed out")
     book.start(3, "g0", 0)
     counts = book.counts()
-    assert counts["dropped_by_reason"] == {"stale": 1, "untrainable": 1, "failed": 0, "oversized": 0, "shutdown": 0}
+    assert counts["dropped_by_reason"] == {"stale": 1, "untrainable": 1, "failed": 0, "shutdown": 0}
     assert (counts["dropped"], counts["failed"], counts["failed_by_reason"]) == (2, 1, {"timed out": 1})
     assert (book.live_ids(), book.live_ids("admitted"), book.live_ids("generating")) == ([2, 3, 5], [2, 5], [3])
     with pytest.raises(LedgerError, match="drop reason 'bored' is unknown"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrlhf.data.packing import pack, select, shard, split_microbatches, split_minibatches
+from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, pack, select, sequence_lengths, shard
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 
 
@@ -75,7 +75,7 @@ def test_empty_prompt_or_response_is_refused(shape: tuple[int, int]) -> None:
 @given(batches(), st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
 def test_microbatches_hold_every_sequence_once_within_the_budget(batch: TrainBatch, budget: int) -> None:
-    parts = split_microbatches(batch, budget)
+    parts = [select(batch, part) for part in microbatch_indices(sequence_lengths(batch), budget)]
     assert [i for part in parts for i in part.rollout_ids.tolist()] == batch.rollout_ids.tolist()
     assert {key: row for part in parts for key, row in rows(part).items()} == rows(batch)
     assert all(part.num_tokens <= budget or part.num_sequences == 1 for part in parts)
@@ -84,7 +84,9 @@ def test_microbatches_hold_every_sequence_once_within_the_budget(batch: TrainBat
 @given(batches(), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_shards_and_minibatches_partition_whole_groups(batch: TrainBatch, parts: int) -> None:
-    for split in ([shard(batch, rank, parts) for rank in range(parts)], split_minibatches(batch, parts)):
+    shards = [shard(batch, rank, parts) for rank in range(parts)]
+    minibatches = [select(batch, part) for part in minibatch_indices(batch, parts)]
+    for split in (shards, minibatches):
         assert {key: row for part in split for key, row in rows(part).items()} == rows(batch)
         assert sum(part.num_sequences for part in split) == batch.num_sequences
         homes = [set(part.group_ids.tolist()) for part in split]

@@ -81,14 +81,14 @@ def test_tokens_are_made_evenly_and_stamped_when_they_are_made() -> None:
     assert result.policy_versions.tolist() == [0] * 3 + [1] * 4 + [2] * 3
 
 
-def test_a_pause_freezes_the_clock() -> None:
+def test_a_sleep_freezes_the_clock() -> None:
     engine = make_engine(1, latency_median=2.0, latency_sigma=0.0)
     engine.submit(make_requests(1))
     engine.step(0.0)
     engine.step(1.0)
-    engine.pause()
+    engine.sleep()
     assert engine.step(50.0).finished == []
-    engine.resume()
+    engine.wake()
     output = engine.step(100.0)
     assert output.finished == [] and output.wake_at == pytest.approx(101.0)
     assert len(engine.step(101.0).finished) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,13 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from rich.console import Console
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.report.curves import curve, running_mean, shown_panels, smoothing_window, staleness_bound, time_scale
 from asyncrlhf.report.html import build_report, render
 from asyncrlhf.report.load import config_differences, group_runs, load_run, load_runs
-from asyncrlhf.report.table import build_tables, to_rich
+from asyncrlhf.report.table import build_tables
 from tests.numeric import assert_close
 
 LEDGER = {"admitted": 40, "trained": 36, "uses": 36, "dropped": {"stale": 3}, "failed": {}, "left": 1, "adds_up": True}
@@ -172,9 +170,7 @@ def test_several_runs_make_one_page_with_every_table(tmp_path: Path, monkeypatch
     expected = f"{np.mean(rewards):.3f} ± {np.std(rewards, ddof=1):.3f}"
     assert tables["Mean over seeds ± one standard deviation"].rows[0][2] == expected
     assert tables["Settings that differ"].rows == [["async.max_staleness", "1", "1", "4", "4"]]
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(to_rich(tables["Results"]))
-    assert "e1s0" in console.export_text()
+    assert tables["Results"].rows[0][0] == runs[0].label
 
 
 def test_interrupted_runs_and_single_lines_work(tmp_path: Path) -> None:
