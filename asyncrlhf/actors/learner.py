@@ -232,9 +232,6 @@ class LearnerActor:
     def transfer(self, ticket: Ticket) -> TransferStats:
         return self.worker.require_sender().transfer(ticket)
 
-    def release(self, version: int) -> None:
-        self.worker.require_sender().release(version)
-
     def digests(self, dtype: str) -> dict[str, str]:
         return self.worker.digests(dtype)
 

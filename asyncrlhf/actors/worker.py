@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,7 +59,6 @@ class GeneratorWorker:
         receiver: WeightReceiver,
         prompts: dict[int, tuple[int, Prompt]],
         merge: AdapterMerge | None = None,
-        streams: bool = False,
         chunk_tokens: int = 0,
     ) -> None:
         self.name = name
@@ -74,15 +72,13 @@ class GeneratorWorker:
         self._failed: list[GenerationFailure] = []
         self._private: dict[int, Rollout | GenerationFailure] = {}
         self._staged: tuple[int, Any] | None = None
-        self._streams = streams  # weights.staging=stream
         self._chunk_tokens = chunk_tokens  # 0: nothing is sent before the end
         self._sent: dict[int, int] = {}  # response tokens that went out in chunks, of what is in flight
-        self._torn = False  # the engine holds a part of a version
         self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
 
     def has_work(self) -> bool:
         """Whether a step would bring tokens nearer: what is in flight in an engine that is awake."""
-        return bool(self._prompts) and not self.engine.asleep and not self._torn
+        return bool(self._prompts) and not self.engine.asleep
 
     def has_results(self) -> bool:
         return bool(self._finished or self._failed)
@@ -163,9 +159,8 @@ class GeneratorWorker:
         return [r for r in results if isinstance(r, Rollout)]
 
     def receive(self, ticket: Ticket) -> None:
-        """Take a version into staging memory; where weights are streamed nothing happens before ``load``."""
-        take = self.receiver.stream if self._streams else self.receiver.receive
-        self._staged = (ticket.version, take(ticket))
+        """Take a version into staging memory."""
+        self._staged = (ticket.version, self.receiver.receive(ticket))
 
     def load(self, version: int, cache: Literal["keep", "recompute"], now: float) -> None:
         if self._timed and self.has_work():
@@ -174,18 +169,7 @@ class GeneratorWorker:
             held = None if self._staged is None else self._staged[0]
             raise WeightSyncError(f"{self.name} was asked to load version {version} but received {held}.")
         weights = self._staged[1]
-        if self._streams:
-            self._load_stream(version, weights, cache)
-            return
         self.engine.load_weights(version, weights if self._merge is None else self._merge(weights), cache)
-
-    def _load_stream(self, version: int, buckets: Any, cache: Literal["keep", "recompute"]) -> None:
-        """Between the first bucket and the last the engine holds neither version: it samples nothing until a load has
-        come to its end, this one or the next."""
-        self._torn, self._staged = True, None
-        with closing(buckets):  # a load that fails tells the sender so at once
-            self.engine.load_stream(version, buckets, cache)
-        self._torn = False
 
     def sleep(self, now: float) -> None:
         """Stop sampling and give the device's memory back; what is in flight goes on after :meth:`wake`."""
@@ -241,8 +225,7 @@ def build_worker(spec: GeneratorSpec) -> GeneratorWorker:
     adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake"
     merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
     receiver = build_receiver(spec.weights, spec.runtime, device)
-    streams = spec.weights.streams
-    return GeneratorWorker(spec.name, engine, decode, receiver, prompts, merge, streams, spec.chunk_tokens)
+    return GeneratorWorker(spec.name, engine, decode, receiver, prompts, merge, spec.chunk_tokens)
 
 
 def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:

@@ -121,10 +121,6 @@ class LearnerHandle(Protocol):
         """Send the snapshot to all connected receivers; TransferStats."""
         ...
 
-    async def release(self, version: int) -> None:
-        """No replica needs ``version`` any more: where live weights are streamed, their update goes on."""
-        ...
-
     async def digests(self, dtype: str) -> dict[str, str]:
         """Checksums of the tensors in the newest version sent, in an engine's dtype."""
         ...

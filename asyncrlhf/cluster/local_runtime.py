@@ -249,9 +249,6 @@ class LocalLearner:
     async def transfer(self, ticket: Ticket) -> TransferStats:
         return self.worker.require_sender().transfer(ticket)
 
-    async def release(self, version: int) -> None:
-        self.worker.require_sender().release(version)
-
     async def digests(self, dtype: str) -> dict[str, str]:
         return self.worker.digests(dtype)
 

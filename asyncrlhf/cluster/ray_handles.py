@@ -195,9 +195,6 @@ class RayLearner:
         stats: TransferStats = await self._first(self.ranks[0].transfer.remote(ticket))
         return stats
 
-    async def release(self, version: int) -> None:
-        await self._first(self.ranks[0].release.remote(version))
-
     async def digests(self, dtype: str) -> dict[str, str]:
         digests: dict[str, str] = await self._first(self.ranks[0].digests.remote(dtype))
         return digests

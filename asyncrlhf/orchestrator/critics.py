@@ -90,5 +90,4 @@ async def valued(rollouts: Mapping[int, Rollout], config: RunConfig, runtime: Ru
         return dict(rollouts)
     await runtime.learner.snapshot(None)
     ticket = await runtime.learner.critic_ticket()
-    await runtime.learner.release(ticket.version)
     return await completed_by(lambda asked: runtime.critics[0].value(asked, ticket), rollouts, lacking, runtime)

@@ -85,8 +85,7 @@ class LearnLoop:
             self._purge_if_published()
             taken = self._state.buffer.take(self._state.version, self._state.unfinished_versions())
             failed = self._publisher.failure is not None
-            due = self._publish_due or self._publisher.wanted
-            return taken is not None or failed or (due and not self._publisher.busy)
+            return taken is not None or failed or (self._publish_due and not self._publisher.busy)
 
         while True:
             await self._state.changed.wait_for(look)

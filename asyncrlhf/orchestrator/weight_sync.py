@@ -47,8 +47,6 @@ class WeightPublisher:
         self._audited = {kind.prefix for kind in kinds if kind.config.engine != "fake"}  # a fake engine has no weights
         self._lock = asyncio.Lock()
         self._rejoining = 0
-        self._streams = state.config.weights.streams
-        self._joining: list[Replica] = []  # weights.staging=stream: those that wait for the next publish
         self.last_seconds = 0.0
         self.snapshot_seconds = 0.0  # that the learner stood still for the newest snapshot
         self.mismatch_kl = 0.0
@@ -58,12 +56,6 @@ class WeightPublisher:
     def busy(self) -> bool:
         """Whether weights are on their way, so that no new snapshot may take the place of the present one."""
         return self._publishing or self._rejoining > 0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a replica waits for a publish, of the present version if need be: where live weights are streamed
-        there is no snapshot that could be sent between two of them."""
-        return bool(self._joining)
 
     @property
     def _publishing(self) -> bool:
@@ -112,48 +104,17 @@ class WeightPublisher:
             handing = asyncio.ensure_future(self._hand_over())
             async with self._lock:
                 members = [r for r in self._state.replicas if r.alive]
-                if self._streams:
-                    await self._publish_stream(members, version, offer)
-                else:
-                    await self._send(members)
-                    await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
-                    await self._loaded(members, version, offer)
+                await self._send(members)
+                await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
+                self._state.published_version = version
+                if offer.probe_logprobs is not None:
+                    await self._audit(members, version, offer.probe_logprobs)
             await handing  # before the next snapshot takes this one's place
         finally:
             if handing is not None:
                 handing.cancel()
-            if self._streams:
-                await self._release(version)  # whatever happened: the learner's next update waits for it
         self.last_seconds = self._state.now() - started
         self._state.progressed()
-
-    async def _loaded(self, members: list[Replica], version: int, offer: Offer) -> None:
-        self._state.published_version = version
-        if offer.probe_logprobs is not None:
-            await self._audit(members, version, offer.probe_logprobs)
-
-    async def _publish_stream(self, members: list[Replica], version: int, offer: Offer) -> None:
-        """All replicas stand still before the first bucket is sent, and load as the buckets come. The learner's next
-        update waits until then."""
-        joining = list(self._joining)
-        members[:] = [r for r in members if r.version != version]  # a joiner may be all that is missing
-        try:
-            await asyncio.gather(*(self._wait_to_load(replica, version) for replica in members))
-            for replica in joining:
-                replica.alive = True
-            members[:] = [r for r in [*members, *joining] if r.alive]
-            await self._send(members)
-            await self._loaded(members, version, offer)
-        finally:
-            for replica in members:
-                replica.draining = False
-            self._joining = [r for r in self._joining if r not in joining]
-
-    async def _release(self, version: int) -> None:
-        try:
-            await self._runtime.learner.release(version)
-        except ReplicaError:
-            return  # the learner's death ends the run where its step is waited for
 
     async def _send(self, members: list[Replica]) -> None:
         """Transfer the newest snapshot to all members. A member that dies or hangs on the way leaves ``members``, and
@@ -232,9 +193,6 @@ class WeightPublisher:
     async def _receive(self, replica: Replica, ticket: Any) -> None:
         try:
             await replica.handle.receive(ticket)
-            if self._streams:
-                await replica.handle.load(ticket.version, self._cache_mode)
-                replica.version = ticket.version
         except ReplicaError as error:
             self._on_dead(replica, error)
 
@@ -284,9 +242,6 @@ class WeightPublisher:
 
     async def rejoin(self, replica: Replica) -> None:
         """Bring a restarted replica to the version that the others hold. It may die over it, and is reported then."""
-        if self._streams:
-            await self._join_next(replica)
-            return
         await self._state.changed.wait_for(lambda: not self._publishing)
         self.raise_if_failed()
         # A snapshot newer than the last publish goes to all together first: nobody may get ahead of a schedule.
@@ -301,13 +256,6 @@ class WeightPublisher:
         finally:
             self._rejoining -= 1
             self._state.progressed()
-
-    async def _join_next(self, replica: Replica) -> None:
-        """Be part of the next publish; the learner's loop makes one at once when nothing else is to be done."""
-        self._joining.append(replica)
-        self._state.changed.notify()
-        await self._state.changed.wait_for(lambda: replica not in self._joining)
-        self.raise_if_failed()
 
     async def _rejoin(self, replica: Replica, version: int) -> None:
         replica.alive = True
