@@ -81,8 +81,12 @@ class RayPart(Generic[W]):
     ) -> R:
         """As :class:`~asyncrlhf.cluster.remote.Remote`; Ray puts the objects in the place of object references."""
         verb = method.__name__
-        answer: R = await ask(self._name, self.actor.call.remote(verb, *args, **kwargs), seconds, verb)
+        answer: R = await ask(self._name, self.send(verb, *args, **kwargs), seconds, verb)
         return answer
+
+    def send(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Make a call whose answer is not awaited here; returns the reference to it."""
+        return self.actor.call.remote(verb, *args, **kwargs)
 
     async def close(self) -> None:
         """Let the worker close what it holds open, then end its process whatever it answered."""
