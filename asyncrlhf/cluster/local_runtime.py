@@ -234,10 +234,10 @@ class LocalRuntime:
         sharing: Collection[str] = (),
         reference: ReferenceSpec | None = None,
         critic: CriticSpec | None = None,
-        workers: Workers = Workers(),
+        workers: Workers | None = None,
     ) -> None:
         """``sharing``: the generators that take turns with the learner."""
-        self._workers = workers
+        self._workers = workers or Workers()
         self.sharing = frozenset(sharing)
         self._specs = {spec.name: spec for spec in generators}
         self._learner_spec = learner
