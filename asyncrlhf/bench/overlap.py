@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import TrainItem, WorkItem
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
 from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed
@@ -84,10 +87,12 @@ async def alone(config: RunConfig) -> tuple[float, float]:
         await runtime.start()
         await runtime.learner.snapshot(None)
         await runtime.connect(runtime.generators)
-        ticket = await runtime.learner.ticket()
-        await asyncio.gather(runtime.learner.transfer(ticket), *(g.receive(ticket) for g in runtime.generators))
+        seconds = config.weights.timeout_seconds
+        ticket = await runtime.learner.call(seconds, LearnerWorker.ticket)
+        received = [g.call(LONG_SECONDS, GeneratorWorker.receive, ticket) for g in runtime.generators]
+        await asyncio.gather(runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket), *received)
         for generator in runtime.generators:
-            await generator.load(ticket.version, "keep")
+            await generator.call(seconds, GeneratorWorker.load, ticket.version, "keep")
         rate, payloads = await _generate(config, prepared, runtime)
         return rate, await _train(config, runtime, payloads)
     finally:
@@ -133,7 +138,7 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
     head = WARM_UP * config.batch_size
     seconds = marks[-1] - marks[head]
     for generator in runtime.generators:
-        await generator.cancel(range(issued))
+        await generator.call(LONG_SECONDS, GeneratorWorker.cancel, range(issued))
     return (len(marks) - 1 - head) / config.batch_size / seconds, payloads[: 4 * config.batch_size]
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 
 from asyncrlhf.actors.critic import CriticSpec
-from asyncrlhf.actors.generator import GeneratorSpec
-from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker
+from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
@@ -28,6 +28,7 @@ from asyncrlhf.cluster.ray_calls import ask, bundle
 from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
 from asyncrlhf.cluster.ray_services import RayCritic, RayReference, RayReward
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -203,13 +204,14 @@ class RayRuntime:
         self._epoch += 1
         names = [r.name for r in receivers]
         joins = [
-            asyncio.create_task(r.join(self._endpoint, rank, len(names) + 1, self._epoch))
+            asyncio.create_task(
+                r.call(LONG_SECONDS, GeneratorWorker.connect, self._endpoint, rank, len(names) + 1, self._epoch)
+            )
             for rank, r in enumerate(receivers, start=1)
-            if isinstance(r, RayGenerator)
         ]
         lost: dict[str, str] = {}
         try:
-            await self.learner.connect(self._endpoint, names, self._epoch)
+            await self.learner.call(LONG_SECONDS, LearnerWorker.connect, self._endpoint, names, self._epoch)
         except LostReceiversError as error:
             lost.update(error.receivers)
         except BaseException:
@@ -272,7 +274,7 @@ class RayRuntime:
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         references, places = bundle(payloads)
-        bundles = await asyncio.gather(*(ask("the object store", r) for r in references))
+        bundles = await asyncio.gather(*(ask("the object store", r, LONG_SECONDS, "fetch") for r in references))
         return [bundles[place][p.index] for place, p in zip(places, payloads, strict=True)]
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:

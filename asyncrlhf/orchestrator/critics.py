@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.cluster.handles import CriticHandle, Runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.service import Waiting
@@ -32,7 +34,7 @@ class CriticVersions:
         """Take the critic of the learner's newest snapshot."""
         if not self._state.config.critic_served:
             return
-        ticket = await self._runtime.learner.critic_ticket()
+        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
         self._tickets[ticket.version] = ticket
         oldest = ticket.version
         if self._state.scheduled:
@@ -89,5 +91,5 @@ async def valued(rollouts: Mapping[int, Rollout], config: RunConfig, runtime: Ru
     if not lacking:
         return dict(rollouts)
     await runtime.learner.snapshot(None)
-    ticket = await runtime.learner.critic_ticket()
+    ticket = await runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
     return await completed_by(lambda asked: runtime.critics[0].value(asked, ticket), rollouts, lacking, runtime)

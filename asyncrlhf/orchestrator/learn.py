@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from asyncrlhf.actors.messages import TrainItem
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
@@ -200,7 +202,7 @@ class LearnLoop:
             mine = sorted(ids & replica.in_flight)
             if mine:
                 replica.in_flight.difference_update(mine)
-                task = asyncio.create_task(replica.handle.cancel(mine))
+                task = asyncio.create_task(replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, mine))
                 task.add_done_callback(_swallow_death)
 
 

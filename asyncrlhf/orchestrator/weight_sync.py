@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
@@ -20,7 +23,6 @@ from asyncrlhf.types import FloatArray
 
 PROBE_TEXTS, PROBE_LENGTH = 4, 16
 GRACE_SECONDS = 1.0  # beyond the transport's own time-out, whose sentence says more
-T = TypeVar("T")
 
 
 class WeightPublisher:
@@ -46,6 +48,7 @@ class WeightPublisher:
         kinds = replica_kinds(state.config.generator)
         self._audited = {kind.prefix for kind in kinds if kind.config.engine != "fake"}  # a fake engine has no weights
         self._lock = asyncio.Lock()
+        self._seconds = state.config.weights.timeout_seconds
         self._rejoining = 0
         self.last_seconds = 0.0
         self.snapshot_seconds = 0.0  # that the learner stood still for the newest snapshot
@@ -150,12 +153,12 @@ class WeightPublisher:
     async def _transfer(self, members: list[Replica]) -> list[BaseException]:
         """One attempt; returns what went wrong. Nobody is waited for whom the sender names as lost: a process that
         hangs answers neither the sender nor its own handle."""
-        ticket = await self._runtime.learner.ticket()
+        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
         self.waiting_for = f"weights to reach {_names(members)}"
         receiving = {asyncio.create_task(self._receive(r, ticket)): r for r in members}
         failures: list[BaseException] = []
         try:
-            await self._runtime.learner.transfer(ticket)
+            await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket)
         except WeightSyncError as error:
             if isinstance(error, LostReceiversError):
                 self._bury(members, error)
@@ -171,7 +174,7 @@ class WeightPublisher:
 
     async def _end_receiving(self, receiving: dict[asyncio.Task[None], Replica]) -> list[BaseException]:
         """Wait for those still alive, within bounds; returns their failures."""
-        seconds = self._state.config.weights.timeout_seconds + GRACE_SECONDS
+        seconds = self._seconds + GRACE_SECONDS
         awaited = [task for task, replica in receiving.items() if replica.alive]
         try:
             late = (await asyncio.wait(awaited, timeout=seconds))[1] if awaited else set()
@@ -192,7 +195,7 @@ class WeightPublisher:
 
     async def _receive(self, replica: Replica, ticket: Any) -> None:
         try:
-            await replica.handle.receive(ticket)
+            await replica.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket)
         except ReplicaError as error:
             self._on_dead(replica, error)
 
@@ -201,21 +204,12 @@ class WeightPublisher:
         interrupt = not self._state.scheduled and self._state.config.async_.on_weight_update == "interrupt"
         return "recompute" if interrupt else "keep"
 
-    async def _within(self, replica: Replica, what: str, answer: Awaitable[T]) -> T:
-        """A replica that hangs in the engine is named, as one that hangs in the transfer is."""
-        seconds = self._state.config.weights.timeout_seconds
-        try:
-            return await asyncio.wait_for(answer, seconds)
-        except TimeoutError:
-            raise ReplicaError(f"{replica.name} did not {what} within {seconds:g} s") from None
-
     async def _load(self, replica: Replica, version: int) -> None:
         """Load as ``async.on_weight_update`` says; only now does the gate count the replica at this version."""
         await self._wait_to_load(replica, version)
         try:
             if replica.alive:
-                loading = replica.handle.load(version, self._cache_mode)
-                await self._within(replica, f"load version {version}", loading)
+                await replica.handle.call(self._seconds, GeneratorWorker.load, version, self._cache_mode)
                 replica.version = version
         except ReplicaError as error:
             self._on_dead(replica, error)
@@ -245,7 +239,8 @@ class WeightPublisher:
         await self._state.changed.wait_for(lambda: not self._publishing)
         self.raise_if_failed()
         # A snapshot newer than the last publish goes to all together first: nobody may get ahead of a schedule.
-        while (await self._runtime.learner.ticket()).version != self._state.published_version:
+        learner = self._runtime.learner
+        while (await learner.call(LONG_SECONDS, LearnerWorker.ticket)).version != self._state.published_version:
             await self._state.changed.wait_for(lambda: self._publishing)
             await self._state.changed.wait_for(lambda: not self._publishing)
             self.raise_if_failed()
@@ -263,7 +258,7 @@ class WeightPublisher:
         if not replica.alive:
             return
         try:
-            await self._within(replica, f"load version {version}", replica.handle.load(version, "keep"))
+            await replica.handle.call(self._seconds, GeneratorWorker.load, version, "keep")
             replica.version = version
         except ReplicaError as error:
             self._on_dead(replica, error)
@@ -274,16 +269,16 @@ class WeightPublisher:
         tolerance = self._state.config.audit_tolerance
         for replica in [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]:
             try:
-                scored = await self._within(replica, "score the audit's probe", replica.handle.score(self._probe))
+                scored = await replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
+                result = compare(expected, scored)
+                self.mismatch_kl = result.mismatch_kl
+                if result.mean_abs <= tolerance.suspicious:
+                    continue
+                theirs = await replica.handle.call(LONG_SECONDS, GeneratorWorker.digests)
             except ReplicaError as error:
                 self._on_dead(replica, error)
                 continue
-            result = compare(expected, scored)
-            self.mismatch_kl = result.mismatch_kl
-            if result.mean_abs <= tolerance.suspicious:
-                continue
-            theirs = await replica.handle.digests()
-            ours = await self._runtime.learner.digests(floating_dtype(theirs))
+            ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)
 
 

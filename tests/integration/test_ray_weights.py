@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def test_a_skipped_tensor_is_named_when_weights_travel_in_half_precision(
     sent: list[set[str]] = []
     receive = GeneratorWorker.receive
 
+    @wraps(receive)
     def note(worker: GeneratorWorker, ticket: Any) -> None:
         sent.append({entry.dtype for entry in ticket.manifest.tensors})
         receive(worker, ticket)
