@@ -24,7 +24,7 @@ from asyncrlhf.learner.forward import PackedPolicy, TokenFacts, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
-from asyncrlhf.learner.metrics import export, merge, step_metrics
+from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.optim import Updater, schedule_factor
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
@@ -319,9 +319,9 @@ class TorchBackend:
     def _metrics(
         self, plan: StepPlan, targets: Targets, record: StepRecord, losses: list[torch.Tensor]
     ) -> dict[str, float]:
-        arrays = merge(all_gather(export(plan, targets, record), self._peers))
+        found = step_statistics(plan, targets, record, self.algorithm)
         policy, value = all_sum(torch.stack(losses), self._peers).mean(dim=0).tolist()
-        metrics = step_metrics(arrays, self.algorithm) | {"loss": policy}
+        metrics = figures(all_gather(found, self._peers)) | {"loss": policy}
         return metrics if self.critic is None else metrics | {"value_loss": value}
 
     def _guard(self, skipped: bool) -> None:
