@@ -16,7 +16,7 @@ import torch
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.where import Where, keep_to, name_interface, where
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.packing import pack, shard
+from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy, load_tokenizer
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.backend import StepResult
@@ -53,9 +53,9 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         self.rank = rank
-        self._ranks = ranks
         self._model, self._weights = spec.model, spec.weights
-        self._sequence_size = spec.learner.sequence_parallel_size
+        # What a share without a rollout would have come with.
+        self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served)
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
             init_process_group(rank, ranks, address, device=device)
@@ -85,8 +85,8 @@ class LearnerWorker:
         self._fence_seconds = 0.0
 
     def train(self, samples: Sequence[TrainSample]) -> StepResult:
-        size = self._sequence_size
-        return self.backend.train_step(shard(pack(samples), self.rank // size, self._ranks // size))
+        """``samples``: this rank's share of the batch; none where there are fewer groups than shares."""
+        return self.backend.train_step(pack(samples) if samples else self._no_share)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         """Copy the present weights for publishing, beside the next step's passes: its update waits for it.
@@ -194,7 +194,8 @@ class LearnerActor:
         snapshots: int,
         *bundles: Sequence[Rollout],
     ) -> StepResult:
-        """``chosen``: (bundle, index, reward, weight, masked_before_version); bundles come from the object store.
+        """``chosen``: (bundle, index, reward, weight, masked_before_version) of this rank's share; its bundles come
+        from the object store.
         ``snapshots``: how many were asked for before this step."""
         self._follow(snapshots)
         torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another

@@ -17,6 +17,7 @@ from asyncrlhf.actors.learner import LearnerActor, LearnerSpec
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.actors.where import Where
 from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, ask_to_start, bundle
+from asyncrlhf.data.packing import share_out
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.types import FloatArray, Payload, Rollout
@@ -113,7 +114,7 @@ class RayLearner:
 
     def __init__(self, spec: LearnerSpec, options: Sequence[Options], start_seconds: float) -> None:
         """``options``: of each rank."""
-        ranks, self._sharded = spec.learner.ranks, spec.learner.sharded
+        ranks, self._sharded, self._shares = spec.learner.ranks, spec.learner.sharded, spec.learner.shares
         remote = ray.remote(LearnerActor)
         self.ranks = [
             remote.options(max_concurrency=4, **own).remote(spec, rank, ranks) for rank, own in enumerate(options)
@@ -154,15 +155,15 @@ class RayLearner:
         return await ask("learner-0", reference)
 
     async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        references, places = bundle([item.payload for item in items])
-        chosen = [
-            (place, item.payload.index, item.reward, item.weight, item.masked_before_version)
-            for place, item in zip(places, items, strict=True)
-        ]
-        calls = zip(self.ranks, self._snapshots, strict=True)
-        results: list[StepResult] = await self._answers(
-            [rank.train.remote(chosen, snapshots, *references) for rank, snapshots in calls]
-        )
+        """Each rank is sent its share alone; ranks that split one share over its tokens are sent the same."""
+        groups, tokens = np.array([item.group_id for item in items]), np.array([item.tokens for item in items])
+        shares = [_addressed([items[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
+        size = len(self.ranks) // self._shares
+        calls = []
+        for number, (rank, snapshots) in enumerate(zip(self.ranks, self._snapshots, strict=True)):
+            chosen, references = shares[number // size]
+            calls.append(rank.train.remote(chosen, snapshots, *references))
+        results: list[StepResult] = await self._answers(calls)
         return results[0]
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
@@ -212,6 +213,16 @@ class RayLearner:
 
     async def close(self) -> None:
         await asyncio.gather(*(_close(rank) for rank in self.ranks))
+
+
+def _addressed(items: Sequence[TrainItem]) -> tuple[list[tuple[int, int, float, float, int]], list[Any]]:
+    """(bundle, index, reward, weight, masked_before_version) of each item, and the bundles' references."""
+    references, places = bundle([item.payload for item in items])
+    chosen = [
+        (place, item.payload.index, item.reward, item.weight, item.masked_before_version)
+        for place, item in zip(places, items, strict=True)
+    ]
+    return chosen, references
 
 
 async def _close(actor: Any) -> None:
