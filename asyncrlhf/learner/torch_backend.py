@@ -118,7 +118,7 @@ class TorchBackend:
         self.updater.before_update(callback)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
-        """One learner step on this rank's whole groups (``data.packing.shard``); an empty share is fine. Ranks that
+        """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
         share a share (``learner.sequence_parallel_size``) are given the same.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
