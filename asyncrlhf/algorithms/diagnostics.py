@@ -152,7 +152,7 @@ class ExplainedVariance(Statistic):
     size: Mean  # of returns and values, squared
 
     def __float__(self) -> float:
-        if self.returns.variance <= RETURN_NOISE**2 * float(self.size):
+        if not self.returns.variance > RETURN_NOISE**2 * float(self.size):
             return 0.0
         return 1 - self.errors.variance / self.returns.variance
 

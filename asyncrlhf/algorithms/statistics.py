@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncrlhf.algorithms.masked import masked_values
 
 BIN = 0.01  # relative width of the bins of a histogram
-_ZERO_BIN = -(2**31)
+_ZERO_BIN, _BROKEN_BIN = -(2**31), 2**31 - 1
 
 
 class Statistic:
@@ -73,7 +73,8 @@ class Spread(Statistic):
 
     @property
     def variance(self) -> float:
-        return max(0.0, self.second / max(self.count, 1.0) - float(self.mean) ** 2)
+        found = self.second / max(self.count, 1.0) - float(self.mean) ** 2
+        return 0.0 if found < 0 else found  # NaN stays NaN
 
     def __float__(self) -> float:
         return math.sqrt(self.variance)
@@ -141,7 +142,7 @@ class Percentile(Statistic):
     def of_sizes(cls, x: Tensor, share: float) -> Percentile:
         """Of ``x [n]`` >= 0; the answer is the upper edge of a bin, at most ``BIN`` above the value."""
         bins = (x.detach().double().log() / math.log1p(BIN)).ceil()
-        bins = torch.where(x > 0, bins, torch.full_like(bins, _ZERO_BIN)).long()
+        bins = torch.where(x == 0, _ZERO_BIN, bins.nan_to_num(_BROKEN_BIN, _BROKEN_BIN, _ZERO_BIN)).long()
         return cls(_counted(bins), share, integers=False)
 
     @classmethod
@@ -155,11 +156,16 @@ class Percentile(Statistic):
         for value in sorted(self.counts):
             left -= self.counts[value]
             if left <= 0:
-                return float(value) if self.integers else 0.0 if value == _ZERO_BIN else (1 + BIN) ** value
+                return float(value) if self.integers else _edge(value)
         return 0.0
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.counts + other.counts, self.share, self.integers)
+
+
+def _edge(number: int) -> float:
+    special = {_ZERO_BIN: 0.0, _BROKEN_BIN: math.inf}
+    return special[number] if number in special else (1 + BIN) ** number
 
 
 def _counted(bins: Tensor) -> Counter[int]:

@@ -15,7 +15,7 @@ from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.losses import value_loss
 from asyncrlhf.algorithms.masked import masked_mean, sequence_ids_of
-from asyncrlhf.algorithms.statistics import BIN, EffectiveSize, Statistic, together
+from asyncrlhf.algorithms.statistics import BIN, EffectiveSize, Percentile, Statistic, together
 from asyncrlhf.algorithms.step_size import sqrt_ess_factor
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio, target_anchor
 from tests import reference
@@ -310,6 +310,14 @@ def test_the_statistics_of_ranks_add_up_to_those_of_one_rank(seed: int, ranks: i
     assert merged.keys() == whole.keys()
     for key, value in whole.items():
         assert_close(float(merged[key]), float(value), rtol=1e-9, atol=1e-9, what=key)
+
+
+def test_percentiles_of_broken_and_of_no_values() -> None:
+    def p99(*values: float) -> float:
+        return float(Percentile.of_sizes(torch.tensor(values), 0.99))
+
+    assert (p99(), p99(0.0, 0.0), p99(0.0, math.inf), p99(1.0, math.nan)) == (0.0, 0.0, math.inf, math.inf)
+    assert 3e-7 <= p99(*[1e-9] * 50, *[3e-7] * 2) <= 3e-7 * (1 + BIN)
 
 
 def test_sequence_ids_from_boundaries() -> None:
