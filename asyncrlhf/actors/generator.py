@@ -19,7 +19,7 @@ from asyncrlhf.actors.messages import Collected, RolloutBundle, WorkItem
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, describe
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.rewards.chunked_messages import Chunk, ChunkBundle, describe_chunks
+from asyncrlhf.readahead.messages import Chunk, describe_chunks
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import FloatArray, GenerationFailure, Rollout
 
@@ -207,7 +207,7 @@ class GeneratorActor:
         begun = describe_chunks(box.chunks)
         facts = Collected(describe(box.rollouts), box.failures, self._busy, self._worker.tokens, ages, begun)
         payload = RolloutBundle(box.rollouts)
-        return (facts, payload, ChunkBundle(box.chunks)) if self._chunks else (facts, payload)
+        return (facts, payload, box.chunks) if self._chunks else (facts, payload)
 
     def _linger(self, now: float) -> float:
         """How long what is finished waits for others: a score waits with it."""

@@ -11,7 +11,7 @@ import numpy as np
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.owners import ReaderHandle
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, ServiceResult
 
 
@@ -63,15 +63,6 @@ class GeneratorHandle(Protocol):
 
 class WorkerLostError(ReplicaError):
     """A part died and will not be started again."""
-
-
-class ReaderHandle(Protocol):
-    """A worker that may read ahead."""
-
-    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        """Forget ``released`` and read chunks of sequences under way. Raises ReplicaError when the worker died of it
-        and stands again, without what it had read, and WorkerLostError when it does not."""
-        ...
 
 
 class RewardHandle(ReaderHandle, Protocol):

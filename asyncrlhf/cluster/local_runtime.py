@@ -20,8 +20,8 @@ from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled, describe_chunks
-from asyncrlhf.rewards.scorer import Scorer
+from asyncrlhf.readahead.messages import Chunk, ChunkInfo, Prefilled, describe_chunks
+from asyncrlhf.readahead.reward import ReadingScorer
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, RolloutInfo, ServiceResult, TrainSample
 
@@ -176,7 +176,7 @@ def _pieces(chunks: Sequence[ChunkInfo]) -> list[Chunk]:
 
 
 class LocalReward:
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: ReadingScorer) -> None:
         self._scorer = scorer
 
     async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
