@@ -28,7 +28,7 @@ LAYERS = {
     "engines": 3, "learner": 3,
     "transport": 4,
     "buffer": 5,
-    "config": 6,
+    "config": 6, "readahead": 6,
     "actors": 7, "records": 7,
     "cluster": 8,
     "orchestrator": 9,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.rewards.chunked_messages import ChunkInfo
+from asyncrlhf.readahead.messages import ChunkInfo
 from asyncrlhf.types import (
     FloatArray,
     GenerationFailure,

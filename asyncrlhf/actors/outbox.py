@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.actors.messages import Collected, RolloutBundle
-from asyncrlhf.rewards.chunked_messages import Chunk, ChunkBundle, describe_chunks
+from asyncrlhf.readahead.messages import Chunk, describe_chunks
 from asyncrlhf.types import GenerationFailure, Payload, Rollout, RolloutInfo
 
 
@@ -68,7 +68,7 @@ class Outbox:
             self._chunks = [c for c in self._chunks if c.rollout_id not in wanted]
         return found
 
-    def take(self, busy_seconds: float, tokens: int, now: float) -> tuple[Collected, RolloutBundle, ChunkBundle]:
+    def take(self, busy_seconds: float, tokens: int, now: float) -> tuple[Collected, RolloutBundle, list[Chunk]]:
         """All but the private answers: the facts, and what their payloads point into once :func:`located` says where it
         lies."""
         with self.changed:
@@ -78,7 +78,7 @@ class Outbox:
             ended, self._ended = self._ended, {}
         ages = [now - ended[r.rollout_id] for r in rollouts]
         facts = Collected(describe(rollouts), failures, busy_seconds, tokens, ages, describe_chunks(chunks))
-        return facts, RolloutBundle(rollouts), ChunkBundle(chunks)
+        return facts, RolloutBundle(rollouts), chunks
 
     def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:
         """The rollouts once none is under way, without those that could not be sampled; else None."""

@@ -11,10 +11,10 @@ from asyncrlhf.actors.messages import RolloutBundle, bundled
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.learner.chunked_reference import build_reference
 from asyncrlhf.learner.forward import use_float32_head
 from asyncrlhf.learner.learner_config import ReferenceConfig
-from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
+from asyncrlhf.readahead.messages import Chunk, Prefilled
+from asyncrlhf.readahead.reference import ReadingReference
 from asyncrlhf.types import Rollout, ServiceResult
 
 
@@ -52,7 +52,7 @@ class ReferenceWorker:
         model = load_model(spec.model, device, dtype=dtype)
         if spec.float32_head and own.dtype == "auto":
             use_float32_head(model)
-        self._policy = build_reference(
+        self._policy = ReadingReference(
             model,
             temperature=spec.temperature,
             precision=spec.precision if own.dtype == "auto" else "none",

@@ -10,10 +10,10 @@ import torch
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
+from asyncrlhf.readahead.messages import Chunk, Prefilled
+from asyncrlhf.readahead.reward import ReadingScorer
 from asyncrlhf.rewards.build_scorer import build_scorer
-from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import RewardResult, Rollout
 
@@ -29,15 +29,10 @@ class RewardSpec:
     cache_tokens: int = 0  # of each reward model, for chunks (fusion.granularity=chunk); 0: it scores whole rollouts
 
 
-def build_reward(spec: RewardSpec) -> Scorer:
+def build_reward(spec: RewardSpec) -> ReadingScorer:
     tokenizer = load_tokenizer(spec.model)
-    return build_scorer(
-        spec.reward,
-        tokenizer,
-        lambda: build_task(spec.task, tokenizer),
-        spec.max_completion_length,
-        spec.cache_tokens,
-    )
+    scorer = build_scorer(spec.reward, tokenizer, lambda: build_task(spec.task, tokenizer), spec.max_completion_length)
+    return ReadingScorer(scorer, spec.cache_tokens, spec.reward.max_batch_tokens)
 
 
 class RewardActor:

@@ -17,7 +17,7 @@ from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.rewards.chunked_messages import Chunk
+from asyncrlhf.readahead.messages import Chunk
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.build_transport import build_receiver
 from asyncrlhf.transport.protocol import Ticket, WeightReceiver

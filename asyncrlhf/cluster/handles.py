@@ -14,7 +14,7 @@ from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.remote import Remote
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.owners import ReaderHandle
 from asyncrlhf.types import Payload, RewardResult, Rollout, ServiceResult
 
 
@@ -42,15 +42,6 @@ class GeneratorHandle(Remote[GeneratorWorker], Protocol):
 
 class WorkerLostError(ReplicaError):
     """A part died and will not be started again."""
-
-
-class ReaderHandle(Protocol):
-    """A worker that may read ahead."""
-
-    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        """Forget ``released`` and read chunks of sequences under way. Raises ReplicaError when the worker died of it
-        and stands again, without what it had read, and WorkerLostError when it does not."""
-        ...
 
 
 class RewardHandle(ReaderHandle, Protocol):

@@ -23,8 +23,8 @@ from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled
-from asyncrlhf.rewards.scorer import Scorer
+from asyncrlhf.readahead.messages import Chunk, ChunkInfo, Prefilled
+from asyncrlhf.readahead.reward import ReadingScorer
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Payload, RewardResult, Rollout, ServiceResult
 
@@ -140,7 +140,7 @@ def _pieces(chunks: Sequence[ChunkInfo]) -> list[Chunk]:
 
 
 class LocalReward:
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: ReadingScorer) -> None:
         self._scorer = scorer
 
     async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:

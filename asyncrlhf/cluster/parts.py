@@ -18,7 +18,6 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.chunked_reference import chunk_refusal
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
 from asyncrlhf.validation import check
 
@@ -45,7 +44,7 @@ def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
 
 def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
     """The replicas that a run starts with; ``weights`` as ``wire_settings`` gives it."""
-    chunks = config.fusion.chunk_tokens if config.fusion.granularity == "chunk" else 0
+    chunks = config.fusion.chunk_tokens if config.fusion.reads_ahead else 0
     return [
         GeneratorSpec(
             kind.replica(number),
@@ -142,21 +141,3 @@ def reference_notes(config: RunConfig) -> list[str]:
     if config.reference.where == "learner" or config.reference_served:
         return []
     return [f"No reference worker is started: algorithm={config.algorithm.name} needs no reference policy."]
-
-
-def chunk_note(config: RunConfig) -> str | None:
-    """What is to be said of a reference service that cannot read ahead, though ``fusion.granularity=chunk`` asks for
-    it; told from the checkpoint's config."""
-    if config.reference_served and config.generator.truncated:
-        return (
-            "fusion.granularity=chunk: the reference model reads whole rollouts, as with fusion.granularity=rollout, "
-            "because truncated sampling (generator.top_p, generator.top_k, generator.min_p) tells only with the whole "
-            "rollout which tokens it kept."
-        )
-    refusal = chunk_refusal(config.model) if config.reference_reads_ahead else None
-    if refusal is None:
-        return None
-    return (
-        f"fusion.granularity=chunk: the reference model of model.path={config.model.path} {refusal}, so it reads whole "
-        "rollouts, as with fusion.granularity=rollout."
-    )

@@ -15,7 +15,7 @@ from asyncrlhf.actors.where import Where
 from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.cluster.ray_calls import addressed, ask, ask_to_start
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Payload, RewardResult, ServiceResult
 

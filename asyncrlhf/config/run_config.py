@@ -101,13 +101,13 @@ class RunConfig:
 
     @property
     def reward_reads_ahead(self) -> bool:
-        """Whether reward workers are sent chunks; those whose models cannot read them say so."""
-        return self.fusion.granularity == "chunk" and any(p.kind == "model" for p in self.reward.sources.values())
+        """Whether reward workers are asked to read ahead; those whose models cannot do it say so."""
+        return self.fusion.reads_ahead and any(p.kind == "model" for p in self.reward.sources.values())
 
     @property
     def reference_reads_ahead(self) -> bool:
-        """The same of reference workers. Chunks lack the sets that truncated sampling kept."""
-        return self.fusion.granularity == "chunk" and self.reference_served and not self.generator.truncated
+        """The same of reference workers. Until a rollout's end the sets that truncated sampling kept are not known."""
+        return self.fusion.reads_ahead and self.reference_served and not self.generator.truncated
 
     @property
     def critic_served(self) -> bool:

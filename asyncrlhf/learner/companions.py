@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,6 @@ from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, SequenceSplit, TokenFacts, packed_hidden
 from asyncrlhf.learner.rollout_passes import RolloutPasses
-from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
 from asyncrlhf.types import FloatArray, Rollout
 
 
@@ -91,10 +90,6 @@ class ReferencePolicy(RolloutPasses):
         super().__init__(model.device, precision, token_budget)
         self._policy = PackedPolicy(model.eval().requires_grad_(False))
         self._temperature = temperature or 1.0
-
-    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Forget ``released`` and read ``chunks`` ahead; this one reads whole rollouts alone."""
-        return Prefilled(False)
 
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
         facts: TokenFacts = self._policy(inputs, self._temperature)

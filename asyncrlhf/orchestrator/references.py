@@ -10,7 +10,6 @@ from asyncrlhf.cluster.handles import ReferenceHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.service import Waiting
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.token_service import TokenService, completed_by
@@ -39,7 +38,7 @@ class References(TokenService[ReferenceHandle]):
         chunks = None
         if state.config.reference_reads_ahead:
             totals, message = state.reference_prefill, assembly.message
-            chunks = Chunking("The reference model", state, workers, lambda g: g.referenced, totals, message)
+            chunks = state.reading_ahead("The reference model", workers, "referenced", totals, message)
         super().__init__(state, assembly, workers, state.config.reference.token_budget, chunks)
         self._onward = onward
 

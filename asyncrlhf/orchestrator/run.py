@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.nodes import shortage, this_machine
-from asyncrlhf.cluster.parts import build_runtime, chunk_note, critic_notes, placement_plan, reference_notes
+from asyncrlhf.cluster.parts import build_runtime, critic_notes, placement_plan, reference_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
@@ -26,13 +26,13 @@ from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
 from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.normalize import normalized
+from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.records.progress import Progress, RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.summary import build_summary
 from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.rewards.build_scorer import check_rewards
-from asyncrlhf.rewards.chunked_check import chunk_outlook
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import SamplingParams
@@ -79,24 +79,10 @@ def prepare(config: RunConfig) -> Prepared:
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
     saved = read_checkpoint(found) if found is not None else None
-    config, notes = _fusion_in_force(config, tokenizer)
+    config, notes = fusion_in_force(config, tokenizer)
     return Prepared(
         config, run_dir, tokenizer, task, sampling, saved, [*notes, *reference_notes(config), *critic_notes(config)]
     )
-
-
-def _fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, Sequence[str]]:
-    """Chunks only where some reward model, or the reference, can read them."""
-    if config.fusion.granularity != "chunk":
-        return config, ()
-    outlook, refused = chunk_outlook(config.reward, tokenizer), chunk_note(config)
-    reference = config.reference_reads_ahead and refused is None
-    notes = [] if reference and not config.reward_reads_ahead else [*outlook.notes]
-    if refused is not None:
-        notes.append(refused)
-    if not outlook.possible and not reference:
-        config = replace(config, fusion=replace(config.fusion, granularity="rollout"))
-    return config, notes
 
 
 def _fitting_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:

@@ -9,7 +9,6 @@ from typing import Any
 from asyncrlhf.cluster.handles import RewardHandle
 from asyncrlhf.errors import ReplicaError, RewardError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.service import Service, Waiting
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.token_service import TokenService
@@ -36,9 +35,7 @@ class Scoring(Service[RewardHandle, RewardResult]):
         """``first``: of the models' services the one that each rollout goes to."""
         chunks = None
         if state.config.reward_reads_ahead:
-            chunks = Chunking(
-                "The reward model", state, workers, lambda group: group.rewarded, state.prefill, assembly.message
-            )
+            chunks = state.reading_ahead("The reward model", workers, "rewarded", state.prefill, assembly.message)
         super().__init__(state, assembly, workers, chunks)
         self._on_dead = on_dead
         self._first = first

@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.state import RunState
-from asyncrlhf.rewards.chunked_messages import ChunkInfo
+from asyncrlhf.readahead.messages import ChunkInfo
+from asyncrlhf.readahead.owners import ReadAhead
 from asyncrlhf.types import RolloutInfo
 
 # A rollout in so many calls that ended with their worker's death is what kills workers.
@@ -44,7 +44,7 @@ class Service(ABC, Generic[Worker, Result]):
     title: str
 
     def __init__(
-        self, state: RunState, assembly: Assembly, workers: list[Worker], chunks: Chunking[Any] | None = None
+        self, state: RunState, assembly: Assembly, workers: list[Worker], chunks: ReadAhead[Any] | None = None
     ) -> None:
         self._state = state
         self._chunks = chunks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrlhf.buffer.admission import Gate
@@ -14,6 +15,7 @@ from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
+from asyncrlhf.readahead.owners import ReadAhead, Reader, ReadTotals
 from asyncrlhf.types import Payload, Prompt, ScoredRollout
 
 
@@ -59,16 +61,6 @@ class GroupInProgress:
 
 
 @dataclass
-class PrefillTotals:
-    """Tokens of scored rollouts, those of them that a model had read before their end, and evictions for want of room
-    (``fusion.granularity=chunk``)."""
-
-    scored: int = 0
-    early: int = 0
-    evicted: int = 0
-
-
-@dataclass
 class RunState:
     """Owned by the controller; every loop gets it and none of them keeps state of its own that must survive."""
 
@@ -86,8 +78,8 @@ class RunState:
     stopping: bool = False
     last_progress: float = 0.0
     changed: Signal = field(default_factory=Signal)
-    prefill: PrefillTotals = field(default_factory=PrefillTotals)  # by the reward model
-    reference_prefill: PrefillTotals = field(default_factory=PrefillTotals)
+    prefill: ReadTotals = field(default_factory=ReadTotals)  # by the reward model
+    reference_prefill: ReadTotals = field(default_factory=ReadTotals)
     adaptive: AdaptiveBound = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +109,24 @@ class RunState:
         """Something moved: restart the stall watch and let every loop look again."""
         self.last_progress = self.now()
         self.changed.notify()
+
+    def reading_ahead(
+        self, who: str, workers: Sequence[Reader], given: str, totals: ReadTotals, message: Callable[[str], None]
+    ) -> ReadAhead[Reader]:
+        """For workers whose answers a group keeps in its dict ``given``; the rest as of :class:`ReadAhead`."""
+
+        def group_of(rollout_id: int) -> GroupInProgress | None:
+            return self.groups.get(rollout_id // self.config.num_generations)
+
+        def under_way(rollout_id: int) -> bool:
+            group = group_of(rollout_id)
+            return group is not None and rollout_id in group.unfinished
+
+        def wanted(rollout_id: int) -> bool:
+            group = group_of(rollout_id)
+            return group is not None and rollout_id in group.unscored and rollout_id not in getattr(group, given)
+
+        return ReadAhead(who, workers, under_way, wanted, totals, message, self.changed.notify)
 
     def unfinished_versions(self) -> list[int]:
         """One entry a group in the making: the oldest version that it can carry."""

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.chunking import Chunking
 from asyncrlhf.orchestrator.service import Service, Waiting
 from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.readahead.owners import ReadAhead
 from asyncrlhf.types import Payload, Rollout, ServiceResult
 
 Worker = TypeVar("Worker")
@@ -28,7 +28,7 @@ class TokenService(Service[Worker, ServiceResult]):
         assembly: Assembly,
         workers: list[Worker],
         budget: int,
-        chunks: Chunking[Any] | None = None,
+        chunks: ReadAhead[Any] | None = None,
     ) -> None:
         super().__init__(state, assembly, workers, chunks)
         self._budget = budget

@@ -26,7 +26,6 @@ class Surroundings:
     tokenizer: PreTrainedTokenizerBase  # the policy's
     task: Callable[[], Task]
     thread: ModelThread  # of all models, started with the first
-    cache_tokens: int = 0  # of each reward model, for chunks; 0: models score whole rollouts
 
     @property
     def device(self) -> str:
@@ -38,10 +37,9 @@ def build_scorer(
     tokenizer: PreTrainedTokenizerBase,
     task: Callable[[], Task],
     max_completion_length: int,
-    cache_tokens: int = 0,
 ) -> Scorer:
     """Loads every part; raises ConfigError for one that cannot be. ``close()`` ends what the parts hold open."""
-    around = Surroundings(config, tokenizer, task, ModelThread(config.model_timeout_seconds), cache_tokens)
+    around = Surroundings(config, tokenizer, task, ModelThread(config.model_timeout_seconds))
     return _assemble(config, config.sources, around, max_completion_length)
 
 
@@ -100,14 +98,9 @@ def _model(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
     from asyncrlhf.rewards.model import ModelSource
 
     budget = around.config.max_batch_tokens
-    source = ModelSource(
+    return ModelSource(
         part.model, key, around.tokenizer, max_batch_tokens=budget, device=around.device, thread=around.thread
     )
-    if not around.cache_tokens:
-        return source
-    from asyncrlhf.rewards.chunked import chunked
-
-    return chunked(source, around.cache_tokens, budget)
 
 
 def _judge(part: RewardPart, key: str, around: Surroundings) -> RewardSource:

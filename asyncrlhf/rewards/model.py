@@ -26,7 +26,7 @@ class ModelSource:
     """One forward pass a batch of up to ``max_batch_tokens`` padded tokens; a longer sequence is a batch of its own.
 
     Raises ConfigError for a checkpoint that cannot be loaded or is no reward model. ``model``, ``encoder``, ``thread``
-    and ``is_causal`` are open to those who feed the model by other ways, such as chunk by chunk. A pass that takes
+    and ``is_causal`` are open to those who feed the model by other ways, such as piece by piece. A pass that takes
     longer than ``thread`` allows (by default there is no limit) ends in StuckError.
     """
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from asyncrlhf.errors import ReplicaError, RewardError
-from asyncrlhf.rewards.chunked_messages import Chunk
 from asyncrlhf.types import Rollout
 
 # A finite number, or why there is none.
@@ -37,19 +36,6 @@ class RewardSource(Protocol):
 
     def close(self) -> None:
         """End what it holds open; a second call does nothing."""
-        ...
-
-
-@runtime_checkable
-class ChunkReader(Protocol):
-    """A source that reads rollouts while they are being sampled (``fusion.granularity=chunk``)."""
-
-    def prefill(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Read on; returns the rollouts whose cache gave way. Changes no score."""
-        ...
-
-    def release(self, rollout_ids: Iterable[int]) -> None:
-        """Forget rollouts that are scored or will never be."""
         ...
 
 

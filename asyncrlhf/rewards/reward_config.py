@@ -157,6 +157,11 @@ class FusionConfig:
     chunk_tokens: int = 64  # sampled tokens after which a sequence is sent on; granularity=chunk
     cache_tokens: int = 32768  # of the sequences that one such model holds in its KV cache; granularity=chunk
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether rollouts are read before their end."""
+        return self.granularity == "chunk"
+
     def __post_init__(self) -> None:
         check_choice("fusion.granularity", self.granularity, GRANULARITIES)
         check_range("fusion.max_batch", self.max_batch, low=1)

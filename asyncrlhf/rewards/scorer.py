@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.chunked_messages import Chunk, Prefilled
-from asyncrlhf.rewards.reward import ChunkReader, RewardSource, Score, ServiceError
+from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.types import RewardResult, Rollout
 
@@ -25,7 +24,7 @@ class Scorer:
     sum of the penalties. A rollout that any part fails has no reward.
     """
 
-    def __init__(self, sources: Mapping[str, WeightedSource], config: RewardConfig, max_completion_length: int) -> None:
+    def __init__(self, sources: dict[str, WeightedSource], config: RewardConfig, max_completion_length: int) -> None:
         if config.overlong_buffer > max_completion_length:
             raise ConfigError(
                 f"reward.overlong_buffer={config.overlong_buffer} is wider than a response can be; "
@@ -56,7 +55,6 @@ class Scorer:
                     errors[i] = f"{self._config.key(name)}: {score}" if self._config.kind == "sum" else str(score)
                 else:
                     parts[i][name] = score
-        self._release([rollout.rollout_id for rollout in rollouts])
         return [
             RewardResult(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
             for i, rollout in enumerate(rollouts)
@@ -72,21 +70,6 @@ class Scorer:
             )
         reward = sum(self.sources[name].weight * score for name, score in parts.items()) + sum(penalties.values())
         return RewardResult(rollout.rollout_id, reward, parts | penalties)
-
-    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Forget ``released``, then let the models that can read ``chunks`` ahead."""
-        self._release(released)
-        readers = self._readers
-        evicted = {rollout_id for reader in readers for rollout_id in reader.prefill(chunks)}
-        return Prefilled(bool(readers), sorted(evicted))
-
-    def _release(self, rollout_ids: Sequence[int]) -> None:
-        for reader in self._readers:
-            reader.release(rollout_ids)
-
-    @property
-    def _readers(self) -> list[ChunkReader]:
-        return [source for source, _ in self.sources.values() if isinstance(source, ChunkReader)]
 
     def close(self) -> None:
         for source, _ in self.sources.values():

@@ -18,7 +18,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.rewards.chunked import ChunkedSource
+from asyncrlhf.readahead.reward import ReadingModel
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.reward_config import GRANULARITIES
 from asyncrlhf.rewards.service_config import RewardModelConfig
@@ -91,10 +91,8 @@ def model_of(folder: Path) -> tuple[str, ...]:
     return "reward.kind=model", f"reward.model.path={folder}", "reward.model.inputs=ids"
 
 
-def readers_of(runtime: LocalRuntime) -> list[ChunkedSource]:
-    sources = [source for worker in runtime.rewards for source, _ in worker._scorer.sources.values()]
-    assert all(isinstance(source, ChunkedSource) for source in sources)
-    return sources  # type: ignore[return-value]
+def readers_of(runtime: LocalRuntime) -> list[ReadingModel]:
+    return [reader for worker in runtime.rewards for reader in worker._scorer.readers]
 
 
 def test_the_four_granularities_give_the_same_rewards(tmp_path: Path, folder: Path, checked: Checked) -> None:

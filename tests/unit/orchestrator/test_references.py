@@ -16,17 +16,18 @@ from transformers import MistralConfig
 from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import WorkerLostError
-from asyncrlhf.cluster.parts import build_runtime, chunk_note, placement_plan, reference_notes, reference_spec
+from asyncrlhf.cluster.parts import build_runtime, placement_plan, reference_notes, reference_spec
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.chunking import PATIENCE_SECONDS, SWEEP_SECONDS
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.references import References, fingerprint
 from asyncrlhf.orchestrator.scoring import Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress
-from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.outlook import reference_note
+from asyncrlhf.readahead.owners import PATIENCE_SECONDS, SWEEP_SECONDS
 from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo, ServiceResult
 from tests.unit.learner.worlds import samples
 
@@ -371,13 +372,13 @@ def test_the_settings_of_chunks_reach_the_workers_and_no_checkpoint() -> None:
     assert spec is not None and plain is not None
     assert (spec.cache_tokens, plain.cache_tokens) == (777, 0)
     assert fingerprint(config) == plain.fingerprint
-    assert chunk_note(config) is None
+    assert reference_note(config) is None
 
 
 def test_a_reference_that_cannot_be_continued_is_named_at_the_start(tmp_path: Path) -> None:
     MistralConfig(sliding_window=8).save_pretrained(tmp_path)
     typed = [*SERVED, f"model.path={tmp_path}"]
-    sentence = str(chunk_note(load_config([*typed, CHUNKS])))
+    sentence = str(reference_note(load_config([*typed, CHUNKS])))
     assert "has a sliding window" in sentence and str(tmp_path) in sentence and "whole rollouts" in sentence
-    assert chunk_note(load_config(typed)) is None
-    assert chunk_note(load_config([*typed, CHUNKS, "reference=learner"])) is None
+    assert reference_note(load_config(typed)) is None
+    assert reference_note(load_config([*typed, CHUNKS, "reference=learner"])) is None

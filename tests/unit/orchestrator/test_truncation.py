@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrlhf.cluster.parts import chunk_note, reference_spec
+from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import check_truncation, prepare, train
+from asyncrlhf.readahead.outlook import reference_note
 
 GROUPS = "generator.groups={a: {engine: hf}, b: {engine: vllm}}"
 
@@ -48,8 +49,8 @@ def test_the_reference_reads_whole_rollouts(filters: str) -> None:
         "batch_size=8",
     ]
     plain, truncated = load_config(served), load_config([*served, filters])
-    assert plain.reference_reads_ahead and chunk_note(plain) is None
+    assert plain.reference_reads_ahead and reference_note(plain) is None
     assert not truncated.reference_reads_ahead
-    spec, note = reference_spec(truncated), chunk_note(truncated)
+    spec, note = reference_spec(truncated), reference_note(truncated)
     assert spec is not None and spec.cache_tokens == 0
     assert note is not None and "reads whole rollouts" in note and note in prepare(truncated).notes

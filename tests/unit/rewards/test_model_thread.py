@@ -17,11 +17,11 @@ import torch
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
+from asyncrlhf.readahead.messages import Chunk
+from asyncrlhf.readahead.passes import PackedPasses
+from asyncrlhf.readahead.reward import ReadingModel
 from asyncrlhf.rewards import model as model_module
 from asyncrlhf.rewards.build_scorer import build_scorer
-from asyncrlhf.rewards.chunked import ChunkedSource
-from asyncrlhf.rewards.chunked_messages import Chunk
-from asyncrlhf.rewards.chunked_passes import build_passes
 from asyncrlhf.rewards.judge_vllm import Asker
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.model_thread import ModelThread
@@ -125,11 +125,11 @@ def test_what_was_read_ahead_before_a_pass_hung_changes_no_score(folder: Path, m
     """The pass that was given up goes on later, and writes to caches that nobody reads any more."""
     hanging = Hanging(monkeypatch)
     whole = source(folder)
-    passes = build_passes(whole.model)
-    reader = ChunkedSource(source(folder, ModelThread(9.0)), passes, 4096, 4096)
+    passes = PackedPasses(whole.model)
+    reader = ReadingModel(source(folder, ModelThread(9.0)), passes, 4096, 4096)
     done = [rollout(number, "", ids=[4 + number, 5, 6, 7, 8, 9]) for number in range(3)]
     chunks = [Chunk(r.rollout_id, 0, 1, np.concatenate([r.prompt.token_ids, r.response_ids])[:4]) for r in done]
-    reader.prefill(chunks)
+    reader.prefill([], chunks)
     assert reader.held > 0
     extend = passes.extend
     calls: list[int] = []
@@ -147,7 +147,7 @@ def test_what_was_read_ahead_before_a_pass_hung_changes_no_score(folder: Path, m
     assert_close(reader.scores(done), whole.scores(done), atol=1e-5)
     calls.clear()
     with pytest.raises(StuckError):
-        reader.prefill([Chunk(7, 0, 1, np.arange(1, 5))])
+        reader.prefill([], [Chunk(7, 0, 1, np.arange(1, 5))])
     assert reader.held == 0
 
 

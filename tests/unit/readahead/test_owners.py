@@ -15,11 +15,11 @@ from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.cluster.ray_services import RayReader
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.chunking import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.scoring import Scoring, Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo

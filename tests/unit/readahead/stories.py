@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrlhf.rewards.chunked_messages import Chunk
+from asyncrlhf.readahead.messages import Chunk
 from asyncrlhf.types import Rollout
 from tests.unit.rewards.worlds import rollout
 

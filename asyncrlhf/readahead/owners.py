@@ -1,71 +1,77 @@
-"""The way of chunks (``fusion.granularity=chunk``): which worker reads which sequence ahead of its end.
+"""The controller's side: which worker reads which sequence ahead of its end.
 
-A worker is asked to read ahead only while no finished rollout waits for it, and for a moment at a time, so that such a
-one waits for no more than that. All of this may be lost or wrong without changing a score or a log-prob.
+A worker is asked to read ahead only while no finished rollout waits for it, and for a moment at a time, so that a
+finished rollout waits for no more than that. All of this may be lost or wrong without changing a score or a log-prob.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
-from typing import Generic, TypeVar
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from asyncrlhf.cluster.handles import ReaderHandle
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.state import GroupInProgress, PrefillTotals, RunState
-from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.types import RolloutInfo
 
 SWEEP_SECONDS = 1.0
 CALL_SECONDS = 0.02  # of reading ahead in one call, as far as a chunk can be so short: what a finished rollout may wait
 PATIENCE_SECONDS = 1.0  # after which another worker takes what waits for the one with its cache
 
+
+class ReaderHandle(Protocol):
+    """A worker that may read ahead."""
+
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        """Forget ``released`` and read chunks of sequences under way. Raises ReplicaError when the worker died of it;
+        what it had read is lost then."""
+        ...
+
+
+@dataclass
+class ReadTotals:
+    """Tokens of answered rollouts, those of them that were read before their rollout's end, and evictions for want of
+    room."""
+
+    scored: int = 0
+    early: int = 0
+    evicted: int = 0
+
+
 Reader = TypeVar("Reader", bound=ReaderHandle)
 
 
-class Chunking(Generic[Reader]):
-    """Every sequence under way belongs to the worker that got its first chunk, the one with fewest of them.
+@dataclass(eq=False)
+class ReadAhead(Generic[Reader]):
+    """Every sequence under way belongs to the worker that got its first chunk, the one with fewest of them. Without
+    workers nothing is read ahead, and every question is answered accordingly."""
 
-    Args:
-        who: reads, as sentences name it.
-        workers: those alive; the same list as the service's.
-        given: of a group under way, the rollouts that have what the workers give.
-        totals: where what was read is counted.
-    """
-
-    def __init__(
-        self,
-        who: str,
-        state: RunState,
-        workers: Sequence[Reader],
-        given: Callable[[GroupInProgress], Container[int]],
-        totals: PrefillTotals,
-        message: Callable[[str], None],
-    ) -> None:
-        self._who = who
-        self._state = state
-        self._message = message
-        self._workers = workers
-        self._given = given
-        self._totals = totals
-        self._owner: dict[int, Reader] = {}  # by rollout id
-        self._waiting: dict[Reader, deque[ChunkInfo]] = {worker: deque() for worker in workers}
-        self._read: dict[int, int] = {}  # tokens that the owner holds, by rollout id
-        self._spoilt: set[int] = set()  # they were in a call that ended with its worker's death
-        self._tokens_per_second: dict[Reader, float] = {}
-        self._refusing: set[Reader] = set()
-        self._swept: dict[Reader, float] = {}
+    who: str  # reads, as sentences name it
+    workers: Sequence[Reader]  # alive; the same list as the service's
+    under_way: Callable[[int], bool]  # whether a rollout (by id) is being generated
+    wanted: Callable[[int], bool]  # whether a rollout, ended or not, still lacks what the workers give
+    totals: ReadTotals
+    message: Callable[[str], None]  # shows the user a sentence
+    wake: Callable[[], None]  # lets the workers' loops look again
+    _owner: dict[int, Reader] = field(default_factory=dict)  # by rollout id
+    _waiting: dict[Reader, deque[ChunkInfo]] = field(default_factory=lambda: defaultdict(deque))
+    _read: dict[int, int] = field(default_factory=dict)  # tokens that the owner holds, by rollout id
+    _spoilt: set[int] = field(default_factory=set)  # they were in a call that ended with its worker's death
+    _tokens_per_second: dict[Reader, float] = field(default_factory=dict)
+    _refusing: set[Reader] = field(default_factory=set)
+    _swept: dict[Reader, float] = field(default_factory=dict)
 
     def arrived(self, chunks: Sequence[ChunkInfo]) -> None:
         """Of one generator's look. Those of rollouts that ended meanwhile are passed over."""
-        able = [worker for worker in self._workers if worker not in self._refusing]
+        able = [worker for worker in self.workers if worker not in self._refusing]
         if not chunks or not able:
             return
         loads = Counter(self._owner.values())
         for chunk in chunks:
-            if not self._is_under_way(chunk.rollout_id) or chunk.rollout_id in self._spoilt:
+            if not self.under_way(chunk.rollout_id) or chunk.rollout_id in self._spoilt:
                 continue
             owner = self._owner.get(chunk.rollout_id)
             if owner is None and chunk.start > 0:
@@ -76,22 +82,14 @@ class Chunking(Generic[Reader]):
             self._waiting[owner].append(chunk)
         # A worker that is never idle reads none, and they hold on to their tokens.
         for waiting in self._waiting.values():
-            while waiting and not self._is_under_way(waiting[0].rollout_id):
+            while waiting and not self.under_way(waiting[0].rollout_id):
                 waiting.popleft()
-        self._state.changed.notify()
-
-    def _is_under_way(self, rollout_id: int) -> bool:
-        group = self._state.groups.get(rollout_id // self._state.config.num_generations)
-        return group is not None and rollout_id in group.unfinished
-
-    def _is_wanted(self, rollout_id: int) -> bool:
-        group = self._state.groups.get(rollout_id // self._state.config.num_generations)
-        return group is not None and rollout_id in group.unscored and rollout_id not in self._given(group)
+        self.wake()
 
     def may_take(self, worker: Reader, info: RolloutInfo) -> bool:
-        """Its owner, anybody where it has none, and anybody after a while."""
+        """Its owner, any worker where it has none, and any worker after a while."""
         owner = self._owner.get(info.rollout_id)
-        return owner is None or owner is worker or self._state.now() - info.generated_at >= PATIENCE_SECONDS
+        return owner is None or owner is worker or _now() - info.generated_at >= PATIENCE_SECONDS
 
     def owns(self, worker: Reader, info: RolloutInfo) -> bool:
         return self._owner.get(info.rollout_id) is worker
@@ -102,15 +100,15 @@ class Chunking(Generic[Reader]):
 
     def promised(self, infos: Sequence[RolloutInfo]) -> None:
         """These rollouts are at their end: look again when patience with their owners is over."""
-        if len(self._workers) > 1 and any(info.rollout_id in self._owner for info in infos):
+        if len(self.workers) > 1 and any(info.rollout_id in self._owner for info in infos):
             # A little later than that: a clock's difference may come out a rounding error too short.
-            asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self._state.changed.notify)
+            asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self.wake)
 
     def has_work(self, worker: Reader) -> bool:
         """Chunks at once; what is to be forgotten is looked for now and then, for that takes a look at everything."""
         if self._waiting.get(worker):
             return True
-        now = self._state.now()
+        now = _now()
         if worker in self._refusing or now - self._swept.get(worker, -math.inf) < SWEEP_SECONDS:
             return False
         self._swept[worker] = now
@@ -118,7 +116,7 @@ class Chunking(Generic[Reader]):
 
     def _unwanted(self, worker: Reader) -> list[int]:
         """Rollouts of this worker that were cancelled, failed, dropped, or answered by another."""
-        return [i for i, owner in self._owner.items() if owner is worker and not self._is_wanted(i)]
+        return [i for i, owner in self._owner.items() if owner is worker and not self.wanted(i)]
 
     async def read(self, worker: Reader) -> None:
         """One call of work for an idle worker. Raises ReplicaError when it died of it."""
@@ -128,14 +126,14 @@ class Chunking(Generic[Reader]):
         chunks = self._next(worker)
         if not chunks and not released:
             return
-        started = self._state.now()
+        started = _now()
         try:
             answer = await worker.prefill(released, chunks)
         except ReplicaError:
             suspects = self._spoilt | {chunk.rollout_id for chunk in chunks}
-            self._spoilt = {rollout_id for rollout_id in suspects if self._is_wanted(rollout_id)}
+            self._spoilt = {rollout_id for rollout_id in suspects if self.wanted(rollout_id)}
             raise
-        self._file(worker, chunks, answer, self._state.now() - started)
+        self._file(worker, chunks, answer, _now() - started)
 
     def _next(self, worker: Reader) -> list[ChunkInfo]:
         """Oldest first, as much as takes ``CALL_SECONDS``, and at least one chunk."""
@@ -145,7 +143,7 @@ class Chunking(Generic[Reader]):
         tokens = 0
         while waiting and (not chunks or tokens + waiting[0].length <= budget):
             chunk = waiting.popleft()
-            if self._is_under_way(chunk.rollout_id):  # else its end is in the queue, with all of its tokens
+            if self.under_way(chunk.rollout_id):  # else its end is in the queue, with all of its tokens
                 chunks.append(chunk)
                 tokens += chunk.length
         return chunks
@@ -154,24 +152,23 @@ class Chunking(Generic[Reader]):
         if not answer.taken:
             self._refusing.add(worker)
             self.lost(worker)
-            self._message(f"{self._who} reads a text in pieces otherwise than as a whole: it gets whole rollouts.")
+            self.message(f"{self.who} reads a text in pieces otherwise than as a whole: it gets whole rollouts.")
             return
         if chunks:
             # Without a clock that runs meanwhile (runtime=local) there is no reason to hold back.
             rate = sum(chunk.length for chunk in chunks) / max(seconds, 1e-9)
-            before = self._tokens_per_second.get(worker, rate)
-            self._tokens_per_second[worker] = 0.5 * before + 0.5 * rate
+            self._tokens_per_second[worker] = 0.5 * rate + 0.5 * self._tokens_per_second.get(worker, rate)
         for chunk in chunks:
             self._read[chunk.rollout_id] = chunk.start + chunk.length
         for rollout_id in answer.evicted:
             self._read.pop(rollout_id, None)
-        self._totals.evicted += len(answer.evicted)
+        self.totals.evicted += len(answer.evicted)
 
     def answered(self, worker: Reader, infos: Sequence[RolloutInfo]) -> None:
         """The worker has forgotten these; those that another one owns are told to it when it is idle."""
         for info in infos:
-            self._totals.scored += info.prompt_length + info.response_length
-            self._totals.early += self.read_by(worker, info)
+            self.totals.scored += info.prompt_length + info.response_length
+            self.totals.early += self.read_by(worker, info)
             if self.owns(worker, info):
                 self._forget(info.rollout_id)
 
@@ -184,3 +181,8 @@ class Chunking(Generic[Reader]):
     def _forget(self, rollout_id: int) -> None:
         self._owner.pop(rollout_id, None)
         self._read.pop(rollout_id, None)
+
+
+def _now() -> float:
+    """Seconds of the run's clock."""
+    return asyncio.get_running_loop().time()

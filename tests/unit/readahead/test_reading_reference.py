@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from transformers import GraniteConfig, LlamaForCausalLM, MistralConfig
 
 from asyncrlhf.learner import forward
-from asyncrlhf.learner.chunked_reference import ChunkedReference, build_reference
 from asyncrlhf.learner.companions import ReferencePolicy
-from asyncrlhf.rewards.chunked_messages import Chunk
-from asyncrlhf.rewards.chunked_passes import Extension
+from asyncrlhf.readahead.messages import Chunk
+from asyncrlhf.readahead.readings import Readings
+from asyncrlhf.readahead.reference import ReadingReference
 from asyncrlhf.types import Rollout
 from tests.numeric import assert_close
 from tests.unit.learner.worlds import SIZES as LEARNER_SIZES
 from tests.unit.learner.worlds import from_config, llama
-from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
+from tests.unit.readahead.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
 from tests.unit.rewards.worlds import rollout
 
 TEMPERATURE = 0.7
@@ -39,11 +39,14 @@ def whole(model: LlamaForCausalLM) -> ReferencePolicy:
     return ReferencePolicy(model, temperature=TEMPERATURE, precision="none", token_budget=4096)
 
 
-def reader(model: Any, *, cache_tokens: int = 4096, **options: Any) -> ChunkedReference:
+def reader(model: Any, *, cache_tokens: int = 4096, **options: Any) -> ReadingReference:
     usual = {"temperature": TEMPERATURE, "precision": "none", "token_budget": 4096}
-    made = build_reference(model, cache_tokens=cache_tokens, **(usual | options))
-    assert isinstance(made, ChunkedReference)
-    return made
+    return ReadingReference(model, cache_tokens=cache_tokens, **(usual | options))
+
+
+def readings(reads: ReadingReference) -> Readings[Any]:
+    assert reads.readings is not None
+    return reads.readings
 
 
 def mixed(count: int, length: int) -> list[Rollout]:
@@ -75,23 +78,23 @@ def test_logprobs_are_those_of_whole_rollouts_whatever_came_before(
     reads = reader(model, cache_tokens=cache_tokens, **options)
     for number, call in enumerate(story.calls):
         assert reads.prefill(story.released if number == 2 else [], call).taken
-        assert reads.readings.held <= cache_tokens
+        assert readings(reads).held <= cache_tokens
     for start in range(0, len(story.order), size):
         done = [story.rollouts[i] for i in story.order[start : start + size]]
         assert_alike(reads.answer(done), whole.answer(done))
-    assert reads.readings.held == 0, "what is answered is forgotten"
+    assert readings(reads).held == 0, "what is answered is forgotten"
 
 
-def tokens_read(reads: ChunkedReference, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def tokens_read(reads: ReadingReference, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """New tokens of each pass that continues sequences from now on."""
     seen: list[int] = []
-    original = reads.readings._passes.extend
+    original = readings(reads)._passes.extend
 
-    def extend(extensions: Sequence[Extension]) -> list[torch.Tensor]:
-        seen.append(sum(len(e.token_ids) for e in extensions))
-        return original(extensions)
+    def extend(sequences: Sequence[Any]) -> list[torch.Tensor]:
+        seen.append(sum(len(ids) for _, ids in sequences))
+        return original(sequences)
 
-    monkeypatch.setattr(reads.readings._passes, "extend", extend)
+    monkeypatch.setattr(readings(reads)._passes, "extend", extend)
     return seen
 
 
@@ -159,23 +162,23 @@ def test_memory_that_runs_out_costs_the_cache_alone(
 ) -> None:
     done = [rollout(i, "", prompt_ids=[3 + i], ids=[4, 5] * 5) for i in range(2)]
     reads = reader(model)
-    original = reads.readings._passes.extend
+    original = readings(reads)._passes.extend
 
-    def crowded(extensions: Sequence[Extension]) -> list[torch.Tensor]:
-        if any(e.cache is not None and e.cache.length for e in extensions):
+    def crowded(sequences: Sequence[Any]) -> list[torch.Tensor]:
+        if any(cache.get_seq_length() for cache, _ in sequences):
             raise torch.OutOfMemoryError("no room")
-        return original(extensions)
+        return original(sequences)
 
-    monkeypatch.setattr(reads.readings._passes, "extend", crowded)
+    monkeypatch.setattr(readings(reads)._passes, "extend", crowded)
     reads.prefill([], pieces(done[0], (5,)))
     assert reads.prefill([], [*pieces(done[1], (5,)), chunk(done[0], 6, 9)]).evicted == [0, 1]
-    assert reads.readings.held == 0
+    assert readings(reads).held == 0
     assert_alike(reads.answer(done), whole.answer(done))
     reads.prefill([], [p for r in done for p in pieces(r, (5,))])
     reads.prefill([], pieces(rollout(2, "", prompt_ids=[7], ids=[4] * 9), (5,)))
-    assert reads.readings.held == 3 * 64
+    assert readings(reads).held == 3 * 64
     assert_alike(reads.answer(done), whole.answer(done))
-    assert reads.readings.held == 0, "the room of all sequences is free for the pass over whole rollouts"
+    assert readings(reads).held == 0, "the room of all sequences is free for the pass over whole rollouts"
 
 
 def test_a_whole_pass_without_room_gets_that_of_the_caches(
@@ -187,15 +190,15 @@ def test_a_whole_pass_without_room_gets_that_of_the_caches(
     original = ReferencePolicy._numbers
 
     def crowded(self: ReferencePolicy, batch: Sequence[Rollout]) -> list[np.ndarray]:
-        if reads.readings.held:
+        if readings(reads).held:
             raise torch.OutOfMemoryError("no room")
         return original(self, batch)
 
     monkeypatch.setattr(ReferencePolicy, "_numbers", crowded)
     reads.prefill([], pieces(begun, (5,)))
     assert_alike(reads.answer([other]), expected)
-    monkeypatch.setattr(reads.readings, "give_all_up", list)
-    reads.readings.release([0])
+    monkeypatch.setattr(readings(reads), "give_all_up", bool)
+    readings(reads).release([0])
     reads.prefill([], pieces(begun, (5,)))
     (answer,) = reads.answer([other])
     assert "out of memory with 1 sequences of up to 11 tokens; lower reference.token_budget" in str(answer)
@@ -210,8 +213,9 @@ def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(whole: 
     low = ReferencePolicy(model, temperature=TEMPERATURE, precision="bfloat16", token_budget=4096)
     for cut in (9, 20):
         reads.prefill([], [p for r in done for p in pieces(r, (cut,))])
-    caches = [reading.cache.layers for reading in reads.readings._readings.values()]
-    assert {held.dtype for layers in caches for held in layers.values()} == {torch.bfloat16}
+    caches = [reading.cache for reading in readings(reads)._readings.values() if reading.cache is not None]
+    held = [tensor for cache in caches for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert len(caches) == 6 and {tensor.dtype for tensor in held} == {torch.bfloat16}
     found, packed, exact = ([a.ref_logprobs for a in p.answer(done)] for p in (reads, low, whole))  # type: ignore[union-attr]
     noise = np.abs(np.concatenate(packed) - np.concatenate(exact))  # type: ignore[arg-type]
     apart = np.abs(np.concatenate(found) - np.concatenate(packed))  # type: ignore[arg-type]
@@ -276,20 +280,20 @@ def test_a_rollout_that_cannot_be_scored_fails_alone(model: LlamaForCausalLM) ->
 def test_a_model_that_cannot_be_continued_reads_whole_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "precision": "none", "token_budget": 64, "cache_tokens": 64}
     window = from_config(MistralConfig(**SIZES, sliding_window=4))
-    made = build_reference(window, **options)
-    assert type(made) is ReferencePolicy and not made.prefill([], []).taken
-    assert isinstance(
-        build_reference(from_config(MistralConfig(**SIZES, sliding_window=None)), **options), ChunkedReference
-    )
+    made = ReadingReference(window, **options)
+    assert made.readings is None and not made.prefill([], []).taken
+    full = from_config(MistralConfig(**SIZES, sliding_window=None))
+    assert ReadingReference(full, **options).readings is not None
+    assert ReadingReference(full, **(options | {"cache_tokens": 0})).readings is None
     moody = llama(vocab_size=VOCABULARY)
     base: Any = moody.base_model
     original = base.forward
 
     def forwards(*arguments: Any, **keywords: Any) -> Any:
-        if "chunk_spans" in keywords:
+        if hasattr(keywords["packed_layout"], "caches"):
             keywords["position_ids"] = keywords["position_ids"] * 2
         return original(*arguments, **keywords)
 
     forwards.__signature__ = signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(base, "forward", forwards)
-    assert type(build_reference(moody, **options)) is ReferencePolicy, "the trial at the start found it"
+    assert ReadingReference(moody, **options).readings is None, "the trial at the start found it"

@@ -17,25 +17,18 @@ from hypothesis import strategies as st
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.chunked import ChunkedSource, chunked
-from asyncrlhf.rewards.chunked_check import chunk_outlook
-from asyncrlhf.rewards.chunked_messages import Chunk, ChunkBundle
-from asyncrlhf.rewards.chunked_passes import (
-    ChunkingRefusedError,
-    Extension,
-    PackedPasses,
-    SinglePasses,
-    build_passes,
-    static_refusal,
-)
+from asyncrlhf.readahead.messages import Chunk
+from asyncrlhf.readahead.outlook import reward_outlook
+from asyncrlhf.readahead.passes import PackedPasses, RefusedError, SinglePasses
+from asyncrlhf.readahead.readings import Reading, token_batches
+from asyncrlhf.readahead.reward import ReadingModel, ReadingScorer, reading_model
 from asyncrlhf.rewards.model import ModelSource, score_batch
-from asyncrlhf.rewards.readings import Stretch, token_batches
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Rollout
 from tests.numeric import assert_close
-from tests.unit.rewards.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
+from tests.unit.readahead.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
 from tests.unit.rewards.test_reward_model import bert, bloom, gpt2, gpt_neox, opt
 from tests.unit.rewards.worlds import rollout, save_reward_model
 
@@ -55,8 +48,13 @@ def load(folder: Path, **options: Any) -> ModelSource:
     return made
 
 
-def reader(source: ModelSource, cache_tokens: int = 4096, budget: int = 4096) -> ChunkedSource:
-    return ChunkedSource(source, build_passes(source.model), cache_tokens, budget)
+def reader(source: ModelSource, cache_tokens: int = 4096, budget: int = 4096) -> ReadingModel:
+    return ReadingModel(source, PackedPasses(source.model), cache_tokens, budget)
+
+
+def read(reads: ReadingModel, chunks: Sequence[Chunk]) -> list[int]:
+    """The rollouts that were evicted for them."""
+    return reads.prefill([], chunks).evicted
 
 
 def reference(source: ModelSource, done: Rollout) -> float:
@@ -76,7 +74,7 @@ def test_scores_are_those_of_whole_sequences_whatever_came_before(
 ) -> None:
     reads = reader(source, cache_tokens, budget)
     for number, call in enumerate(story.calls):
-        reads.prefill(call)
+        read(reads, call)
         assert reads.held <= cache_tokens
         if number == 1:
             reads.release(story.released)
@@ -100,7 +98,7 @@ def test_scores_are_those_of_padded_batches(source: ModelSource, story: Story, s
         ids[row, span], mask[row, span] = torch.from_numpy(sequence), 1
     reads = reader(source)
     for call in story.calls:
-        reads.prefill(call)
+        read(reads, call)
     assert_close(reads.scores(story.rollouts), score_batch(source.model, ids, mask).tolist(), atol=1e-5)
     assert_close(reads.scores(story.rollouts), source.scores(story.rollouts), atol=1e-5)
 
@@ -110,9 +108,9 @@ def tokens_computed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = passes.extend
 
-    def extend(extensions: Sequence[Extension]) -> list[torch.Tensor]:
-        seen.append(sum(len(e.token_ids) for e in extensions))
-        return original(extensions)
+    def extend(sequences: Sequence[Any]) -> list[torch.Tensor]:
+        seen.append(sum(len(ids) for _, ids in sequences))
+        return original(sequences)
 
     monkeypatch.setattr(passes, "extend", extend)
     return seen
@@ -123,7 +121,7 @@ def test_at_the_end_only_the_last_tokens_are_left(source: ModelSource, monkeypat
     seen = tokens_computed(reads._passes, monkeypatch)
     done = rollout(0, "", prompt_ids=PROMPTS[0], ids=[3] * 30)
     for piece in pieces(done, (10, 20)):
-        assert reads.prefill([piece]) == []
+        assert read(reads, [piece]) == []
     assert seen == [13, 10]
     assert_close(reads.scores([done]), [reference(source, done)], atol=1e-5)
     assert seen == [13, 10, 10]
@@ -137,9 +135,9 @@ def test_siblings_compute_their_prompt_once(source: ModelSource, monkeypatch: py
     prompt = PROMPTS[1]
     group = [rollout(i, "", prompt_ids=prompt, ids=[3 + i] * 9) for i in range(4)]
     other = rollout(9, "", prompt_ids=PROMPTS[0], ids=[3] * 9)
-    reads.prefill([piece for r in [*group[:3], other] for piece in pieces(r, (5,))])
+    read(reads, [piece for r in [*group[:3], other] for piece in pieces(r, (5,))])
     assert seen == [len(prompt) + 5 + len(PROMPTS[0]) + 5, 5 + 5], "two siblings begin with the first one's prompt"
-    reads.prefill(pieces(group[3], (5,)))
+    read(reads, pieces(group[3], (5,)))
     assert seen[2:] == [5], "and so does one that comes later"
     everyone = [*group, other]
     assert_close(reads.scores(everyone), [reference(source, r) for r in everyone], atol=1e-5)
@@ -150,16 +148,16 @@ def test_a_full_cache_evicts_what_was_touched_least_recently(
 ) -> None:
     reads = reader(source, cache_tokens=128)
     first, second, third = (rollout(i, "", prompt_ids=[3 + i], ids=[3 + i] * 60) for i in range(3))
-    assert reads.prefill(pieces(first, (10,)) + pieces(second, (10,))) == []
-    assert reads.prefill([chunk(first, 11, 21)]) == []
-    assert reads.prefill(pieces(third, (10,))) == [1]
-    assert reads.prefill([chunk(second, 11, 21)]) == [], "what was evicted is not read again before its end"
+    assert read(reads, pieces(first, (10,)) + pieces(second, (10,))) == []
+    assert read(reads, [chunk(first, 11, 21)]) == []
+    assert read(reads, pieces(third, (10,))) == [1]
+    assert read(reads, [chunk(second, 11, 21)]) == [], "what was evicted is not read again before its end"
     assert reads.held == 128
     seen = tokens_computed(reads._passes, monkeypatch)
     assert_close(
         reads.scores([first, second, third]), [reference(source, r) for r in (first, second, third)], atol=1e-5
     )
-    assert seen == [3 * 61 - 21 - 11], "of the evicted one nothing was left"
+    assert seen == [2 * 61 - 21 - 11], "of the evicted one nothing was left to continue"
 
 
 def test_what_can_never_be_scored_or_held_is_not_read(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,35 +166,46 @@ def test_what_can_never_be_scored_or_held_is_not_read(source: ModelSource, monke
     long = rollout(0, "", prompt_ids=[1], ids=[3] * 80)
     strange = rollout(1, "", prompt_ids=[1], ids=[VOCABULARY])
     kept = rollout(2, "", prompt_ids=[1], ids=[3] * 9)
-    assert reads.prefill(pieces(kept, (5,))) == []
-    assert reads.prefill([*pieces(long, (80,)), *pieces(strange, (1,))]) == [0, 1]
+    assert read(reads, pieces(kept, (5,))) == []
+    assert read(reads, [*pieces(long, (80,)), *pieces(strange, (1,))]) == [0, 1]
     assert seen == [6] and reads.held == 64, "and takes nobody's place"
     scores = reads.scores([long, strange, kept])
     assert [isinstance(s, RewardError) for s in scores] == [True, True, False]
 
 
-def test_memory_that_runs_out_while_reading_costs_the_cache_alone(
-    source: ModelSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_costs_the_cache_alone(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = reader(source)
     done = [rollout(i, "", prompt_ids=[3 + i], ids=[4] * 9) for i in range(2)]
-    reads.prefill(pieces(done[0], (5,)))
+    expected = [reference(source, r) for r in done]
+    read(reads, pieces(done[0], (5,)))
     original = reads._passes.extend
 
-    def crowded(extensions: Sequence[Extension]) -> list[torch.Tensor]:
-        if len(extensions) > 1 or extensions[0].cache is not None:
+    def crowded(sequences: Sequence[Any]) -> list[torch.Tensor]:
+        if len(sequences) > 1 or sequences[0][0].get_seq_length():
             raise torch.OutOfMemoryError("no room")
-        return original(extensions)
+        return original(sequences)
 
     monkeypatch.setattr(reads._passes, "extend", crowded)
-    assert sorted(reads.prefill(pieces(done[1], (5,)))) == [0, 1]
+    assert read(reads, [*pieces(done[1], (5,)), chunk(done[0], 6, 9)]) == [0, 1]
     assert reads.held == 0
-    with pytest.raises(RewardError, match=r"out of memory with 2 sequences .* fusion\.cache_tokens"):
-        reads.scores(done)
-    # The scorer asks for each alone then, and forgets them afterwards.
-    scorer = Scorer({"score": WeightedSource(reads)}, RewardConfig(), 64)
-    results = scorer.score(done)
-    assert_close([r.reward for r in results], [reference(source, r) for r in done], atol=1e-5)
+    assert_close(reads.scores(done), expected, atol=1e-5)
+    reads.release([0, 1])
+    for one in done:
+        assert read(reads, pieces(one, (5,))) == []
+    assert reads.held == 2 * 64
+    assert_close(reads.scores(done), expected, atol=1e-5)
+    assert reads.held == 0, "the room of the caches is free for the pass over whole rollouts"
+    assert read(reads, []) == [0, 1], "and the controller is told"
+
+
+def test_a_whole_pass_without_room_says_what_to_lower(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crowded(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    reads = reader(source)
+    monkeypatch.setattr("asyncrlhf.rewards.model.score_batch", crowded)
+    with pytest.raises(RewardError, match=r"out of memory with 1 sequences .* lower reward\.max_batch_tokens"):
+        reads.scores([rollout(0, "", prompt_ids=[3], ids=[4] * 9)])
 
 
 def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: ModelSource) -> None:
@@ -206,10 +215,10 @@ def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: 
 
         def close(self) -> None: ...
 
-    reads = reader(source)
-    parts = {"rule": WeightedSource(Seven(), 2.0), "rm": WeightedSource(reads, 0.5)}
+    parts = {"rule": WeightedSource(Seven(), 2.0), "rm": WeightedSource(source, 0.5)}
     config = RewardConfig(kind="sum", parts={name: {"kind": "task"} for name in parts})
-    scorer = Scorer(parts, config, 64)
+    scorer = ReadingScorer(Scorer(parts, config, 64), 4096, 4096)
+    (reads,) = scorer.readers
     done = [rollout(i, "", prompt_ids=[3 + i], ids=[4] * 9) for i in range(3)]
     assert scorer.prefill([], [c for r in done for c in pieces(r, (5,))]).taken
     assert reads.held == 3 * 64
@@ -220,7 +229,9 @@ def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: 
     scorer.prefill([], pieces(done[0], (5,)))
     scorer.prefill([0], [])
     assert reads.held == 0
-    assert not Scorer({"score": WeightedSource(Seven())}, RewardConfig(), 64).prefill([], []).taken
+    for cache_tokens, made in ((4096, Seven()), (0, source)):
+        whole = ReadingScorer(Scorer({"score": WeightedSource(made)}, RewardConfig(), 64), cache_tokens, 4096)
+        assert not whole.prefill([], []).taken and not whole.readers
 
 
 @pytest.mark.parametrize(
@@ -233,11 +244,11 @@ def test_other_architectures_are_read_alike(
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
     made = load(tmp_path)
-    reads = reader(made)
-    assert type(reads._passes) is kind
+    reads = reading_model(made, 4096, 4096)
+    assert isinstance(reads, ReadingModel) and type(reads._passes) is kind
     done = [rollout(i, "", prompt_ids=PROMPTS[i % 2], ids=[3 + i] * (4 + 9 * i)) for i in range(4)]
     for stop in (3, 8, 20):
-        reads.prefill([chunk(r, 0, len(r.prompt.token_ids) + min(stop, len(r.response_ids) - 1)) for r in done])
+        read(reads, [chunk(r, 0, len(r.prompt.token_ids) + min(stop, len(r.response_ids) - 1)) for r in done])
     expected = [reference(made, r) for r in done]
     seen = tokens_computed(reads._passes, monkeypatch)
     assert_close(reads.scores(done), expected, atol=1e-5)
@@ -258,16 +269,15 @@ def mistral(folder: Path, window: int | None) -> Path:
 def test_what_cannot_be_read_in_pieces_is_scored_whole(tmp_path: Path, source: ModelSource) -> None:
     bert().save_pretrained(tmp_path / "bert")
     encoder, window = load(tmp_path / "bert"), load(mistral(tmp_path / "window", 4))
-    for made, reason in ((encoder, "no causal model"), (window, "sliding window")):
-        assert reason in str(static_refusal(made.model))
-        assert chunked(made, 4096, 4096) is made
-    assert isinstance(chunked(load(mistral(tmp_path / "full", None)), 4096, 4096), ChunkedSource)
+    for made in (encoder, window):
+        assert reading_model(made, 4096, 4096) is made
+    assert isinstance(reading_model(load(mistral(tmp_path / "full", None)), 4096, 4096), ReadingModel)
     text = ModelSource(
         RewardModelConfig(path=source.model.config.name_or_path, inputs="ids"), "reward",
         load_tokenizer(ModelConfig()), max_batch_tokens=64,
     )  # fmt: skip
     text.encoder = lambda rollout: rollout.response_ids
-    assert chunked(text, 4096, 4096) is text
+    assert reading_model(text, 4096, 4096) is text
 
 
 def test_a_model_whose_passes_disagree_with_its_whole_is_refused(
@@ -278,14 +288,32 @@ def test_a_model_whose_passes_disagree_with_its_whole_is_refused(
     original = base.forward
 
     def forward(*args: Any, **options: Any) -> Any:
-        if options.get("past_key_values") is not None or "chunk_spans" in options:
+        if options.get("past_key_values") is not None or "packed_layout" in options:
             options["position_ids"] = options["position_ids"] * 2
         return original(*args, **options)
 
     forward.__signature__ = signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(base, "forward", forward)
-    with pytest.raises(ChunkingRefusedError, match="in pieces otherwise than as a whole"):
-        build_passes(source.model)
+    for kind in (PackedPasses, SinglePasses):
+        reads = ReadingModel(source, kind(source.model), 64, 4096)
+        with pytest.raises(RefusedError, match="in pieces otherwise than as a whole"):
+            reads.try_out(float, exact=True)
+    assert reading_model(source, 4096, 4096) is source
+
+
+def test_a_model_that_hands_no_layout_to_its_attention_is_read_one_by_one(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base: Any = source.model.base_model
+    original = base.forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        return original(*args, **{name: value for name, value in options.items() if name != "packed_layout"})
+
+    forward.__signature__ = signature(original)  # type: ignore[attr-defined]
+    monkeypatch.setattr(base, "forward", forward)
+    reads = reading_model(source, 4096, 4096)
+    assert isinstance(reads, ReadingModel) and isinstance(reads._passes, SinglePasses)
 
 
 def test_the_outlook_says_in_a_sentence_what_will_be_scored_whole(tmp_path: Path, tiny_model_path: Path) -> None:
@@ -296,31 +324,32 @@ def test_the_outlook_says_in_a_sentence_what_will_be_scored_whole(tmp_path: Path
     def part(path: Path) -> dict[str, Any]:
         return {"kind": "model", "model": {"path": str(path), "inputs": "ids"}}
 
-    rule = chunk_outlook(RewardConfig(), tokenizer)
-    assert not rule.possible and "reward has none (kind task)" in rule.notes[0]
-    one = chunk_outlook(RewardConfig(kind="model", model=RewardModelConfig(path=str(good), inputs="ids")), tokenizer)
-    assert one.possible and not one.notes
+    bert().save_pretrained(tmp_path / "bert")
+    possible, notes = reward_outlook(RewardConfig(), tokenizer)
+    assert not possible and "reward has none (kind task)" in notes[0]
+    one = RewardConfig(kind="model", model=RewardModelConfig(path=str(good), inputs="ids"))
+    assert reward_outlook(one, tokenizer) == (True, [])
     parts = {"a": part(good), "b": part(window), "c": {"kind": "length"}}
-    both = chunk_outlook(RewardConfig(kind="sum", parts=parts), tokenizer)
-    assert both.possible and len(both.notes) == 1
-    assert "reward.parts.b.model.path" in both.notes[0] and "has a sliding window" in both.notes[0]
-    none = chunk_outlook(RewardConfig(kind="sum", parts={"b": part(window)}), tokenizer)
-    assert not none.possible
+    possible, notes = reward_outlook(RewardConfig(kind="sum", parts=parts), tokenizer)
+    assert possible and len(notes) == 1
+    assert "reward.parts.b.model.path" in notes[0] and "has a sliding window" in notes[0]
+    parts = {"b": part(window), "c": part(tmp_path / "bert")}
+    possible, notes = reward_outlook(RewardConfig(kind="sum", parts=parts), tokenizer)
+    assert not possible and "is no causal model with a linear head" in notes[1]
 
 
-def test_bundles_travel_whole() -> None:
-    chunks = [Chunk(3, 0, 2, np.arange(5)), Chunk(1, 5, 2, np.arange(1)), Chunk(-7, 9, 0, np.arange(0))]
-    for bundle in (ChunkBundle(chunks), ChunkBundle([])):
-        back = pickle.loads(pickle.dumps(bundle))
-        assert [(c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in back] == [
-            (c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in bundle
-        ]
+def test_chunks_travel_whole() -> None:
+    chunks = [Chunk(3, 0, 2, np.arange(5)), Chunk(1, 5, 2, np.arange(1)), Chunk(-7, 9, 0, np.arange(0, dtype=np.int32))]
+    back = pickle.loads(pickle.dumps(chunks))
+    assert [(c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in back] == [
+        (c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in chunks
+    ]
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 100))
 def test_batches_hold_all_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
-    stretches: list[Stretch[None]] = [Stretch(np.zeros(n + i, np.int64), 1, start=i) for i, n in enumerate(lengths)]
-    batches = [[len(s.extension.token_ids) for s in batch] for batch in token_batches(stretches, budget)]
+    readings = [Reading(1, np.zeros(n, np.int64)) for n in lengths]
+    batches = [[len(reading.tokens) for reading in batch] for batch in token_batches(readings, budget)]
     assert [n for batch in batches for n in batch] == lengths
     for batch in batches:
         assert len(batch) == 1 or sum(batch) <= budget

@@ -1,0 +1,1 @@
+"""Reading rollouts ahead, in chunks, while they are still being generated (``fusion.granularity=chunk``)."""

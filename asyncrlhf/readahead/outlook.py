@@ -1,0 +1,84 @@
+"""What of a run can read ahead, told from its settings and the checkpoints' configs before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.data.pretrained import load_shape
+from asyncrlhf.readahead.passes import past_refusal
+from asyncrlhf.rewards.model import is_causal
+from asyncrlhf.rewards.model_loading import build_encoder, policy_ids
+from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart
+from asyncrlhf.rewards.service_config import RewardModelConfig
+
+ASKED = "fusion.granularity=chunk"
+WHOLE = "as with fusion.granularity=rollout"
+
+
+def fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, Sequence[str]]:
+    """``config``, with ``fusion.granularity=rollout`` where nothing can read ahead, and a sentence for each thing that
+    a user would not expect. The rewards were found in order; ``tokenizer`` is the policy's."""
+    if not config.fusion.reads_ahead:
+        return config, ()
+    possible, notes = reward_outlook(config.reward, tokenizer)
+    refused = reference_note(config)
+    reference = config.reference_reads_ahead and refused is None
+    if reference and not config.reward_reads_ahead:
+        notes = []
+    if not possible and not reference:
+        config = replace(config, fusion=replace(config.fusion, granularity="rollout"))
+    return config, [*notes, *([] if refused is None else [refused])]
+
+
+def reward_outlook(reward: RewardConfig, policy: PreTrainedTokenizerBase) -> tuple[bool, list[str]]:
+    """Whether some part of a reward can read ahead, and a sentence for each model that cannot."""
+    models = {name: part for name, part in reward.sources.items() if part.kind == "model"}
+    if not models:
+        kinds = ", ".join(sorted({part.kind for part in reward.sources.values()}))
+        return False, [
+            f"{ASKED} needs a causal reward model, and this reward has none (kind {kinds}): it is scored {WHOLE}."
+        ]
+    refusals = {name: _refusal(part, reward.key(name), policy) for name, part in models.items()}
+    notes = [
+        f"{ASKED}: the model of {reward.key(name)}.model.path={models[name].model.path} {refusal}, so it scores whole "
+        f"rollouts, {WHOLE}."
+        for name, refusal in refusals.items()
+        if refusal is not None
+    ]
+    return len(notes) < len(models), notes
+
+
+def _refusal(part: RewardPart, key: str, policy: PreTrainedTokenizerBase) -> str | None:
+    if build_encoder(part.model, key, policy) is not policy_ids:
+        return "reads the text in tokens of its own, which do not begin and end where the policy's chunks do"
+    model = _without_weights(part.model)
+    return past_refusal(model.config) if is_causal(model) else "is no causal model with a linear head"
+
+
+def _without_weights(config: RewardModelConfig) -> PreTrainedModel:
+    path = Path(config.path).expanduser()
+    options = {"trust_remote_code": config.trust_remote_code}
+    found = AutoConfig.from_pretrained(str(path) if path.is_dir() else config.path, **options)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(found, **options)
+    return model
+
+
+def reference_note(config: RunConfig) -> str | None:
+    """What is to be said of a reference service that cannot read ahead, though the settings ask for it."""
+    if not config.fusion.reads_ahead or not config.reference_served:
+        return None
+    if config.generator.truncated:
+        return (
+            f"{ASKED}: the reference model reads whole rollouts, {WHOLE}, because truncated sampling (generator.top_p, "
+            "generator.top_k, generator.min_p) tells only with the whole rollout which tokens it kept."
+        )
+    refusal = past_refusal(load_shape(config.model))
+    model = f"{ASKED}: the reference model of model.path={config.model.path}"
+    return None if refusal is None else f"{model} {refusal}, so it reads whole rollouts, {WHOLE}."
