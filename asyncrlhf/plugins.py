@@ -35,6 +35,8 @@ def _import(module_name: str, where: str) -> Any:
         sys.path.append(here)
     try:
         return importlib.import_module(module_name)
+    except ConfigError:  # a module of ours that lacks a package says so in a sentence of its own
+        raise
     # Importing runs the user's own code, which may raise anything.
     except Exception as error:
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}.") from error

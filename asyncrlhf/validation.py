@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -44,3 +45,11 @@ def check_range(
 def check(condition: Any, sentence: str) -> None:
     if not condition:
         raise ConfigError(sentence)
+
+
+def check_package(what: str, package: str, extra: str) -> None:
+    """Raise unless ``package`` (its name on PyPI) is installed: ``what`` needs it, and our ``extra`` brings it."""
+    check(
+        importlib.util.find_spec(package.replace("-", "_")),
+        f"{what} needs the package {package}, which is not installed: pip install 'asyncrlhf[{extra}]'.",
+    )

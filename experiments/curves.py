@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from asyncrlhf.records.recorder import read_metrics
-from asyncrlhf.report.html import build_report
+from asyncrlhf.report.load import group_runs, load_runs
+from experiments.figures import write_curves
 
 COLUMNS = [
     "seed", "step", "wall_time", "reward_mean", "staleness_mean", "staleness_max", "ess_fraction", "behavior_kl",
@@ -30,11 +31,7 @@ def main() -> None:
         frames.append(frame[COLUMNS])
         print(line(frame.reward_mean, summary, options.window))
     pd.concat(frames).to_csv(options.out / "curves.csv", index=False, float_format="%.5g")
-    report = build_report(options.runs, options.out / "report")
-    (report.parent / "curves_steps.png").replace(options.out / "curves.png")
-    for rest in report.parent.iterdir():
-        rest.unlink()
-    report.parent.rmdir()
+    write_curves(group_runs(load_runs(options.runs)), options.out / "curves.png")
 
 
 def line(rewards: pd.Series, summary: dict, window: int) -> str:

@@ -1,4 +1,4 @@
-"""What every benchmark needs: medians with their spread, files, and the workload that both sides share."""
+"""What every benchmark needs: medians with their spread, their table and file, and a reward that has spread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from asyncrlhf.data.data_config import TaskConfig
-from asyncrlhf.tasks.arithmetic import ArithmeticTask
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -47,35 +43,6 @@ def write(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
     return result
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local checkpoint, padded on the left as batched generation wants it."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.padding_side = "left"
-    return tokenizer
-
-
-def prompt_rows(model: str, count: int, seed: int, digits: int) -> list[dict[str, Any]]:
-    """The first ``count`` training prompts of ``task=arithmetic`` under ``seed``: rows of ``prompt`` and ``answer``."""
-    source = ArithmeticTask(TaskConfig(digits=digits), load_tokenizer(model)).train_source(seed)
-    prompts = [source.next() for _ in range(count)]
-    return [{"prompt": prompt.text, "answer": prompt.answer} for prompt in prompts]
-
-
-def exact_match(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """1 where the completion, stripped, is the answer, else 0: the rule of ``ArithmeticTask.reward``."""
-    return [float(text.strip() == answer) for text, answer in zip(completions, answers, strict=True)]
-
-
-def begins_right(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """1 where the completion begins with the answer: for responses of a fixed length, which cannot end there."""
-    return [float(text.strip().startswith(answer)) for text, answer in zip(completions, answers, strict=True)]
-
-
 def coin(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
     """0 or 1 by the text's checksum: a reward whose groups nearly all have spread, so that every step is full work."""
     return [float(zlib.crc32(text.encode()) % 2) for text in completions]
-
-
-def prefix_match(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """``begins_right`` with the signature of a reward function."""
-    return begins_right(completions, answer)

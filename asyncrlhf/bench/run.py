@@ -3,69 +3,45 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check
 
-
-def _overlap(arguments: Sequence[str]) -> object:
-    from asyncrlhf.bench import overlap
-
-    return overlap.run(arguments)
-
-
-def _trl(arguments: Sequence[str]) -> object:
-    from asyncrlhf.bench import trl
-
-    return trl.run(arguments)
-
-
-def _weights(arguments: Sequence[str]) -> object:
-    from asyncrlhf.bench import weights
-
-    return weights.run(arguments)
-
-
-def _straggler(arguments: Sequence[str]) -> object:
-    from asyncrlhf.bench import straggler
-
-    return straggler.run(arguments)
-
-
-def _generation(arguments: Sequence[str]) -> object:
-    from asyncrlhf.bench import generation
-
-    return generation.run(arguments)
-
-
-def _replicas(arguments: Sequence[str]) -> object:
-    from asyncrlhf.bench import replicas
-
-    return replicas.run(arguments)
-
-
-def _fusion(arguments: Sequence[str]) -> object:
-    from asyncrlhf.bench import fusion
-
-    return fusion.run(arguments)
-
-
-BENCHMARKS: dict[str, Callable[[Sequence[str]], object]] = {
-    "overlap": _overlap,
-    "trl": _trl,
-    "weights": _weights,
-    "straggler": _straggler,
-    "replicas": _replicas,
-    "generation": _generation,
-    "fusion": _fusion,
+# The module of each, whose function ``run`` takes the arguments. Those of experiments/ need the repository.
+BENCHMARKS = {
+    "fusion": "experiments.19_fusion.bench",
+    "generation": "experiments.17_generation.bench",
+    "overlap": "asyncrlhf.bench.overlap",
+    "replicas": "experiments.18_slow_replica.bench",
+    "straggler": "experiments.15_stragglers.bench",
+    "trl": "experiments.13_against_trl.bench",
+    "weights": "experiments.14_weight_publish.bench",
 }
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names. Raises ConfigError for an unknown name, and for an experiment's
+    benchmark where the package is installed without its repository."""
     name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
         close = difflib.get_close_matches(name, BENCHMARKS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(f"{name or 'nothing'} is no benchmark{hint}; allowed: {', '.join(BENCHMARKS)}.")
-    BENCHMARKS[name](arguments[1:])
+    module = BENCHMARKS[name]
+    if module.startswith("experiments."):
+        file = REPOSITORY / Path(*module.split(".")).with_suffix(".py")
+        check(
+            file.is_file(),
+            f"The benchmark {name} is part of the repository's experiments, and this installation has the package "
+            "alone; allowed without the repository: "
+            f"{', '.join(n for n, m in BENCHMARKS.items() if not m.startswith('experiments.'))}.",
+        )
+        if str(REPOSITORY) not in sys.path:  # Ray's workers get the path of the process that starts Ray
+            sys.path.insert(0, str(REPOSITORY))
+    importlib.import_module(module).run(arguments[1:])
     return 0

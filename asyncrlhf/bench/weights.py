@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,15 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrlhf.bench.weights_report import report, summarize
 from asyncrlhf.transport.build_transport import build_receiver, build_sender
 from asyncrlhf.transport.protocol import WeightReceiver, WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.validation import check, check_choice, check_range
 
 TIMEOUT_SECONDS = 60.0
 COMPUTE_TOKENS = 512  # of the compute beside a copy: far less than a real microbatch, which also runs backward
 NORM = "model.norm.weight"
+Round = Mapping[str, Mapping[str, float]]  # way to publish (and "raw") -> seconds by name
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,6 @@ class Shape:
         return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-SHAPES = {
-    "0.7M": Shape(layers=4, hidden=128, intermediate=320, key_value=64, vocabulary=64),
-    "10M": Shape(layers=8, hidden=320, intermediate=864, key_value=160, vocabulary=4096),
-    "135M": Shape(layers=30, hidden=576, intermediate=1536, key_value=192, vocabulary=49152),  # SmolLM2-135M
-}
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to publish. Checksums are switched on one sender, so that both ways share its memory."""
@@ -69,11 +59,6 @@ class Variant:
     @property
     def label(self) -> str:
         return f"{self.transport}{'' if self.checksum else ', no checksum'}"
-
-
-def variants(transports: Sequence[str]) -> list[Variant]:
-    """Each transport with and without checksums."""
-    return [Variant(transport, checksum=on) for transport in transports for on in (True, False)]
 
 
 def raw_group(store: dist.Store, rank: int, size: int, host: str) -> Any:
@@ -202,67 +187,47 @@ class Bench:
             self._ray.kill(peer)
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One size; the first round warms up and is left out."""
-    with tempfile.TemporaryDirectory(prefix="weights-", dir=options.disk_path) as folder:
-        bench = Bench(SHAPES[name], variants(options.transports), options.receivers, options.bucket_mb, Path(folder))
+def measure(
+    shape: Shape, chosen: Sequence[Variant], *, receivers: int, repeats: int, bucket_mb: float = 32.0,
+    disk_path: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Publish a model of ``shape`` in every way ``chosen`` to ``receivers`` processes of this machine: ``repeats``
+    rounds after one that warms up. Needs a running Ray. Returns bytes, seconds and ratios as :func:`summarize` does;
+    ``disk_path``: the folder under which ``transport=disk`` writes (default: the system's temporary folder)."""
+    with tempfile.TemporaryDirectory(prefix="weights-", dir=disk_path) as folder:
+        bench = Bench(shape, chosen, receivers, bucket_mb, Path(folder))
         try:
-            rounds = [bench.round(number) for number in range(options.repeats + 1)][1:]
+            rounds = [bench.round(number) for number in range(repeats + 1)][1:]
         finally:
             bench.close()
-    return {"size": name, **summarize(rounds, bench.total, options.receivers)}
+    return summarize(rounds, bench.total, receivers)
 
 
-def _options(args: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench weights", description=__doc__)
-    parser.add_argument("--sizes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--transports", default="collective,object_store,disk")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--receivers", type=int, default=2)
-    parser.add_argument("--bucket-mb", type=float, default=32.0)
-    parser.add_argument("--learner-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--disk-path", default=None, help="where the disk's versions go; default: a temporary folder")
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args(list(args))
-    options.sizes, options.transports = options.sizes.split(","), options.transports.split(",")
-    for size in options.sizes:
-        check_choice("--sizes", size, tuple(SHAPES))
-    for transport in options.transports:
-        check_choice("--transports", transport, ("collective", "object_store", "disk"))
-    check_range("--repeats", options.repeats, low=1)
-    check_range("--receivers", options.receivers, low=1)
-    check_range("--bucket-mb", options.bucket_mb, low=0, exclusive_low=True)
-    check_range("--learner-threads", options.learner_threads, low=1)
-    check(
-        options.disk_path is None or Path(options.disk_path).is_dir(), f"--disk-path={options.disk_path} is no folder."
-    )
-    return options
+def summarize(rounds: Sequence[Round], total: int, receivers: int) -> dict[str, Any]:
+    """Ratios of each round, because rounds on a busy machine differ more than the sides of one round. ``total``: bytes
+    of one version."""
+    raw = statistics.median(row["raw"]["publish"] for row in rounds)
+    ways = {label: _way(rounds, label, total) for label in sorted(rounds[0]) if label != "raw"}
+    return {
+        "bytes": total,
+        "receivers": receivers,
+        "repeats": len(rounds),
+        "raw_gb_per_second": total / raw / 1e9,
+        "ways": ways,
+        "rounds": [{label: dict(seconds) for label, seconds in row.items()} for row in rounds],
+    }
 
 
-def run(args: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the benchmark with command-line ``args``; prints the ratios and returns what it writes to ``--out``."""
-    import ray
-
-    options = _options(args)
-    torch.set_num_threads(options.learner_threads)
-    started_here = not ray.is_initialized()
-    if started_here:
-        ray.init(
-            include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, object_store_memory=4 * 2**30
-        )
-    try:
-        sizes = [measure(name, options) for name in options.sizes]
-    finally:
-        if started_here:
-            ray.shutdown()
-    result = {"learner_threads": options.learner_threads, "bucket_mb": options.bucket_mb, "sizes": sizes}
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    report(result)
-    return result
-
-
-if __name__ == "__main__":
-    import sys
-
-    run(sys.argv[1:])
+def _way(rounds: Sequence[Round], label: str, total: int) -> dict[str, float]:
+    ratios = sorted(row["raw"]["publish"] / row[label]["publish"] for row in rounds)
+    seconds = {key: statistics.median(row[label][key] for row in rounds) for key in ("publish", "stall", "fenced")}
+    return {
+        "ratio_median": statistics.median(ratios),
+        "ratio_min": ratios[0],
+        "ratio_max": ratios[-1],
+        "gb_per_second": total / seconds["publish"] / 1e9,
+        "publish_seconds": seconds["publish"],
+        "stall_seconds": seconds["stall"],
+        "fenced_stall_seconds": seconds["fenced"],
+        "fenced_stall_share": statistics.median(row[label]["fenced"] / row[label]["publish"] for row in rounds),
+    }

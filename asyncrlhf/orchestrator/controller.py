@@ -14,8 +14,8 @@
     LearnLoop        a batch in the buffer; in scheduled modes also the   score and serve; the publisher
                      publish before
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
-    Recovery         a dead replica                                       whichever loop met the death
-    Growth           nothing: it looks now and then whether the cluster has room for a replica more
+    Recovery         a dead replica; beside it, where replicas may be     the loop that met the death, through Replicas
+                     added, nothing: it looks now and then for room
     RolloutLog       rollouts at their end                                LearnLoop
     watch            nothing: it looks now and then whether anything moved
 
@@ -33,7 +33,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from asyncrlhf.buffer.admission import build_gate
@@ -45,20 +44,23 @@ from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, StallError
 from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
 from asyncrlhf.orchestrator.critics import Critics, CriticVersions, valued
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.learn import LearnLoop
-from asyncrlhf.orchestrator.recovery import Growth, Recovery
+from asyncrlhf.orchestrator.normalize import RewardNormalizer
+from asyncrlhf.orchestrator.recovery import Recovery
 from asyncrlhf.orchestrator.references import References, completed
-from asyncrlhf.orchestrator.resume import restore, snapshot_state
+from asyncrlhf.orchestrator.replicas import Replicas
+from asyncrlhf.orchestrator.resume import restore
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.scoring import Scoring
 from asyncrlhf.orchestrator.service import Service
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
-from asyncrlhf.records.checkpoint import CheckpointWriter, Saved
+from asyncrlhf.records.checkpoint import Saved
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
@@ -106,20 +108,22 @@ class Controller:
         self._runtime = runtime
         self._source = source
         self._sampling = sampling
-        self._heldout = heldout
-        self._recorder = recorder
         self._view = view
         self._saved = saved
         self._log = RolloutLog(self.state, runtime, recorder)
         self._assembly = Assembly(self.state, self._log.discard, view.message)
-        self._recovery = Recovery(self.state, runtime, view.message)
+        self._replicas = Replicas(self.state, view.message)
+        self._normalizer = RewardNormalizer(config.reward)
         self._critic_versions = CriticVersions(self.state, runtime)
         hand_over = self._critic_versions.hand_over
-        self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._recovery.dead, hand_over)
-        self._turns = Turns(self.state, runtime, self._publisher.idle, self._recovery.dead)
+        self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._replicas, hand_over)
+        self._turns = Turns(self.state, runtime, self._replicas, self._publisher.idle)
+        self._bookkeeping = Bookkeeping(
+            self.state, runtime, source, heldout, self._replicas, self._publisher, self._normalizer,
+            self._log, recorder, view,
+        )  # fmt: skip
         self._services: list[Service[Any, Any]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._accuracy: list[float] = []
 
     def stop(self) -> None:
         """End after the step under way, with a checkpoint (the first Ctrl-C)."""
@@ -136,42 +140,52 @@ class Controller:
         state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
         if self._saved is not None:
             await self._runtime.learner.load(self._saved.learner)
+            self._normalizer.load(self._saved.learner)
             computed_by = self._saved.state.get("reference")
             rollouts = await completed(self._saved.rollouts, computed_by, self.config, self._runtime)
             rollouts = await valued(rollouts, self.config, self._runtime)
             restore(state, replace(self._saved, rollouts=rollouts), self._source, self._log, self._runtime)
-        self._publisher.start(state.version, self._runtime.learner.snapshot(self._publisher.next_probe()))
+        self._publisher.publish(state.version)
         await self._publisher.idle()
-        await self._evaluate()
+        await self._bookkeeping.evaluate()
         state.progressed()
-        learn = LearnLoop(state, self._runtime, self._assembly, self._publisher, self._log, self, self._turns)
+        learn = LearnLoop(
+            state, self._runtime, self._assembly, self._publisher, self._log, self._bookkeeping, self._turns,
+            self._normalizer,
+        )  # fmt: skip
         self._view.begin()
         reason = await self._run_loops(learn)
-        after = self._accuracy[-1] if reason == "done" and self._accuracy else None
-        return Outcome(reason, state.ledger.counts(), self._accuracy[0] if self._accuracy else None, after)
+        accuracies = self._bookkeeping.accuracies
+        after = accuracies[-1] if reason == "done" and accuracies else None
+        return Outcome(reason, state.ledger.counts(), accuracies[0] if accuracies else None, after)
 
     async def _run_loops(self, learn: LearnLoop) -> str:
         """Supervise every loop until the learner's is through with the run."""
-        runtime, dead = self._runtime, self._recovery.dead
+        runtime, dead = self._runtime, self._replicas.died
         critics = Critics(self.state, self._assembly, runtime.critics, self._critic_versions)
         onward = critics if runtime.critics else None
         references = References(self.state, self._assembly, runtime.references, onward)
         first = references if runtime.references else onward
         scoring = Scoring(self.state, self._assembly, runtime.rewards, dead, first)
         self._services = [scoring, references, critics]
-        dispatcher = Dispatcher(self.state, self._source, self._sampling, self._recovery.dead)
-        self._recovery.restarted = lambda replica: self._spawn(scoring.collect(replica), f"collect {replica.name}")
+        dispatcher = Dispatcher(self.state, self._source, self._sampling, dead)
+
+        def collect(replica: Replica) -> None:
+            self._spawn(scoring.collect(replica), f"collect {replica.name}")
+
+        recovery = Recovery(
+            self.state, runtime, self._replicas, self._publisher, self._turns, self._view.message, collect
+        )
         if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
-            growth = Growth(self.state, self._runtime, self._publisher, self._view.message, self._recovery.restarted)
-            self._spawn(growth.run(), "growth")
+            self._spawn(recovery.grow(), "growth")
         main = asyncio.create_task(self._main(learn), name="learn")
         self._tasks.add(main)
         self._spawn(dispatcher.run(), "dispatch")
-        self._spawn(self._recovery.run(self._publisher, self._turns), "recovery")
+        self._spawn(recovery.restart(), "recovery")
         self._spawn(self._log.run(), "records")
         self._spawn(self._watch(learn), "watch")
         for replica in self.state.replicas:
-            self._spawn(scoring.collect(replica), f"collect {replica.name}")
+            collect(replica)
         for number, worker in enumerate(self._runtime.rewards):
             self._spawn(scoring.score(worker), f"score {number}")
         for number, reference in enumerate(runtime.references):
@@ -189,13 +203,13 @@ class Controller:
         """Train to the end or to the interruption, and leave everything in order."""
         await learn.run()
         if self.state.version < self.config.steps:
-            await self._save()
+            await self._bookkeeping.save()
             self._view.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
             return "interrupted"
         await learn.settle()
         if self.config.checkpoint.every:
-            await self._save()
-        await self._evaluate()
+            await self._bookkeeping.save()
+        await self._bookkeeping.evaluate()
         self._assembly.abandon(sorted(self.state.groups), "shutdown")
         self._assembly.clear_buffer()
         await self._log.flush()
@@ -204,56 +218,6 @@ class Controller:
 
     def _spawn(self, loop: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.add(asyncio.create_task(loop, name=name))
-
-    def is_boundary(self, step: int) -> bool:
-        """An evaluation or a checkpoint speaks of the weights between two steps."""
-        return self._evaluates(step) or self._saves(step) or step == self.config.steps
-
-    def _evaluates(self, step: int) -> bool:
-        return self.config.eval_every > 0 and step % self.config.eval_every == 0 and step < self.config.steps
-
-    def _saves(self, step: int) -> bool:
-        return (
-            self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0 and step < self.config.steps
-        )
-
-    async def after_step(self, metrics: dict[str, Any]) -> None:
-        step = int(metrics["step"])
-        if self._evaluates(step):
-            metrics["heldout_accuracy"] = await self._evaluate()
-        self._recorder.log_step(metrics)
-        self._view.step(metrics)
-        self.state.ledger.check()
-        if self._saves(step):
-            await self._save()
-
-    async def _evaluate(self) -> float | None:
-        # A share for a replica that is held back would have the run wait for it alone.
-        brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
-        asked = brisk or self.state.replicas
-        accuracy = await self._heldout.accuracy(asked, self._runtime.rewards, self._recovery.dead)
-        if accuracy is not None:
-            self._accuracy.append(accuracy)
-            self._view.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")
-        return accuracy
-
-    async def _save(self) -> None:
-        """A checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that the resumed run
-        has the very batches, from the very versions, that an uninterrupted one would have had."""
-        state = self.state
-        if state.scheduled:
-            await self._publisher.idle()
-            await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
-        writer = CheckpointWriter(Path(self._recorder.run_dir), state.version, self.config.checkpoint.keep)
-        await self._runtime.learner.save(writer.learner)
-        while self._log.behind:
-            await self._log.flush()
-        # No await between these two: what the document counts as ended is what the records hold.
-        document, payloads = snapshot_state(state, self._source, self._log)
-        marker = self._recorder.checkpoint()
-        rollouts = await self._runtime.fetch(payloads)
-        writer.commit(document, {r.rollout_id: r for r in rollouts}, marker)
-        state.progressed()
 
     async def close(self) -> None:
         """End every loop; the runtime's parts are closed by their owner."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.actors.worker import GeneratorWorker
@@ -14,22 +15,14 @@ from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
 from asyncrlhf.orchestrator.meters import Meters, StepTimes
+from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.signs import MissingSign
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
-
-
-class Bookkeeping(Protocol):
-    """What follows a step: its records at leisure, and at some steps an evaluation or a checkpoint at once."""
-
-    def is_boundary(self, step: int) -> bool:
-        """Whether the next step may not begin before this one's bookkeeping is done."""
-        ...
-
-    async def after_step(self, metrics: dict[str, Any]) -> None: ...
 
 
 class LearnLoop:
@@ -44,6 +37,7 @@ class LearnLoop:
         log: RolloutLog,
         bookkeeping: Bookkeeping,
         turns: Turns,
+        normalizer: RewardNormalizer,
     ) -> None:
         self._state = state
         self._runtime = runtime
@@ -52,6 +46,7 @@ class LearnLoop:
         self._log = log
         self._bookkeeping = bookkeeping
         self._turns = turns
+        self._normalizer = normalizer
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(state)
         self._signs = MissingSign(state.config.algorithm)
@@ -107,18 +102,20 @@ class LearnLoop:
     async def _step(self, taken: list[Taken], waited: float) -> None:
         state, version = self._state, self._state.version
         state.buffer.check_batch(version, taken)
-        items = [
-            TrainItem(r.info.payload, r.reward, r.info.group_id, r.info.tokens, t.weight, t.masked_before_version)
-            for t in taken
-            for r in t.group.rollouts
-        ]
-        if not items:
+        rollouts = [(t, r) for t in taken for r in t.group.rollouts]
+        if not rollouts:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
+        rewards, reward_metrics = self._normalizer.of_batch([r for _, r in rollouts])
+        items = [
+            TrainItem(r.info.payload, reward, r.info.group_id, r.info.tokens, t.weight, t.masked_before_version)
+            for (t, r), reward in zip(rollouts, rewards, strict=True)
+        ]
         started = state.now()
         self.training = True
         training = asyncio.ensure_future(self._train(items))
         await self._catch_up()
         result, begun, trained = await training
+        result = replace(result, metrics={**result.metrics, **reward_metrics})
         self.training = False
         self._file(taken, version)
         self._log.used(taken, version)
@@ -177,9 +174,8 @@ class LearnLoop:
             self._publish()
 
     def _publish(self) -> None:
-        """Without waiting for the snapshot: the learner makes it before its next step, whichever call arrives first."""
         self._publish_due = False
-        self._publisher.start(self._state.version, self._runtime.learner.snapshot(self._publisher.next_probe()))
+        self._publisher.publish(self._state.version)
 
     def _file(self, taken: list[Taken], version: int) -> None:
         for item in taken:

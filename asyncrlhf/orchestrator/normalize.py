@@ -1,22 +1,18 @@
-"""Normalised rewards: what the learner trains on where ``reward.normalize`` says so, at the moment it takes a batch."""
+"""Normalised rewards: what the learner trains on where ``reward.normalize`` is on, computed as it takes a batch."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
-from asyncrlhf.actors.messages import TrainItem
-from asyncrlhf.cluster.handles import LearnerHandle, Runtime
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.types import Payload
+from asyncrlhf.types import ScoredRollout
 
 STATE_FILE = "reward_normalizer.json"
 SMALLEST_SPREAD = 1e-8  # rewards that differ by less are the same
@@ -47,15 +43,25 @@ class RunningMoments:
 class RewardNormalizer:
     """(reward - mean) / standard deviation, then clipped to ``normalize_clip`` where it is on.
 
-    ``group``: over the siblings of the batch; ``batch``: over the batch; ``running``: over every batch so far, this one
-    included, so that the scale does not jump from step to step. A spread of zero gives zeros. The statistics are those
-    of batches and not of arrivals, so that a scheduled mode repeats itself whatever the hardware does.
+    ``none``: rewards stay as they are. ``group``: over the siblings of the batch; ``batch``: over the batch;
+    ``running``: over every batch so far, this one included, so that the scale does not jump from step to step. A spread
+    of zero gives zeros. The statistics are those of batches and not of arrivals, so that a scheduled mode repeats
+    itself whatever the hardware does.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._kind = config.normalize
         self._clip = config.normalize_clip or math.inf
         self.moments = RunningMoments()
+
+    def of_batch(self, rollouts: Sequence[ScoredRollout]) -> tuple[list[float], dict[str, float]]:
+        """The rewards [N] to train on, and their mean and standard deviation as metrics where they were normalised."""
+        rewards = [rollout.reward for rollout in rollouts]
+        if self._kind == "none":
+            return rewards, {}
+        normal = self.normalize(np.array(rewards, dtype=np.float64), [r.info.group_id for r in rollouts])
+        figures = {"normalized_reward_mean": float(normal.mean()), "normalized_reward_std": float(normal.std())}
+        return [float(value) for value in normal], figures
 
     def normalize(self, rewards: np.ndarray, group_ids: Sequence[int]) -> np.ndarray:
         """``rewards`` [N] of one batch, whose rollout i belongs to ``group_ids[i]``."""
@@ -73,12 +79,16 @@ class RewardNormalizer:
         return np.clip(normal, -self._clip, self._clip)
 
     def save(self, folder: Path) -> None:
+        """Write the statistics beside the learner's part of a checkpoint; nothing where rewards are not normalised."""
+        if self._kind == "none":
+            return
         (folder / STATE_FILE).write_text(json.dumps(vars(self.moments)))
 
     def load(self, folder: Path) -> None:
-        """A checkpoint of a run that did not normalise leaves the statistics at their beginning."""
+        """Read the statistics back. A checkpoint of a run that did not normalise leaves them at their beginning. Raises
+        CheckpointError for a file that cannot be read."""
         path = folder / STATE_FILE
-        if not path.is_file():
+        if self._kind == "none" or not path.is_file():
             return
         try:
             self.moments = RunningMoments(**json.loads(path.read_text()))
@@ -88,61 +98,3 @@ class RewardNormalizer:
 
 def _scaled(values: np.ndarray, mean: float, spread: float) -> np.ndarray:
     return (values - mean) / max(float(spread), SMALLEST_SPREAD)
-
-
-class NormalizingLearner:
-    """A learner handle whose batches arrive with normalised rewards, and whose checkpoints hold the statistics."""
-
-    def __init__(self, inner: LearnerHandle, runtime: Runtime, normalizer: RewardNormalizer) -> None:
-        self._inner = inner
-        self._runtime = runtime
-        self._normalizer = normalizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        rewards = np.array([item.reward for item in items], dtype=np.float64)
-        groups = await self._group_ids([item.payload for item in items])
-        normal = self._normalizer.normalize(rewards, groups)
-        result = await self._inner.train(
-            [replace(item, reward=float(value)) for item, value in zip(items, normal, strict=True)]
-        )
-        figures = {"normalized_reward_mean": float(normal.mean()), "normalized_reward_std": float(normal.std())}
-        return replace(result, metrics={**result.metrics, **figures})
-
-    async def _group_ids(self, payloads: Sequence[Payload]) -> list[int]:
-        return [rollout.group_id for rollout in await self._runtime.fetch(payloads)]
-
-    async def save(self, folder: Path) -> None:
-        await self._inner.save(folder)
-        self._normalizer.save(folder)
-
-    async def load(self, folder: Path) -> None:
-        await self._inner.load(folder)
-        self._normalizer.load(folder)
-
-
-class NormalizingRuntime:
-    """A runtime whose learner is a :class:`NormalizingLearner`; everything else is the inner runtime's."""
-
-    def __init__(self, inner: Runtime, normalizer: RewardNormalizer) -> None:
-        self._inner = inner
-        self._normalizer = normalizer
-        self._learner: NormalizingLearner | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    @property
-    def learner(self) -> NormalizingLearner:
-        if self._learner is None:
-            self._learner = NormalizingLearner(self._inner.learner, self._inner, self._normalizer)
-        return self._learner
-
-
-def normalized(runtime: Runtime, config: RewardConfig) -> Runtime:
-    """``runtime`` itself where rewards are not normalised."""
-    if config.normalize == "none":
-        return runtime
-    return cast(Runtime, NormalizingRuntime(runtime, RewardNormalizer(config)))

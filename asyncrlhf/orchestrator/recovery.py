@@ -1,4 +1,4 @@
-"""Replicas that come and go: a dead one is restarted and its rollouts issued again; machines bring new ones."""
+"""The two loops that bring replicas into a run: one restarts the dead, the other adds replicas to a grown cluster."""
 
 from __future__ import annotations
 
@@ -7,122 +7,101 @@ from collections.abc import Callable
 
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
-
-
-class Recovery:
-    """``dead`` may be called by any loop that met the death, any number of times; the work is done once."""
-
-    def __init__(self, state: RunState, runtime: Runtime, message: Callable[[str], None]) -> None:
-        self._state = state
-        self._runtime = runtime
-        self._message = message
-        self._dead: asyncio.Queue[Replica] = asyncio.Queue()
-        self.restarted: Callable[[Replica], None] = lambda replica: None
-
-    def dead(self, replica: Replica, error: ReplicaError) -> None:
-        """Take the replica out and put what it held back in the queue, before anything else can run."""
-        if replica.alive:
-            self._bury(replica, error)
-
-    def _bury(self, replica: Replica, error: ReplicaError) -> None:
-        replica.alive = False
-        replica.version = -1
-        lost = sorted(replica.in_flight)
-        replica.in_flight.clear()
-        for rollout_id in lost:
-            self._state.ledger.requeue(rollout_id)
-            self._state.requeue.append(rollout_id)
-        self._message(f"{replica.name} died; its {len(lost)} rollouts are issued again. Cause: {error}")
-        self._dead.put_nowait(replica)
-        self._state.progressed()
-
-    async def run(self, publisher: WeightPublisher, turns: Turns) -> None:
-        """Restart the dead, one after another; out of restarts the run goes on with the replicas that are left."""
-        while True:
-            replica = await self._dead.get()
-            if replica.restarts >= self._state.config.generator.max_restarts:
-                if not any(r.alive for r in self._state.replicas) and self._dead.empty():
-                    raise ReplicaError(
-                        f"no generator is left: {replica.name} died after {replica.restarts} restarts "
-                        f"(generator.max_restarts={self._state.config.generator.max_restarts})."
-                    )
-                self._state.replicas.remove(replica)
-                self._message(f"{replica.name} is not started again after {replica.restarts} restarts.")
-                self._state.progressed()
-                continue
-            self._refuse_lost_version(replica, publisher)
-            replica.restarts += 1
-            try:
-                async with turns.start_of(replica):
-                    replica.handle = await self._runtime.restart(replica.handle)
-            except ReplicaError as error:
-                self._bury(replica, error)
-                continue
-            await publisher.rejoin(replica)
-            if not replica.alive:
-                continue  # whoever met its new death has queued it again
-            self._message(f"{replica.name} is back at version {replica.version}.")
-            self.restarted(replica)
-            self._state.progressed()
-
-    def _refuse_lost_version(self, replica: Replica, publisher: WeightPublisher) -> None:
-        """While a publish waits for the schedule, the version that the schedule still needs lives in replicas alone."""
-        others = any(r.alive for r in self._state.replicas)
-        if self._state.scheduled and publisher.busy and self._state.requeue and not others:
-            raise ReplicaError(
-                f"{replica.name}, the last generator, died with rollouts of a version that the learner has passed; "
-                f"async.mode={self._state.config.async_.mode} must not replace them by fresher ones. "
-                "Resume from a checkpoint."
-            )
-
 
 LOOK_SECONDS = 3.0  # between two looks at the cluster; twice as long after each start that failed
 LONGEST_WAIT = 300.0
 
 
-class Growth:
-    """``joined`` is told of a replica that holds weights and may be given work."""
+class Recovery:
+    """``joined`` is told of each replica that holds weights and may be given work."""
 
     def __init__(
         self,
         state: RunState,
         runtime: Runtime,
+        replicas: Replicas,
         publisher: WeightPublisher,
+        turns: Turns,
         message: Callable[[str], None],
         joined: Callable[[Replica], None],
     ) -> None:
         self._state = state
         self._runtime = runtime
+        self._replicas = replicas
         self._publisher = publisher
+        self._turns = turns
         self._message = message
         self._joined = joined
 
-    async def run(self) -> None:
-        """Look for room now and then, for as long as the run goes."""
+    async def restart(self) -> None:
+        """Restart the dead, one after another; out of restarts the run goes on with the replicas that are left."""
+        while True:
+            replica = await self._replicas.next_dead()
+            if replica.restarts >= self._state.config.generator.max_restarts:
+                self._leave_out(replica)
+                continue
+            self._refuse_lost_version(replica)
+            replica.restarts += 1
+            try:
+                async with self._turns.start_of(replica):
+                    replica.handle = await self._runtime.restart(replica.handle)
+            except ReplicaError as error:
+                self._replicas.bury(replica, error)
+                continue
+            await self._join(replica, "is back")
+
+    async def grow(self) -> None:
+        """Look now and then, until the run ends, whether the cluster has room for one more replica."""
         pause = LOOK_SECONDS
         while True:
             await asyncio.sleep(pause)
             try:
-                grown = not self._state.stopping and await self._grow()
+                grown = not self._state.stopping and await self._add_replica()
             except ReplicaError as error:
                 pause = min(2 * pause, LONGEST_WAIT)
-                self._message(f"A replica more could not be started; the next try is in {pause:g} s. Cause: {error}")
+                self._message(f"Could not start another replica; the next try is in {pause:g} s. Cause: {error}")
                 continue
             pause = 0.0 if grown else LOOK_SECONDS
 
-    async def _grow(self) -> bool:
-        """Start one replica where there is room, and bring it to the version of the others."""
+    async def _add_replica(self) -> bool:
+        """Start one replica where there is room; True when it was started."""
         handle = await self._runtime.add_generator([r.name for r in self._state.replicas])
         if handle is None:
             return False
         replica = Replica(handle, alive=False)  # no member of a weight group before it rejoins
         self._state.replicas.append(replica)
+        await self._join(replica, "joined")
+        return True
+
+    async def _join(self, replica: Replica, how: str) -> None:
+        """Bring a replica that was just started to the version of the others. If it dies meanwhile, the loop that met
+        its death has queued it again."""
         await self._publisher.rejoin(replica)
         if replica.alive:
-            self._message(f"{replica.name} joined at version {replica.version}.")
+            self._message(f"{replica.name} {how} at version {replica.version}.")
             self._joined(replica)
             self._state.progressed()
-        return True
+
+    def _leave_out(self, replica: Replica) -> None:
+        if not self._replicas.any_left:
+            raise ReplicaError(
+                f"no generator is left: {replica.name} died after {replica.restarts} restarts "
+                f"(generator.max_restarts={self._state.config.generator.max_restarts})."
+            )
+        self._state.replicas.remove(replica)
+        self._message(f"{replica.name} is not started again after {replica.restarts} restarts.")
+        self._state.progressed()
+
+    def _refuse_lost_version(self, replica: Replica) -> None:
+        """While a publish waits for the schedule, only replicas hold the version that the schedule still needs."""
+        others = any(r.alive for r in self._state.replicas)
+        if self._state.scheduled and self._publisher.busy and self._state.requeue and not others:
+            raise ReplicaError(
+                f"{replica.name}, the last generator, died with rollouts of a version that the learner has passed; "
+                f"async.mode={self._state.config.async_.mode} must not replace them by fresher ones. "
+                "Resume from a checkpoint."
+            )

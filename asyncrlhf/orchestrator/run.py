@@ -25,7 +25,6 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
 from asyncrlhf.orchestrator.evaluation import HeldOut
-from asyncrlhf.orchestrator.normalize import normalized
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.records.progress import Progress, RunView
@@ -212,7 +211,7 @@ class _Job:
 
     async def main(self) -> Outcome:
         prepared, config = self._prepared, self._prepared.config
-        runtime = normalized(build_runtime(config, prepared.run_dir), config.reward)
+        runtime = build_runtime(config, prepared.run_dir)
         heldout = HeldOut(prepared.task.heldout(), prepared.sampling, runtime)
         source = prepared.task.train_source(config.seed)
         controller = self._controller = Controller(

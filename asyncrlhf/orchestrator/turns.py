@@ -14,27 +14,28 @@ from contextlib import asynccontextmanager
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 
 
 class Turns:
     """Does nothing for replicas with devices of their own.
 
-    ``published``: waits until no weights are on their way. ``on_dead``: hears of a replica that died or hung when it
-    was asked to sleep or wake; nobody waits for it longer than ``weights.timeout_seconds``.
+    ``published`` waits until no weights are on their way. A replica that takes longer than
+    ``weights.timeout_seconds`` to sleep or wake counts as dead.
     """
 
     def __init__(
         self,
         state: RunState,
         runtime: Runtime,
+        replicas: Replicas,
         published: Callable[[], Awaitable[None]],
-        on_dead: Callable[[Replica, ReplicaError], None],
     ) -> None:
         self._state = state
         self._runtime = runtime
         self._published = published
-        self._on_dead = on_dead
+        self._replicas = replicas
         self._starting: set[str] = set()
         self._fresh: set[str] = set()  # started again; not counted as alive before they have weights
         self.training = False
@@ -87,4 +88,4 @@ class Turns:
         try:
             await replica.handle.call(self._state.config.weights.timeout_seconds, method)
         except ReplicaError as error:
-            self._on_dead(replica, error)
+            self._replicas.died(replica, error)

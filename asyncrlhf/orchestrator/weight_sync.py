@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.worker import GeneratorWorker
@@ -16,6 +14,7 @@ from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
+from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -33,14 +32,14 @@ class WeightPublisher:
         state: RunState,
         runtime: Runtime,
         vocab_size: int,
-        on_dead: Callable[[Replica, ReplicaError], None],
+        replicas: Replicas,
         hand_over: Callable[[], Awaitable[None]],
     ) -> None:
         """``hand_over`` publishes, beside the policy, what else a snapshot holds: the critic, where it is a service."""
         self._state = state
         self._hand_over = hand_over
         self._runtime = runtime
-        self._on_dead = on_dead
+        self._replicas = replicas
         self._task: asyncio.Task[None] | None = None
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
@@ -64,19 +63,19 @@ class WeightPublisher:
     def _publishing(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def next_probe(self) -> list[np.ndarray] | None:
-        """The probe texts when the coming publish is to be audited."""
-        every = self._state.config.weights.audit_every
-        due = self._publishes == 0 or (every > 0 and self._publishes % every == 0)
-        return self._probe if due and self._audited else None
-
-    def start(self, version: int, offer: Awaitable[Offer]) -> None:
-        """Publish in the background what the learner was asked to offer; nothing else may be under way."""
+    def publish(self, version: int) -> None:
+        """Send the learner's present weights, those of ``version``, in the background; no other publish may be under
+        way. The snapshot is ordered before this returns: the learner makes it before any step that is ordered later."""
         assert not self._publishing, "a publish is still under way"
         self.raise_if_failed()
+        offer = self._runtime.learner.snapshot(self._probe if self._audit_due() else None)
         self._publishes += 1
         self._task = asyncio.create_task(self._publish(version, offer), name=f"publish v{version}")
         self._task.add_done_callback(lambda _: self._state.changed.notify())
+
+    def _audit_due(self) -> bool:
+        every = self._state.config.weights.audit_every
+        return bool(self._audited) and (self._publishes == 0 or (every > 0 and self._publishes % every == 0))
 
     @property
     def failure(self) -> BaseException | None:
@@ -182,7 +181,7 @@ class WeightPublisher:
             for task in receiving:
                 task.cancel()
         for replica in (receiving[task] for task in late):
-            self._on_dead(replica, ReplicaError(f"{replica.name} did not take its weights within {seconds:g} s"))
+            self._replicas.died(replica, ReplicaError(f"{replica.name} did not take its weights within {seconds:g} s"))
         results = await asyncio.gather(*receiving, return_exceptions=True)
         return [r for r in results if isinstance(r, Exception)]
 
@@ -191,13 +190,13 @@ class WeightPublisher:
         for replica in members:
             reason = error.receivers.get(replica.name)
             if reason is not None:
-                self._on_dead(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
+                self._replicas.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
 
     async def _receive(self, replica: Replica, ticket: Any) -> None:
         try:
             await replica.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket)
         except ReplicaError as error:
-            self._on_dead(replica, error)
+            self._replicas.died(replica, error)
 
     @property
     def _cache_mode(self) -> CacheMode:
@@ -212,7 +211,7 @@ class WeightPublisher:
                 await replica.handle.call(self._seconds, GeneratorWorker.load, version, self._cache_mode)
                 replica.version = version
         except ReplicaError as error:
-            self._on_dead(replica, error)
+            self._replicas.died(replica, error)
         finally:
             replica.draining = False
         self._state.progressed()
@@ -261,7 +260,7 @@ class WeightPublisher:
             await replica.handle.call(self._seconds, GeneratorWorker.load, version, "keep")
             replica.version = version
         except ReplicaError as error:
-            self._on_dead(replica, error)
+            self._replicas.died(replica, error)
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while
@@ -276,7 +275,7 @@ class WeightPublisher:
                     continue
                 theirs = await replica.handle.call(LONG_SECONDS, GeneratorWorker.digests)
             except ReplicaError as error:
-                self._on_dead(replica, error)
+                self._replicas.died(replica, error)
                 continue
             ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)

@@ -1,4 +1,4 @@
-"""Builds the report: one HTML page that opens from disk without a network, and the PNGs beside it."""
+"""Builds the report: one HTML page that opens from disk without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from asyncrlhf.report.curves import (
     step_name,
     time_scale,
 )
-from asyncrlhf.report.figures import write_figures
 from asyncrlhf.report.load import Group, Run, group_runs, load_runs
 from asyncrlhf.report.table import build_tables
 
@@ -59,7 +58,7 @@ th { background: #f6f6f6; } th:first-child, td:first-child { text-align: left; }
 
 
 def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
-    """Draw the curves of the runs and write ``index.html`` with PNGs beside it; returns the page's path.
+    """Draw the curves of the runs and write ``index.html``; returns its path.
 
     ``out`` is the folder: by default ``RUN/report`` for one run and ``./report`` for several. Runs that differ only by
     seed become one line with a band. Raises ConfigError for a folder that is no run.
@@ -68,7 +67,6 @@ def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     folder = Path(out) if out is not None else (runs[0].path / "report" if len(runs) == 1 else Path("report"))
     groups = group_runs(runs)
     folder.mkdir(parents=True, exist_ok=True)
-    write_figures(groups, folder)
     page = folder / "index.html"
     temporary = page.with_suffix(".tmp")
     temporary.write_text(render(runs, groups), encoding="utf-8")

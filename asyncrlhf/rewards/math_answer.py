@@ -8,7 +8,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from asyncrlhf.validation import check_package
+
+try:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+except ImportError:
+    check_package("reward.target=asyncrlhf.rewards.math_answer:correct", "math-verify", "math")
+    raise
 
 # GSM8K (2110.14168) ends both its references and the answers of models trained on them so.
 FINAL = "####"

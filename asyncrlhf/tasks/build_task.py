@@ -10,6 +10,7 @@ from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.tasks.prompts import PromptsTask
 from asyncrlhf.tasks.task import Task
+from asyncrlhf.validation import check_package
 
 
 def build_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -18,6 +19,7 @@ def build_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
 
 def _reasoning(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    check_package("task.kind=reasoning_gym", "reasoning-gym", "reasoning")
     # reasoning-gym takes seconds to import, and the other tasks do without it.
     from asyncrlhf.tasks.reasoning import ReasoningTask
 

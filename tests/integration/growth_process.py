@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from asyncrlhf.cluster import ray_runtime
 from asyncrlhf.cluster.ray_handles import RayLearner
-from asyncrlhf.orchestrator import growth, ray_runtime
+from asyncrlhf.orchestrator import recovery
 from tests import loop
 from tests.ray_run import before, until, watch
 
@@ -26,7 +27,7 @@ RUN = (
 
 
 def run(folder: Path, cluster: Cluster, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(growth, "LOOK_SECONDS", 0.3)
+    patch.setattr(recovery, "LOOK_SECONDS", 0.3)
     patch.setattr(ray_runtime, "ROOM_SECONDS", 2.0)
     controllers = watch(patch)
     grown: list[Any] = []

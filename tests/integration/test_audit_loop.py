@@ -10,7 +10,7 @@ import torch
 
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport import config
+from asyncrlhf.transport import weights_config
 from tests.loop import run
 
 BF16 = ("model.dtype=bfloat16", "steps=4", "batch_size=32", "weights.audit_every=1")
@@ -23,7 +23,7 @@ def test_the_bits_of_half_precision_weights_agree(tmp_path: Path) -> None:
 
 
 def test_coarse_rounding_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "HALF", config.Tolerance(1e-12, 1.0))
+    monkeypatch.setattr(weights_config, "HALF", weights_config.Tolerance(1e-12, 1.0))
     done = run(tmp_path, *BF16)
     assert all(row["mismatch_kl"] > 0 for row in done.metrics)
 

@@ -204,8 +204,7 @@ def test_a_run_leaves_its_directory(here: Path) -> None:
     check_summary(json.loads((out / "summary.json").read_text()), rows, rollouts)
     assert list((out / "wandb").glob("offline-run-*/*.wandb"))
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
-    drawn = sorted(p.name for p in (out / "report").iterdir())
-    assert drawn == ["curves_steps.png", "curves_time.png", "index.html", "reward.png"]
+    assert [p.name for p in (out / "report").iterdir()] == ["index.html"]
     assert "Report: out/report/index.html" in done.stdout.splitlines()
 
 
@@ -230,7 +229,7 @@ def test_report_draws_a_finished_run(finished: Path, here: Path, capsys: pytest.
     assert not (finished / "report").exists(), "logging.report=false"
     assert main(["report", str(finished), "--out", "drawn"]) == 0
     assert capsys.readouterr().out == "Report: drawn/index.html\n"
-    assert (here / "drawn" / "index.html").stat().st_size > 10_000 and (here / "drawn" / "reward.png").is_file()
+    assert (here / "drawn" / "index.html").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("trouble", [OSError("the disk is full"), ConfigError("nothing to draw.")])

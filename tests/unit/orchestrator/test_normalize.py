@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.orchestrator.normalize import STATE_FILE, RewardNormalizer, RunningMoments, normalized
+from asyncrlhf.orchestrator.normalize import STATE_FILE, RewardNormalizer, RunningMoments
 from asyncrlhf.rewards.reward_config import RewardConfig
+from asyncrlhf.types import Payload, RolloutInfo, ScoredRollout
 from tests.numeric import assert_close
 
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20)
@@ -54,64 +54,36 @@ def test_the_clip_bounds_the_size() -> None:
     assert free.max() > 9 and held.max() == 2.0 and (held[:99] == free[:99]).all()
 
 
-class Inner:
-    """A runtime and its learner in one."""
-
-    def __init__(self, groups: Sequence[int]) -> None:
-        self.groups = groups
-        self.trained: list[list[float]] = []
-        self.learner = self
-
-    async def fetch(self, payloads: Sequence[Any]) -> list[Any]:
-        from types import SimpleNamespace
-
-        return [SimpleNamespace(group_id=self.groups[p.index]) for p in payloads]
-
-    async def train(self, items: Sequence[Any]) -> Any:
-        from asyncrlhf.learner.backend import StepResult
-
-        self.trained.append([item.reward for item in items])
-        return StepResult({"loss": 1.0})
-
-    async def save(self, folder: Path) -> None:
-        (folder / "weights").write_text("w")
-
-    async def load(self, folder: Path) -> None:
-        assert (folder / "weights").is_file()
-
-    def snapshot(self) -> str:
-        return "the inner one's"
+def scored(*rewards: float, group: int = 0) -> list[ScoredRollout]:
+    facts: dict[str, Any] = {"finish_reason": "stop", "generated_at": 0.0, "payload": Payload(None, 0)}
+    infos = [RolloutInfo(i, group, "g0", 1, 1, 0, 0, **facts) for i in range(len(rewards))]
+    return [ScoredRollout(info, reward, None, 0.0, 0) for info, reward in zip(infos, rewards, strict=True)]
 
 
-def items(*rewards: float) -> list[Any]:
-    from asyncrlhf.actors.messages import TrainItem
-    from asyncrlhf.types import Payload
-
-    return [TrainItem(Payload(None, i), reward, group_id=i // 2, tokens=2) for i, reward in enumerate(rewards)]
-
-
-async def test_the_learner_trains_on_normal_rewards_and_its_checkpoint_holds_the_statistics(tmp_path: Path) -> None:
+def test_the_statistics_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) -> None:
     config = RewardConfig(normalize="running")
-    inner = Inner([0, 0, 0, 0])
-    learner: Any = normalized(inner, config).learner  # type: ignore[arg-type]
-    assert learner.snapshot() == "the inner one's"
-    result = await learner.train(items(1, 3))
-    assert inner.trained == [[-1.0, 1.0]]
-    assert result.metrics == {"loss": 1.0, "normalized_reward_mean": 0.0, "normalized_reward_std": 1.0}
-    await learner.save(tmp_path)
-    await learner.train(items(5, 7))
-    resumed_inner = Inner([0, 0])
-    resumed: Any = normalized(resumed_inner, config).learner  # type: ignore[arg-type]
-    await resumed.load(tmp_path)
-    await resumed.train(items(5, 7))
-    assert resumed_inner.trained[0] == inner.trained[1]
+    normalizer, resumed = RewardNormalizer(config), RewardNormalizer(config)
+    rewards, metrics = normalizer.of_batch(scored(1, 3))
+    assert rewards == [-1.0, 1.0]
+    assert metrics == {"normalized_reward_mean": 0.0, "normalized_reward_std": 1.0}
+    normalizer.save(tmp_path)
+    resumed.load(tmp_path)
+    assert resumed.of_batch(scored(5, 7)) == normalizer.of_batch(scored(5, 7))
     (tmp_path / STATE_FILE).write_text("{torn")
     with pytest.raises(CheckpointError, match="reward statistics"):
-        await resumed.load(tmp_path)
+        resumed.load(tmp_path)
     (tmp_path / STATE_FILE).unlink()
-    await resumed.load(tmp_path)  # of a run that did not normalise
+    resumed.load(tmp_path)  # of a run that did not normalise
 
 
-def test_without_normalisation_nothing_stands_between() -> None:
-    inner: Any = Inner([])
-    assert normalized(inner, RewardConfig()) is inner
+def test_groups_are_told_apart_by_what_the_controller_holds_of_a_rollout() -> None:
+    normalizer = RewardNormalizer(RewardConfig(normalize="group"))
+    rewards, _ = normalizer.of_batch([*scored(1, 3, group=4), *scored(10, 30, group=2)])
+    assert rewards == [-1.0, 1.0, -1.0, 1.0]
+
+
+def test_without_normalisation_rewards_stay_and_a_checkpoint_has_no_statistics(tmp_path: Path) -> None:
+    normalizer = RewardNormalizer(RewardConfig())
+    assert normalizer.of_batch(scored(1, 3)) == ([1, 3], {})
+    normalizer.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.plugins import load_function
 from asyncrlhf.rewards.math_answer import correct
 
 GSM8K = "She has 4*4 = <<4*4=16>>16 clips left.\n#### 1,016"
@@ -38,3 +42,10 @@ def test_each_completion_meets_its_own_reference() -> None:
 def test_a_reference_that_cannot_be_compared_with_is_an_error(reference: str | None) -> None:
     with pytest.raises(ValueError, match=r"no answer|is no number"):
         correct(["#### 1"], [reference])
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "asyncrlhf.rewards.math_answer")
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"^reward\.target=.* the package math-verify, .*'asyncrlhf\[math\]'\.$"):
+        load_function("reward.target", "asyncrlhf.rewards.math_answer:correct")

@@ -35,6 +35,12 @@ def make(*datasets: str, **settings: Any) -> ReasoningTask:
     return task
 
 
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package reasoning-gym, .*: pip install 'asyncrlhf\[reasoning\]'"):
+        make("spell_backward")
+
+
 def test_reference_answers_score_one_and_datasets_take_turns() -> None:
     task = make("chain_sum", "letter_counting", "coin_flip")
     source = task.train_source(seed=1)

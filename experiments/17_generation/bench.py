@@ -170,7 +170,7 @@ def bare_process(config: RunConfig, *, one: bool = False) -> Iterator[Any]:
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrlhf.bench.generation_baseline"],
+            [sys.executable, str(Path(__file__).with_name("bare_vllm.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

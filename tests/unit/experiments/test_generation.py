@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
 
 import pytest
 
-from asyncrlhf.bench import generation
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.vllm_core import sampling_arguments
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.run import prepare
 
+generation = importlib.import_module("experiments.17_generation.bench")
 TINY = ["model=tiny", "task=arithmetic", "task.heldout_size=8"]
 
 

@@ -23,7 +23,8 @@ from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.recorder import read_metrics
 
 TIMEOUT_SECONDS = 900.0
-PREFIX_REWARD = ["reward.kind=python", "reward.target=asyncrlhf.bench.measure:prefix_match"]
+HERE = Path(__file__).parent
+PREFIX_REWARD = ["reward.kind=python", "reward.target=experiments.13_against_trl.scores:prefix_match"]
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def our_round(settings: Sequence[str]) -> dict[str, float]:
 
 def trl_round(config: RunConfig, threads: int, fixed_length: bool) -> dict[str, float]:
     command = [
-        *(sys.executable, "-m", "asyncrlhf.bench.trl_baseline"),
+        *(sys.executable, str(HERE / "trl_baseline.py")),
         *("--model", resolve(config.model.path), "--steps", str(config.steps), "--warmup-steps", str(WARM_UP)),
         *("--batch-size", str(config.batch_size), "--num-generations", str(config.num_generations)),
         *("--max-completion-length", str(config.generator.max_completion_length)),

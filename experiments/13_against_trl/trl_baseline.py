@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.bench.measure import begins_right, exact_match, load_tokenizer, prompt_rows
+from scores import begins_right, exact_match, load_tokenizer, prompt_rows
 
 
 @dataclass(frozen=True)

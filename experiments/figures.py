@@ -1,4 +1,4 @@
-"""Draws the report's PNGs: every panel over learner steps, over wall-clock, and the reward alone for a README."""
+"""Draws the report's panels as one PNG, which an experiment commits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from matplotlib.ticker import MaxNLocator
 
 from asyncrlhf.report.curves import (
     COLORS,
-    Axis,
     Curve,
     Panel,
     curve,
     shown_panels,
     staleness_bound,
     step_name,
-    time_scale,
 )
 from asyncrlhf.report.load import Group
 
@@ -31,46 +29,31 @@ _COLUMNS = 3
 _DPI = 110
 
 
-def write_figures(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """Write ``curves_steps.png``, ``curves_time.png`` and ``reward.png`` into ``folder``; returns what was written."""
+def write_curves(groups: Sequence[Group], path: Path) -> None:
+    """Write every panel of the report over steps as one PNG."""
     panels = shown_panels(groups)
-    timed = any(run.column("wall_time") is not None for group in groups for run in group.runs)
-    axes: list[Axis] = ["step", "wall_time"] if timed else ["step"]
-    names = {"step": "curves_steps.png", "wall_time": "curves_time.png"}
-    written = [
-        _save(_grid(groups, [(panel, axis) for panel in panels], _COLUMNS), folder / names[axis]) for axis in axes
-    ]
-    main = [p for p in panels if p.title in ("Reward", "Held-out accuracy")]
-    if main:
-        cells = [(panel, axis) for panel in main for axis in axes]
-        written.append(_save(_grid(groups, cells, len(axes)), folder / "reward.png"))
-    return written
-
-
-def _grid(groups: Sequence[Group], cells: Sequence[tuple[Panel, Axis]], columns: int) -> Figure:
-    columns = max(1, min(columns, len(cells)))
-    rows = -(-len(cells) // columns)
+    columns = max(1, min(_COLUMNS, len(panels)))
+    rows = -(-len(panels) // columns)
     figure = Figure(
         figsize=(4.7 * columns, 3.1 * rows + (0.5 if len(groups) > 1 else 0.0)),
         dpi=_DPI,
         layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09),
     )
     FigureCanvasAgg(figure)
-    for index, (panel, axis) in enumerate(cells, start=1):
-        _draw_panel(figure.add_subplot(rows, columns, index), groups, panel, axis)
+    for index, panel in enumerate(panels, start=1):
+        _draw_panel(figure.add_subplot(rows, columns, index), groups, panel)
     if len(groups) > 1:
         handles = [Line2D([], [], color=_color(i), linewidth=2.5) for i in range(len(groups))]
         labels = [_group_label(group) for group in groups]
         figure.legend(handles, labels, loc="outside upper left", ncols=min(len(groups), 3), frameon=False, fontsize=10)
-    return figure
+    figure.savefig(path)
 
 
-def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel, axis: Axis) -> None:
-    scale, unit = time_scale([run for group in groups for run in group.runs]) if axis == "wall_time" else (1.0, "")
+def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel) -> None:
     for group_index, group in enumerate(groups):
         for series_index, series in enumerate(panel.series):
             sparse = panel.sparse or series.sparse
-            drawn = curve(group, series.metric, axis, scale, sparse)
+            drawn = curve(group, series.metric, "step", sparse=sparse)
             if drawn is not None:
                 color = _color(group_index if len(groups) > 1 else series_index)
                 _draw_curve(axes, drawn, color, _DASHES[series.dash], sparse)
@@ -78,15 +61,14 @@ def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel, axis: Axis) -
     if bound is not None:
         axes.axhline(bound, color="#888888", linewidth=1.2, linestyle=":")
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=20)
-    axes.set_xlabel(step_name(groups) if axis == "step" else f"wall-clock, {unit}", fontsize=9)
+    axes.set_xlabel(step_name(groups), fontsize=9)
     axes.set_ylabel(panel.unit, fontsize=9)
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
     elif panel.unit.startswith("policy versions"):
         axes.set_ylim(0, max(axes.get_ylim()[1], 1.0) * 1.02)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=axes.get_ylim()[1] >= 3))
-    if axis == "step":
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.tick_params(labelsize=8.5)
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -142,8 +124,3 @@ def _color(index: int) -> str:
 
 def _group_label(group: Group) -> str:
     return group.label if len(group.runs) == 1 else f"{group.label} (mean of {len(group.runs)} runs)"
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path)
-    return path

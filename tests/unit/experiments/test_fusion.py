@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from statistics import median
 from typing import Any
 
@@ -10,15 +11,16 @@ import numpy as np
 import pytest
 
 from asyncrlhf.actors.messages import WorkItem
-from asyncrlhf.bench.fusion import _Tailed, tailed_lengths
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, SamplingParams
 from tests.vllm_tiny import tiny_model
 
+bench = importlib.import_module("experiments.19_fusion.bench")
+
 
 @pytest.mark.parametrize(("count", "middle", "ratio"), [(32, 48, 20.0), (31, 10, 50.0), (2, 5, 3.0)])
 def test_the_longest_is_so_many_medians_long(count: int, middle: int, ratio: float) -> None:
-    lengths = tailed_lengths(count, middle, ratio)
+    lengths = bench.tailed_lengths(count, middle, ratio)
     assert len(lengths) == count and lengths == sorted(lengths) and lengths[0] >= 1
     assert max(lengths) == round(middle * ratio)
     if count > 2:
@@ -39,7 +41,7 @@ def test_responses_have_the_lengths_that_were_drawn() -> None:
     sampling = SamplingParams(max_completion_length=9, stop_token_ids=tuple(range(2, 10)))
     prompt = Prompt("p", "p", np.arange(2, 5))
     items = [WorkItem(GenerationRequest(i, i, prompt.token_ids, i, sampling), prompt) for i in range(3)]
-    tailed = _Tailed(Handle(), lengths)  # type: ignore[arg-type]
+    tailed = bench._Tailed(Handle(), lengths)  # type: ignore[arg-type]
     assert tailed.name == "g"
     asyncio.run(tailed.submit(items))
     done: dict[int, int] = {}

@@ -1,0 +1,36 @@
+"""``asyncrlhf bench NAME``: every name leads to a module with a ``run``; the experiments' own need the repository."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from asyncrlhf.bench import run
+from asyncrlhf.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", run.BENCHMARKS)
+def test_every_name_leads_to_a_run(name: str) -> None:
+    file = run.REPOSITORY / Path(*run.BENCHMARKS[name].split(".")).with_suffix(".py")
+    names = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert "run" in names
+
+
+def test_a_benchmark_of_the_repository_says_so_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "REPOSITORY", tmp_path)
+    with pytest.raises(ConfigError, match=r"The benchmark trl is part of the repository's .* repository: overlap\."):
+        run.main(["trl"])
+
+
+def test_arguments_reach_the_benchmark_of_an_experiment() -> None:
+    with pytest.raises(ConfigError, match="--receivers=0 is out of range"):
+        run.main(["weights", "--receivers", "0"])
+
+
+def test_a_misspelt_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"wights is no benchmark \(did you mean weights\?\)"):
+        run.main(["wights"])
