@@ -18,7 +18,7 @@ from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.packing import pack, shard
+from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy, load_tokenizer
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.backend import StepResult
@@ -55,9 +55,9 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         self.rank = rank
-        self._ranks = ranks
         self._model, self._weights = spec.model, spec.weights
-        self._sequence_size = spec.learner.sequence_parallel_size
+        # What a share without a rollout would have come with.
+        self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served)
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
             init_process_group(rank, ranks, address, device=device)
@@ -89,13 +89,13 @@ class LearnerWorker:
     def train(
         self, chosen: Sequence[tuple[tuple[int, int], float, float, int]], *bundles: Sequence[Rollout]
     ) -> StepResult:
-        """One learner step. ``chosen``: ((bundle, index), reward, weight, masked_before_version) of each rollout."""
+        """One learner step. ``chosen``: ((bundle, index), reward, weight, masked_before_version) of each rollout of
+        this rank's share of the batch; none where there are fewer groups than shares."""
         samples = [
             TrainSample(bundles[place][index], reward, weight, masked)
             for (place, index), reward, weight, masked in chosen
         ]
-        size = self._sequence_size
-        return self.backend.train_step(shard(pack(samples), self.rank // size, self._ranks // size))
+        return self.backend.train_step(pack(samples) if samples else self._no_share)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         """Copy the present weights for publishing, beside the next step's passes: its update waits for it.

@@ -22,7 +22,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared, prepare, train
 from asyncrlhf.records.recorder import read_metrics
-from asyncrlhf.types import GenerationRequest, Payload
+from asyncrlhf.types import GenerationRequest, RolloutInfo
 
 QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]
 # Enough work a step for a ratio of the two sides and not of the messages between them, and rewards with spread, since
@@ -93,17 +93,17 @@ async def alone(config: RunConfig) -> tuple[float, float]:
         await asyncio.gather(runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket), *received)
         for generator in runtime.generators:
             await generator.call(seconds, GeneratorWorker.load, ticket.version, "keep")
-        rate, payloads = await _generate(config, prepared, runtime)
-        return rate, await _train(config, runtime, payloads)
+        rate, rollouts = await _generate(config, prepared, runtime)
+        return rate, await _train(config, runtime, rollouts)
     finally:
         await runtime.close()
 
 
-async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> tuple[float, list[Payload]]:
+async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> tuple[float, list[RolloutInfo]]:
     """Keep every slot busy until ``steps`` batches are there."""
     source = prepared.task.train_source(config.seed)
     wanted = config.steps * config.batch_size
-    payloads: list[Payload] = []
+    rollouts: list[RolloutInfo] = []
     marks: list[float] = []
     issued = 0
 
@@ -122,7 +122,7 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
 
     async def keep_busy(generator: GeneratorHandle) -> None:
         in_flight = 0
-        while len(payloads) < wanted:
+        while len(rollouts) < wanted:
             fresh: list[WorkItem] = []
             while in_flight + len(fresh) < generator.slots:
                 fresh.extend(group())
@@ -131,7 +131,7 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
                 in_flight += len(fresh)
             finished = (await generator.collect()).finished
             in_flight -= len(finished)
-            payloads.extend(info.payload for info in finished)
+            rollouts.extend(finished)
             marks.extend([time.monotonic()] * len(finished))
 
     await asyncio.gather(*(keep_busy(g) for g in runtime.generators))
@@ -139,15 +139,15 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
     seconds = marks[-1] - marks[head]
     for generator in runtime.generators:
         await generator.call(LONG_SECONDS, GeneratorWorker.cancel, range(issued))
-    return (len(marks) - 1 - head) / config.batch_size / seconds, payloads[: 4 * config.batch_size]
+    return (len(marks) - 1 - head) / config.batch_size / seconds, rollouts[: 4 * config.batch_size]
 
 
-async def _train(config: RunConfig, runtime: Runtime, payloads: list[Payload]) -> float:
+async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo]) -> float:
     """Train on the same few batches again and again, with rewards that have spread."""
     size = config.batch_size
     batches = [
-        [TrainItem(p, float(i % 2)) for i, p in enumerate(payloads[start : start + size])]
-        for start in range(0, len(payloads) - size + 1, size)
+        [TrainItem(r.payload, float(i % 2), r.group_id, r.tokens) for i, r in enumerate(rollouts[start : start + size])]
+        for start in range(0, len(rollouts) - size + 1, size)
     ]
     started = 0.0
     for step in range(config.steps):

@@ -16,6 +16,7 @@ from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.actors.outbox import located
 from asyncrlhf.cluster.ray_calls import START_SECONDS, RayPart, addressed, ask, ask_to_start
 from asyncrlhf.cluster.remote import LONG_SECONDS
+from asyncrlhf.data.packing import share_out
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.types import Rollout
 
@@ -82,7 +83,7 @@ class RayLearner:
     def __init__(self, spec: LearnerSpec, options: Sequence[Options], start_seconds: float) -> None:
         """``options``: of each rank."""
         self.ranks = [RayRank(spec, rank, own, start_seconds) for rank, own in enumerate(options)]
-        self._sharded = spec.learner.sharded
+        self._sharded, self._shares = spec.learner.sharded, spec.learner.shares
         self._start_seconds = start_seconds
         self._host = ""
 
@@ -124,12 +125,15 @@ class RayLearner:
         return await asyncio.gather(*(rank.call(seconds, method, *args, **kwargs) for rank in self.ranks))
 
     async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        addresses, references = addressed([item.payload for item in items])
-        chosen = [
-            (address, item.reward, item.weight, item.masked_before_version)
-            for address, item in zip(addresses, items, strict=True)
-        ]
-        return (await self._all(LONG_SECONDS, LearnerWorker.train, chosen, *references))[0]
+        """Each rank is sent its share alone; ranks that split one share over its tokens are sent the same."""
+        groups, tokens = np.array([item.group_id for item in items]), np.array([item.tokens for item in items])
+        shares = [_chosen([items[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
+        size = len(self.ranks) // self._shares
+        steps = []
+        for number, rank in enumerate(self.ranks):
+            chosen, references = shares[number // size]
+            steps.append(rank.call(LONG_SECONDS, LearnerWorker.train, chosen, *references))
+        return await _first(steps)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
         """Rank 0's offer; of all ranks where they hold shards."""
@@ -145,6 +149,14 @@ class RayLearner:
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self.ranks))
+
+
+def _chosen(items: Sequence[TrainItem]) -> tuple[list[tuple[tuple[int, int], float, float, int]], list[Any]]:
+    """What ``LearnerWorker.train`` takes: of each item ((bundle, index), reward, weight, masked_before_version), and
+    the bundles' references."""
+    addresses, references = addressed([item.payload for item in items])
+    found = zip(addresses, items, strict=True)
+    return [(address, item.reward, item.weight, item.masked_before_version) for address, item in found], references
 
 
 async def _first(answers: Sequence[Awaitable[R]]) -> R:

@@ -108,7 +108,7 @@ class LearnLoop:
         state, version = self._state, self._state.version
         state.buffer.check_batch(version, taken)
         items = [
-            TrainItem(r.info.payload, r.reward, t.weight, t.masked_before_version)
+            TrainItem(r.info.payload, r.reward, r.info.group_id, r.info.tokens, t.weight, t.masked_before_version)
             for t in taken
             for r in t.group.rollouts
         ]
