@@ -32,10 +32,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import torch
 
+# How long an example takes says how busy the machine is, and nothing else.
+hypothesis.settings.register_profile("asyncrlhf", deadline=None)
+hypothesis.settings.load_profile("asyncrlhf")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 pytest_plugins = ["tests.numeric"]  # --margins

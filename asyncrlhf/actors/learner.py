@@ -90,7 +90,7 @@ class LearnerWorker:
         self, chosen: Sequence[tuple[tuple[int, int], float, float, int]], *bundles: Sequence[Rollout]
     ) -> StepResult:
         """One learner step. ``chosen``: ((bundle, index), reward, weight, masked_before_version) of each rollout of
-        this rank's share; none where there are fewer groups than shares."""
+        this rank's share of the batch; none where there are fewer groups than shares."""
         samples = [
             TrainSample(bundles[place][index], reward, weight, masked)
             for (place, index), reward, weight, masked in chosen

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from asyncrlhf.actors.where import Where
 from asyncrlhf.cluster.ray_placement import free_in_ray
-from asyncrlhf.cluster.remote import LONG_SECONDS, within
+from asyncrlhf.cluster.remote import within
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.types import Payload
 
@@ -24,7 +24,7 @@ START_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
 
 
-async def ask(name: str, reference: Any, seconds: float = LONG_SECONDS, verb: str = "its call") -> Any:
+async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
     """Await the answer of the actor ``name`` to ``verb``. Its own exception comes out as it was raised; its death, and
     no answer within ``seconds``, as a ReplicaError."""
     return await within(seconds, name, verb, _translated(name, reference))

@@ -127,7 +127,7 @@ class RayLearner:
     async def train(self, items: Sequence[TrainItem]) -> StepResult:
         """Each rank is sent its share alone; ranks that split one share over its tokens are sent the same."""
         groups, tokens = np.array([item.group_id for item in items]), np.array([item.tokens for item in items])
-        shares = [_located([items[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
+        shares = [_chosen([items[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
         size = len(self.ranks) // self._shares
         # Sent before anything is awaited: a snapshot that is asked for later must come after the step.
         steps = []
@@ -152,16 +152,14 @@ class RayLearner:
         await asyncio.gather(*(rank.close() for rank in self.ranks))
 
 
+def _chosen(items: Sequence[TrainItem]) -> tuple[list[tuple[tuple[int, int], float, float, int]], list[Any]]:
+    """What ``LearnerWorker.train`` takes: of each item ((bundle, index), reward, weight, masked_before_version), and
+    the bundles' references."""
+    addresses, references = addressed([item.payload for item in items])
+    found = zip(addresses, items, strict=True)
+    return [(address, item.reward, item.weight, item.masked_before_version) for address, item in found], references
+
+
 async def _first(answers: Sequence[Awaitable[R]]) -> R:
     """The first of several answers, once all have come."""
     return (await asyncio.gather(*answers))[0]
-
-
-def _located(items: Sequence[TrainItem]) -> tuple[list[tuple[tuple[int, int], float, float, int]], list[Any]]:
-    """((bundle, index), reward, weight, masked_before_version) of each item, and the bundles' references."""
-    addresses, references = addressed([item.payload for item in items])
-    chosen = [
-        (address, item.reward, item.weight, item.masked_before_version)
-        for address, item in zip(addresses, items, strict=True)
-    ]
-    return chosen, references

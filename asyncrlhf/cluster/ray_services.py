@@ -14,6 +14,7 @@ from asyncrlhf.actors.reward import RewardActor, RewardSpec
 from asyncrlhf.actors.where import Where
 from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.cluster.ray_calls import addressed, ask, ask_to_start
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.transport.protocol import Ticket
@@ -45,7 +46,7 @@ class RayService:
         await ask_to_start(self._name, self.actor.ready.remote(), self._start_seconds)
 
     async def where(self) -> Where:
-        place: Where = await ask(self._name, self.actor.where.remote())
+        place: Where = await ask(self._name, self.actor.where.remote(), self._start_seconds, "where")
         return place
 
     async def _twice(self, call: Callable[[], Any]) -> Any:
@@ -64,7 +65,7 @@ class RayService:
     async def _once(self, call: Callable[[], Any]) -> Any:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
         try:
-            answer = await ask(self._name, call())
+            answer = await ask(self._name, call(), LONG_SECONDS, "its call")
         except ReplicaError as error:
             await self._revive(error)
             raise

@@ -24,10 +24,11 @@ from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.cluster.ray_calls import ask, bundle
+from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, bundle
 from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.cluster.ray_runtime import MALLOC
 from asyncrlhf.cluster.ray_services import RayReward
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
@@ -224,7 +225,7 @@ async def _start(config: RunConfig, chunks: bool) -> _Pair:
     cores = sorted(available_cores())
     if len(cores) > 1:
         for part, core in ((generator.actor, cores[-1]), (reward.actor, cores[-2])):
-            await ask("pinning", part.__ray_call__.remote(_pin, core))
+            await ask("pinning", part.__ray_call__.remote(_pin, core), START_SECONDS, "keep_to")
     return _Pair(generator, reward)
 
 
@@ -271,7 +272,7 @@ async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Se
 
 async def _fetch(infos: Sequence[RolloutInfo]) -> list[Rollout]:
     references, places = bundle([info.payload for info in infos])
-    bundles = await asyncio.gather(*(ask("the object store", r) for r in references))
+    bundles = await asyncio.gather(*(ask("the object store", r, LONG_SECONDS, "fetch") for r in references))
     return [bundles[place][info.payload.index] for place, info in zip(places, infos, strict=True)]
 
 
