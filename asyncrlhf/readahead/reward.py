@@ -24,8 +24,7 @@ class ReadingModel(Readings):
 
     def __init__(self, source: ModelSource, passes: Passes, cache_tokens: int, budget: int) -> None:
         """``budget``: new tokens of one pass."""
-        longest = source.max_length
-        super().__init__(passes, source.scores, cache_tokens=cache_tokens, max_batch_tokens=budget, max_length=longest)
+        super().__init__(passes, source.scores, cache_tokens, budget, source.max_length)
         self._source = source
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
