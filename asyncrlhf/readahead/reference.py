@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.readahead.messages import Chunk, Prefilled
-from asyncrlhf.readahead.passes import PackedPasses, RefusedError, past_refusal
+from asyncrlhf.readahead.passes import Passes, RefusedError, past_refusal
 from asyncrlhf.readahead.readings import Reading, Readings
 from asyncrlhf.rewards.model import context_of
 from asyncrlhf.types import FloatArray, IntArray, Rollout
@@ -63,7 +63,7 @@ class LogprobReadings(Readings):
         whole: Callable[[Sequence[Rollout]], list[Any]],
         cache_tokens: int,
     ) -> None:
-        super().__init__(PackedPasses(model), whole, cache_tokens, reference._budget, context_of(model))
+        super().__init__(Passes(model), whole, cache_tokens, reference._budget, context_of(model))
         self._reference = reference
 
     def _pass(self, batch: Sequence[Reading]) -> None:
