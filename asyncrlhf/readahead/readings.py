@@ -125,7 +125,7 @@ class Readings:
         for rollout_id, reading in self._readings.items():
             if excess > 0 and reading is not None:
                 excess -= reading.size
-                self._give_up(rollout_id)
+                self._give_up(rollout_id, reading)
         touched = [reading for i in dict.fromkeys(c.rollout_id for c in chunks) if (reading := self._readings.get(i))]
         behind = [reading for reading in touched if len(reading.tokens) > reading.cached]
         with self._caches_at_risk():
@@ -145,21 +145,22 @@ class Readings:
         if reading is not None:
             reading.take(chunk.start, np.asarray(chunk.token_ids, np.int64))
             if not chunk.prompt_length or reading.size > self._cache_tokens or not self._readable(reading.tokens):
-                self._give_up(chunk.rollout_id)
+                self._give_up(chunk.rollout_id, reading)
 
     def _readable(self, ids: IntArray) -> bool:
         known = int(ids.min(initial=0)) >= 0 and int(ids.max(initial=0)) < self._vocabulary
         return known and len(ids) <= self._max_length
 
-    def _give_up(self, rollout_id: int) -> None:
+    def _give_up(self, rollout_id: int, reading: Reading) -> None:
+        reading.cache = None  # a caller may hold the reading for longer
         self._readings[rollout_id] = None
         self._evicted.add(rollout_id)
 
     def give_all_up(self) -> bool:
         """Free all caches; False where there were none."""
-        kept = [rollout_id for rollout_id, reading in self._readings.items() if reading is not None]
-        for rollout_id in kept:
-            self._give_up(rollout_id)
+        kept = [(rollout_id, reading) for rollout_id, reading in self._readings.items() if reading is not None]
+        for rollout_id, reading in kept:
+            self._give_up(rollout_id, reading)
         return bool(kept)
 
     @contextmanager
@@ -207,15 +208,11 @@ class Readings:
 
     def _begun(self, rollout: Rollout) -> Reading | None:
         """Its reading, with all tokens that are to be read, if it was begun with the rollout's own tokens."""
-        ids, prompt, reading = (
-            policy_ids(rollout),
-            len(rollout.prompt.token_ids),
-            self._readings.get(rollout.rollout_id),
-        )
-        if reading is None or reading.prompt_length != prompt or len(ids) == prompt or not self._readable(ids):
+        ids, reading = policy_ids(rollout), self._readings.get(rollout.rollout_id)
+        if reading is None or not len(rollout.prompt.token_ids) == reading.prompt_length < len(ids):
             return None
         cached = reading.cached
-        if cached == 0 or not np.array_equal(ids[:cached], reading.tokens[:cached]):
+        if not cached or not np.array_equal(ids[:cached], reading.tokens[:cached]) or not self._readable(ids):
             return None
         reading.tokens = ids[: max(cached, len(ids) - self.predicts)]
         return reading
