@@ -38,7 +38,7 @@ class References(TokenService[ReferenceHandle]):
         chunks = None
         if state.config.reference_reads_ahead:
             totals, message = state.reference_prefill, assembly.message
-            chunks = state.reading_ahead("The reference model", workers, "referenced", totals, message)
+            chunks = state.reading_ahead("The reference model", workers, lambda g: g.referenced, totals, message)
         super().__init__(state, assembly, workers, state.config.reference.token_budget, chunks)
         self._onward = onward
 

@@ -35,7 +35,8 @@ class Scoring(Service[RewardHandle, RewardResult]):
         """``first``: of the models' services the one that each rollout goes to."""
         chunks = None
         if state.config.reward_reads_ahead:
-            chunks = state.reading_ahead("The reward model", workers, "rewarded", state.prefill, assembly.message)
+            totals, message = state.prefill, assembly.message
+            chunks = state.reading_ahead("The reward model", workers, lambda g: g.rewarded, totals, message)
         super().__init__(state, assembly, workers, chunks)
         self._on_dead = on_dead
         self._first = first

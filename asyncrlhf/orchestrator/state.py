@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from asyncrlhf.buffer.admission import Gate
@@ -111,9 +111,15 @@ class RunState:
         self.changed.notify()
 
     def reading_ahead(
-        self, who: str, workers: Sequence[Reader], given: str, totals: ReadTotals, message: Callable[[str], None]
+        self,
+        who: str,
+        workers: Sequence[Reader],
+        given: Callable[[GroupInProgress], Container[int]],
+        totals: ReadTotals,
+        message: Callable[[str], None],
     ) -> ReadAhead[Reader]:
-        """For workers whose answers a group keeps in its dict ``given``; the rest as of :class:`ReadAhead`."""
+        """``given``: of a group under way, the rollouts that have what the workers give; the rest as of
+        :class:`ReadAhead`."""
 
         def group_of(rollout_id: int) -> GroupInProgress | None:
             return self.groups.get(rollout_id // self.config.num_generations)
@@ -124,7 +130,7 @@ class RunState:
 
         def wanted(rollout_id: int) -> bool:
             group = group_of(rollout_id)
-            return group is not None and rollout_id in group.unscored and rollout_id not in getattr(group, given)
+            return group is not None and rollout_id in group.unscored and rollout_id not in given(group)
 
         return ReadAhead(who, workers, under_way, wanted, totals, message, self.changed.notify)
 

@@ -71,15 +71,14 @@ class ReadAhead(Generic[Reader]):
             return
         loads = Counter(self._owner.values())
         for chunk in chunks:
-            if not self.under_way(chunk.rollout_id) or chunk.rollout_id in self._spoilt:
+            rollout_id = chunk.rollout_id
+            if not self.under_way(rollout_id) or rollout_id in self._spoilt:
                 continue
-            owner = self._owner.get(chunk.rollout_id)
-            if owner is None and chunk.start > 0:
-                continue  # its worker was lost, and another would miss what came before
-            if owner is None:
-                owner = self._owner[chunk.rollout_id] = min(able, key=loads.__getitem__)
-                loads[owner] += 1
-            self._waiting[owner].append(chunk)
+            if rollout_id not in self._owner and chunk.start == 0:
+                self._owner[rollout_id] = min(able, key=loads.__getitem__)
+                loads[self._owner[rollout_id]] += 1
+            if rollout_id in self._owner:  # else its worker was lost, and another would miss what came before
+                self._waiting[self._owner[rollout_id]].append(chunk)
         # A worker that is never idle reads none, and they hold on to their tokens.
         for waiting in self._waiting.values():
             while waiting and not self.under_way(waiting[0].rollout_id):

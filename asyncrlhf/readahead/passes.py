@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -36,14 +35,27 @@ def past_refusal(of_model: PretrainedConfig) -> str | None:
     return f"has rotary embeddings of type {rope}, which change with the length" if rope in MOVING_ROPE else None
 
 
-class Passes(ABC):
-    """Passes over the new tokens of sequences whose earlier keys and values are cached."""
+class Passes:
+    """Passes over the new tokens of sequences whose earlier keys and values are cached.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises RefusedError for a model that is not called as these passes call it."""
+    ``packed``: all sequences in one pass without padding, by the model's own code around attention that reads the
+    caches. That is for models that call transformers' attention interface and hand its keyword arguments on; outside of
+    these passes they keep the attention that they have. Else one pass a sequence, in which attention is the model's own
+    affair. Raises RefusedError for a model that cannot be called so.
+    """
+
+    def __init__(self, model: PreTrainedModel, packed: bool = True) -> None:
         self.model = model
+        self.packed = packed
         self._base: Any = model.base_model
-        self._parameters = signature(self._base.forward).parameters
+        known = signature(self._base.forward).parameters
+        self._takes_positions = "position_ids" in known
+        takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+        if packed and not (model._supports_attention_backend and self._takes_positions and takes_more):
+            raise RefusedError("does not use transformers' attention interface")
+        if not packed and not {"past_key_values", "use_cache"} <= set(known):
+            raise RefusedError("takes no keys and values of earlier tokens")
+        AttentionInterface.register(IMPLEMENTATION, packed_attention)
 
     def begin(self) -> DynamicCache:
         """An empty cache."""
@@ -57,53 +69,44 @@ class Passes(ABC):
             made.update(keys[:, :, :length], values[:, :, :length], index)  # which copies them
         return made
 
-    @abstractmethod
+    @torch.inference_mode()
     def extend(self, sequences: Sequence[tuple[DynamicCache, IntArray]]) -> list[torch.Tensor]:
         """The hidden states [n, H] of each sequence's new tokens [n], whose keys and values its cache takes up.
 
         The states are views: keep copies of parts of them. After an error, such as torch.OutOfMemoryError, the caches
         hold nothing that can be used.
         """
+        return self._together(sequences) if self.packed else [self._alone(cache, ids) for cache, ids in sequences]
 
-    def _row(self, ids: IntArray) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.model.device)
-
-
-class PackedPasses(Passes):
-    """All sequences in one pass, packed without padding: the model's own code, around attention that reads the caches.
-
-    For models that call transformers' attention interface and hand its keyword arguments on. Outside of these passes
-    the model keeps the attention that it has.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in self._parameters.values())
-        if not model._supports_attention_backend or "position_ids" not in self._parameters or not takes_more:
-            raise RefusedError("does not use transformers' attention interface")
-        AttentionInterface.register(IMPLEMENTATION, packed_attention)
-
-    @torch.inference_mode()
-    def extend(self, sequences: Sequence[tuple[DynamicCache, IntArray]]) -> list[torch.Tensor]:
+    def _together(self, sequences: Sequence[tuple[DynamicCache, IntArray]]) -> list[torch.Tensor]:
         caches, tokens = zip(*sequences, strict=True)
         lengths = [len(ids) for ids in tokens]
         pasts = [int(cache.get_seq_length()) for cache in caches]
-        positions = [np.arange(past, past + n) for past, n in zip(pasts, lengths, strict=True)]
+        places = [np.arange(past, past + n) for past, n in zip(pasts, lengths, strict=True)]
+        ids, positions = self._row(np.concatenate(tokens)), self._row(np.concatenate(places))
         seen = [self._seen(past, n) for past, n in zip(pasts, lengths, strict=True)]
-        row = self._row(np.concatenate(positions))
-        layout = _CachedLayout(len(lengths), max(lengths), row, lengths=lengths, caches=caches, seen=seen)
-        config: Any = self._base.config
+        layout = _CachedLayout(len(lengths), max(lengths), positions, lengths=lengths, caches=caches, seen=seen)
+        config: Any = self._base.config.get_text_config()
         own, config._attn_implementation_internal = config._attn_implementation_internal, IMPLEMENTATION
         try:
-            ids = self._row(np.concatenate(tokens))
-            output = self._base(input_ids=ids, position_ids=row, packed_layout=layout, use_cache=False)
+            output = self._base(input_ids=ids, position_ids=positions, packed_layout=layout, use_cache=False)
         finally:
             config._attn_implementation_internal = own
         return list(output.last_hidden_state[0].split(lengths))
 
+    def _alone(self, cache: DynamicCache, ids: IntArray) -> torch.Tensor:
+        past = int(cache.get_seq_length())
+        options = {"position_ids": self._row(np.arange(past, past + len(ids)))} if self._takes_positions else {}
+        output = self._base(input_ids=self._row(ids), past_key_values=cache, use_cache=True, **options)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
     def _seen(self, past: int, n: int) -> torch.Tensor | None:
         """Which of past + n tokens each of the last n may see: [n, past + n]; None where plain causality says it."""
         return torch.ones((n, past + n), dtype=torch.bool, device=self.model.device).tril(past) if past else None
+
+    def _row(self, ids: IntArray) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(ids, np.int64))[None].to(self.model.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,24 +133,3 @@ class _CachedLayout(SplitLayout):
             out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=options["scaling"])
             parts.append(out.flatten(0, 1).transpose(0, 1))
         return torch.cat(parts)[None], None
-
-
-class SinglePasses(Passes):
-    """One pass a sequence: for models whose attention is their own affair."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        if not {"past_key_values", "use_cache"} <= set(self._parameters):
-            raise RefusedError("takes no keys and values of earlier tokens")
-
-    @torch.inference_mode()
-    def extend(self, sequences: Sequence[tuple[DynamicCache, IntArray]]) -> list[torch.Tensor]:
-        return [self._extend(cache, ids) for cache, ids in sequences]
-
-    def _extend(self, cache: DynamicCache, ids: IntArray) -> torch.Tensor:
-        past = int(cache.get_seq_length())
-        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-        if "position_ids" in self._parameters:
-            options["position_ids"] = self._row(np.arange(past, past + len(ids)))
-        hidden: torch.Tensor = self._base(input_ids=self._row(ids), **options).last_hidden_state[0]
-        return hidden

@@ -31,7 +31,6 @@ class Reading:
     cache: DynamicCache | None = None
     last: torch.Tensor | None = None  # [H] hidden state of the last token that was read
     logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))  # of the response tokens read
-    given_up: bool = False  # evicted, or not to be read ahead: computed at its end as if no chunk had come
 
     @property
     def cached(self) -> int:
@@ -54,14 +53,8 @@ class Reading:
             return
         known = self.tokens[start : start + len(ids)]
         if not np.array_equal(known, ids[: len(known)]):
-            self.forget(start)
+            self.tokens, self.logprobs, self.cache, self.last = self.tokens[:start], self.logprobs[:0], None, None
         self.tokens = np.concatenate([self.tokens, ids[len(self.tokens) - start :]])
-
-    def forget(self, keep: int = 0) -> None:
-        """What was made, and the tokens but for the first ``keep``."""
-        self.cache = self.last = None
-        self.logprobs = self.logprobs[:0]
-        self.tokens = self.tokens[:keep]
 
 
 class Readings:
@@ -80,49 +73,48 @@ class Readings:
         self,
         passes: Passes,
         whole: Callable[[Sequence[Rollout]], list[Any]],
-        *,
         cache_tokens: int,
-        max_batch_tokens: int,
+        budget: int,
         max_length: int,
     ) -> None:
-        """``whole`` answers rollouts of which nothing was read ahead. ``max_batch_tokens``: new tokens of one pass.
-        Sequences of more than ``max_length`` tokens are not read ahead."""
+        """``whole`` answers rollouts of which nothing was read ahead. ``budget``: new tokens of one pass. Sequences of
+        more than ``max_length`` tokens are not read ahead."""
         self._passes = passes
         self._whole = whole
         self._cache_tokens = cache_tokens
-        self._max_batch_tokens = max_batch_tokens
+        self._budget = budget
         self._max_length = max_length
         embeddings: Any = passes.model.get_input_embeddings()
         self._vocabulary = int(embeddings.num_embeddings)
-        self._readings: OrderedDict[int, Reading] = OrderedDict()  # by rollout id, least recently touched first
-        self._donors: WeakValueDictionary[bytes, Reading] = WeakValueDictionary()  # prompt -> whose cache begins so
+        # By rollout id, least recently touched first. None: evicted, or not to be read ahead.
+        self._readings: OrderedDict[int, Reading | None] = OrderedDict()
+        self._donors: WeakValueDictionary[Any, Reading] = WeakValueDictionary()  # prompt -> whose cache begins with it
         self._evicted: set[int] = set()  # since the last answer to chunks
 
     def _answers(self, rollouts: Sequence[Rollout], readings: Sequence[Reading]) -> list[Any]:
         """What ``whole`` would answer, made of readings that have come to their end."""
         raise NotImplementedError
 
-    def _keep(self, batch: Sequence[Reading], starts: Sequence[int], hidden: Sequence[torch.Tensor]) -> None:
-        """Note what answers take of hidden states [n, H], those of the tokens from ``starts`` on, beside the last."""
+    def _keep(self, batch: Sequence[Reading], hidden: Sequence[torch.Tensor]) -> None:
+        """Note what answers take of the hidden states [n, H] of each one's last n tokens, beside the last."""
 
     @torch.inference_mode()
     def _pass(self, batch: Sequence[Reading]) -> None:
         """Read each to the end of its tokens, in one pass."""
-        starts = [reading.cached for reading in batch]
         hidden = self._passes.extend([(r.cache, r.tokens[r.cached :]) for r in batch if r.cache is not None])
-        self._keep(batch, starts, hidden)
+        self._keep(batch, hidden)
         # Copies: a view would keep the hidden states of the whole pass.
         for reading, last in zip(batch, torch.stack([states[-1] for states in hidden]), strict=True):
             reading.last = last
 
     def _read(self, readings: Sequence[Reading]) -> None:
-        for batch in token_batches(readings, self._max_batch_tokens):
+        for batch in token_batches(readings, self._budget):
             self._pass(batch)
 
     @property
     def held(self) -> int:
         """Tokens that count against ``cache_tokens``."""
-        return sum(reading.size for reading in self._readings.values())
+        return sum(reading.size for reading in self._readings.values() if reading is not None)
 
     def prefill(self, released: Iterable[int], chunks: Sequence[Chunk]) -> Prefilled:
         """Forget ``released``, then read on where something new came."""
@@ -131,16 +123,15 @@ class Readings:
             self._note(chunk)
         excess = self.held - self._cache_tokens
         for rollout_id, reading in self._readings.items():
-            if excess > 0 and reading.size:
+            if excess > 0 and reading is not None:
                 excess -= reading.size
-                self._give_up(rollout_id)
-        touched = {chunk.rollout_id for chunk in chunks}
-        behind = [r for i, r in self._readings.items() if i in touched and len(r.tokens) > r.cached]
+                self._give_up(rollout_id, reading)
+        touched = [reading for i in dict.fromkeys(c.rollout_id for c in chunks) if (reading := self._readings.get(i))]
+        behind = [reading for reading in touched if len(reading.tokens) > reading.cached]
         with self._caches_at_risk():
             while behind:
                 now = self._ready(behind)
                 self._read(now)
-                self._donors.update({prompt: reading for reading in now if (prompt := reading.prompt) is not None})
                 behind = [reading for reading in behind if reading not in now]
         evicted, self._evicted = self._evicted, set()
         return Prefilled(True, sorted(evicted))
@@ -151,25 +142,25 @@ class Readings:
         self._readings.move_to_end(chunk.rollout_id)
         while len(self._readings) > self._cache_tokens:  # more than can hold a token: given up, and never released
             self._readings.popitem(last=False)
-        if not reading.given_up:
+        if reading is not None:
             reading.take(chunk.start, np.asarray(chunk.token_ids, np.int64))
             if not chunk.prompt_length or reading.size > self._cache_tokens or not self._readable(reading.tokens):
-                self._give_up(chunk.rollout_id)
+                self._give_up(chunk.rollout_id, reading)
 
     def _readable(self, ids: IntArray) -> bool:
         known = int(ids.min(initial=0)) >= 0 and int(ids.max(initial=0)) < self._vocabulary
         return known and len(ids) <= self._max_length
 
-    def _give_up(self, rollout_id: int) -> None:
-        self._readings[rollout_id].forget()
-        self._readings[rollout_id].given_up = True
+    def _give_up(self, rollout_id: int, reading: Reading) -> None:
+        reading.cache = None  # a caller may hold the reading for longer
+        self._readings[rollout_id] = None
         self._evicted.add(rollout_id)
 
     def give_all_up(self) -> bool:
         """Free all caches; False where there were none."""
-        kept = [rollout_id for rollout_id, reading in self._readings.items() if not reading.given_up]
-        for rollout_id in kept:
-            self._give_up(rollout_id)
+        kept = [(rollout_id, reading) for rollout_id, reading in self._readings.items() if reading is not None]
+        for rollout_id, reading in kept:
+            self._give_up(rollout_id, reading)
         return bool(kept)
 
     @contextmanager
@@ -185,27 +176,23 @@ class Readings:
             raise
 
     def _ready(self, behind: Sequence[Reading]) -> list[Reading]:
-        """Those that can be read now, each with a cache. Siblings wait until the first has read their prompt."""
+        """Those that can be read now, each with a cache, which begins with a sibling's prompt where one was read.
+        Siblings wait until the first has read it."""
         now: list[Reading] = []
-        begun: set[bytes | None] = set()
         for reading in behind:
-            if reading.cache is None and not self._share(reading):
-                if reading.prompt is not None and reading.prompt in begun:
+            if reading.cache is None:
+                prompt, donor = reading.prompt, self._donors.get(reading.prompt)
+                length = min(reading.prompt_length - self.predicts, len(reading.tokens) - 1)  # one token is computed
+                if donor is not None and donor.cache is not None and donor.prompt == prompt and donor.cached >= length:
+                    reading.cache = self._passes.fork(donor.cache, length)
+                elif donor in now:
                     continue
-                begun.add(reading.prompt)
-                reading.cache = self._passes.begin()
+                else:
+                    reading.cache = self._passes.begin()
+                if prompt is not None:
+                    self._donors[prompt] = reading
             now.append(reading)
         return now
-
-    def _share(self, reading: Reading) -> bool:
-        """Begin with a sibling's prompt; its last token is computed anew where nothing else is."""
-        prompt = reading.prompt
-        donor = self._donors.get(prompt) if prompt is not None else None
-        length = min(reading.prompt_length - self.predicts, len(reading.tokens) - 1)
-        if donor is None or donor.cache is None or donor.prompt != prompt or donor.cached < length:
-            return False
-        reading.cache = self._passes.fork(donor.cache, length)
-        return True
 
     def answers(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """What the model gives each rollout: read on where its beginning is cached, else computed as a whole."""
@@ -221,17 +208,11 @@ class Readings:
 
     def _begun(self, rollout: Rollout) -> Reading | None:
         """Its reading, with all tokens that are to be read, if it was begun with the rollout's own tokens."""
-        ids, prompt, reading = (
-            policy_ids(rollout),
-            len(rollout.prompt.token_ids),
-            self._readings.get(rollout.rollout_id),
-        )
-        if reading is None or reading.cache is None or reading.last is None or not self._readable(ids):
+        ids, reading = policy_ids(rollout), self._readings.get(rollout.rollout_id)
+        if reading is None or not len(rollout.prompt.token_ids) == reading.prompt_length < len(ids):
             return None
         cached = reading.cached
-        if reading.prompt_length != prompt or len(ids) == prompt:
-            return None
-        if not np.array_equal(ids[:cached], reading.tokens[:cached]):
+        if not cached or not np.array_equal(ids[:cached], reading.tokens[:cached]) or not self._readable(ids):
             return None
         reading.tokens = ids[: max(cached, len(ids) - self.predicts)]
         return reading
@@ -250,7 +231,7 @@ class Readings:
         texts = [_made_up(-1 - i, np.arange(n, dtype=np.int64) * 7 % self._vocabulary) for i, n in enumerate((7, 5))]
         for start, stop in ((0, 2), (2, 3), (3, 4)):
             self.prefill([], [Chunk(t.rollout_id, start, 2, policy_ids(t)[start:stop]) for t in texts])
-        if any(reading.cached != 4 for reading in self._readings.values()):
+        if any(reading is None or reading.cached != 4 for reading in self._readings.values()):
             raise RefusedError("keeps no keys and values")
         one, other = (np.hstack([number(answer) for answer in way(texts)]) for way in (self._whole, self.answers))
         # Written so that a result that is no number is refused too.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.readahead.messages import Chunk, Prefilled
-from asyncrlhf.readahead.passes import PackedPasses, RefusedError, past_refusal
+from asyncrlhf.readahead.passes import Passes, RefusedError, past_refusal
 from asyncrlhf.readahead.readings import Reading, Readings
 from asyncrlhf.rewards.model import context_of
 from asyncrlhf.types import FloatArray, IntArray, Rollout
@@ -63,24 +63,21 @@ class LogprobReadings(Readings):
         whole: Callable[[Sequence[Rollout]], list[Any]],
         cache_tokens: int,
     ) -> None:
-        budget, longest = reference._budget, context_of(model)
-        passes = PackedPasses(model)
-        super().__init__(passes, whole, cache_tokens=cache_tokens, max_batch_tokens=budget, max_length=longest)
+        super().__init__(Passes(model), whole, cache_tokens, reference._budget, context_of(model))
         self._reference = reference
 
     def _pass(self, batch: Sequence[Reading]) -> None:
         with self._reference._autocast():
             super()._pass(batch)
 
-    def _keep(self, batch: Sequence[Reading], starts: Sequence[int], hidden: Sequence[torch.Tensor]) -> None:
+    def _keep(self, batch: Sequence[Reading], hidden: Sequence[torch.Tensor]) -> None:
         rows: list[torch.Tensor] = []
         targets: list[IntArray] = []
-        for reading, start, states in zip(batch, starts, hidden, strict=True):
-            if reading.last is not None:  # each token is predicted by the one before it
-                start, states = start - 1, torch.cat([reading.last[None], states])
-            first = max(start + 1, reading.prompt_length)
-            rows.append(states[first - 1 - start : -1])
-            targets.append(reading.tokens[first:])
+        for reading, states in zip(batch, hidden, strict=True):
+            if reading.last is not None:  # it predicts the first of the new tokens
+                states = torch.cat([reading.last[None], states])
+            targets.append(reading.tokens[max(len(reading.tokens) - len(states) + 1, reading.prompt_length) :])
+            rows.append(states[-1 - len(targets[-1]) : -1])
         for reading, new in zip(batch, self._logprobs(torch.cat(rows), targets), strict=True):
             reading.logprobs = np.concatenate([reading.logprobs, new])
 

@@ -10,7 +10,7 @@ import torch
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.readahead.messages import Chunk, Prefilled
-from asyncrlhf.readahead.passes import PackedPasses, Passes, RefusedError, SinglePasses, past_refusal
+from asyncrlhf.readahead.passes import Passes, RefusedError, past_refusal
 from asyncrlhf.readahead.readings import Reading, Readings
 from asyncrlhf.rewards.model import SLOW_PASS, ModelSource, head_of
 from asyncrlhf.rewards.model_loading import policy_ids
@@ -24,8 +24,7 @@ class ReadingModel(Readings):
 
     def __init__(self, source: ModelSource, passes: Passes, cache_tokens: int, budget: int) -> None:
         """``budget``: new tokens of one pass."""
-        longest = source.max_length
-        super().__init__(passes, source.scores, cache_tokens=cache_tokens, max_batch_tokens=budget, max_length=longest)
+        super().__init__(passes, source.scores, cache_tokens, budget, source.max_length)
         self._source = source
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
@@ -54,10 +53,10 @@ class ReadingModel(Readings):
 def reading_model(source: ModelSource, cache_tokens: int, budget: int) -> ReadingModel | ModelSource:
     """``source`` itself where it reads other tokens than the policy's, or no kind of passes continues its sequences."""
     if source.encoder is policy_ids and source.is_causal and past_refusal(source.model.config) is None:
-        for kind in (PackedPasses, SinglePasses):
+        for packed in (True, False):
             # The errors of packed attention: for what it does not compute, and for a model that does not hand it on.
             with contextlib.suppress(RefusedError, ConfigError, ValueError):
-                made = ReadingModel(source, kind(source.model), cache_tokens, budget)
+                made = ReadingModel(source, Passes(source.model, packed), cache_tokens, budget)
                 made.try_out(
                     lambda score: score if isinstance(score, float) else math.nan, exact=source.model.dtype.itemsize > 2
                 )

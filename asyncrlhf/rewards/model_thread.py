@@ -68,8 +68,12 @@ class ModelThread:
         if not wait(call.ended, seconds):
             assert seconds is not None
             raise StuckError(f"{late(who, seconds, SETTING)} {remedy}".strip())
-        if call.error is not None:
-            raise call.error
+        error, call.error = call.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or the error and the frames that it holds would hold each other, and a pass's memory with them
         value: T = call.value
         return value
 

@@ -19,7 +19,7 @@ from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.scoring import Scoring, Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
-from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS
+from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS, ReadAhead, ReadTotals
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo
@@ -363,3 +363,20 @@ async def test_a_death_that_a_second_try_hid_is_told_to_who_reads_ahead() -> Non
     assert (await worker.prefill([], [])).taken
     assert await worker._twice(list) == "more scores"
     assert (await worker.prefill([], [])).taken
+
+
+async def test_without_workers_nothing_is_read_ahead() -> None:
+    """What a loop may ask, it may ask of a run in which no worker reads ahead."""
+    totals, wakes, worker = ReadTotals(), [], PaperWorker("reward-0")
+    ahead: ReadAhead[PaperWorker] = ReadAhead(
+        "It", [], lambda _: True, lambda _: True, totals, print, lambda: wakes.append(1)
+    )
+    info = RolloutInfo(0, 0, "g", 3, 27, 0, 0, "stop", asyncio.get_running_loop().time(), Payload("rollouts", 0))
+    ahead.arrived([ChunkInfo(0, 0, 10, Payload("chunks", 0))])
+    ahead.promised([info])
+    assert ahead.may_take(worker, info) and not ahead.owns(worker, info) and ahead.read_by(worker, info) == 0
+    assert not ahead.has_work(worker)
+    await ahead.read(worker)
+    ahead.answered(worker, [info])
+    ahead.lost(worker)
+    assert not wakes and not worker.calls and (totals.early, totals.evicted) == (0, 0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import RewardError
 from asyncrlhf.readahead.messages import Chunk
 from asyncrlhf.readahead.outlook import reward_outlook
-from asyncrlhf.readahead.passes import PackedPasses, RefusedError, SinglePasses
+from asyncrlhf.readahead.passes import Passes, RefusedError
 from asyncrlhf.readahead.readings import Reading, token_batches
 from asyncrlhf.readahead.reward import ReadingModel, ReadingScorer, reading_model
 from asyncrlhf.rewards.model import ModelSource, score_batch
@@ -49,7 +50,7 @@ def load(folder: Path, **options: Any) -> ModelSource:
 
 
 def reader(source: ModelSource, cache_tokens: int = 4096, budget: int = 4096) -> ReadingModel:
-    return ReadingModel(source, PackedPasses(source.model), cache_tokens, budget)
+    return ReadingModel(source, Passes(source.model), cache_tokens, budget)
 
 
 def read(reads: ReadingModel, chunks: Sequence[Chunk]) -> list[int]:
@@ -193,8 +194,14 @@ def test_memory_that_runs_out_costs_the_cache_alone(source: ModelSource, monkeyp
     for one in done:
         assert read(reads, pieces(one, (5,))) == []
     assert reads.held == 2 * 64
+    caches = [ref(reading.cache) for reading in reads._readings.values() if reading is not None]
+
+    def whole(rollouts: Sequence[Rollout]) -> Any:
+        assert rollouts == done and all(cache() is None for cache in caches), "the caches' memory is not free yet"
+        return source.scores(rollouts)
+
+    monkeypatch.setattr(reads, "_whole", whole)
     assert_close(reads.scores(done), expected, atol=1e-5)
-    assert reads.held == 0, "the room of the caches is free for the pass over whole rollouts"
     assert read(reads, []) == [0, 1], "and the controller is told"
 
 
@@ -234,18 +241,16 @@ def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: 
         assert not whole.prefill([], []).taken and not whole.readers
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"), [(gpt_neox, PackedPasses), (gpt2, PackedPasses), (opt, PackedPasses), (bloom, SinglePasses)]
-)
+@pytest.mark.parametrize(("make", "packed"), [(gpt_neox, True), (gpt2, True), (opt, True), (bloom, False)])
 def test_other_architectures_are_read_alike(
-    make: Any, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rotary and learned positions in packed passes; alibi, which knows nothing of packing, sequence by sequence."""
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
     made = load(tmp_path)
     reads = reading_model(made, 4096, 4096)
-    assert isinstance(reads, ReadingModel) and type(reads._passes) is kind
+    assert isinstance(reads, ReadingModel) and reads._passes.packed == packed
     done = [rollout(i, "", prompt_ids=PROMPTS[i % 2], ids=[3 + i] * (4 + 9 * i)) for i in range(4)]
     for stop in (3, 8, 20):
         read(reads, [chunk(r, 0, len(r.prompt.token_ids) + min(stop, len(r.response_ids) - 1)) for r in done])
@@ -294,8 +299,8 @@ def test_a_model_whose_passes_disagree_with_its_whole_is_refused(
 
     forward.__signature__ = signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(base, "forward", forward)
-    for kind in (PackedPasses, SinglePasses):
-        reads = ReadingModel(source, kind(source.model), 64, 4096)
+    for packed in (True, False):
+        reads = ReadingModel(source, Passes(source.model, packed), 64, 4096)
         with pytest.raises(RefusedError, match="in pieces otherwise than as a whole"):
             reads.try_out(float, exact=True)
     assert reading_model(source, 4096, 4096) is source
@@ -313,7 +318,7 @@ def test_a_model_that_hands_no_layout_to_its_attention_is_read_one_by_one(
     forward.__signature__ = signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(base, "forward", forward)
     reads = reading_model(source, 4096, 4096)
-    assert isinstance(reads, ReadingModel) and isinstance(reads._passes, SinglePasses)
+    assert isinstance(reads, ReadingModel) and not reads._passes.packed
 
 
 def test_the_outlook_says_in_a_sentence_what_will_be_scored_whole(tmp_path: Path, tiny_model_path: Path) -> None:

@@ -213,8 +213,13 @@ def test_under_autocast_the_cache_has_its_type_and_the_logprobs_are_near(whole: 
     low = ReferencePolicy(model, temperature=TEMPERATURE, precision="bfloat16", token_budget=4096)
     for cut in (9, 20):
         reads.prefill([], [p for r in done for p in pieces(r, (cut,))])
-    caches = [reading.cache for reading in readings(reads)._readings.values() if reading.cache is not None]
-    held = [tensor for cache in caches for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    caches = [reading.cache for reading in readings(reads)._readings.values() if reading is not None]
+    held = [
+        tensor
+        for cache in caches
+        for layer in (cache.layers if cache is not None else ())
+        for tensor in (layer.keys, layer.values)
+    ]
     assert len(caches) == 6 and {tensor.dtype for tensor in held} == {torch.bfloat16}
     found, packed, exact = ([a.ref_logprobs for a in p.answer(done)] for p in (reads, low, whole))  # type: ignore[union-attr]
     noise = np.abs(np.concatenate(packed) - np.concatenate(exact))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
 from asyncrlhf.readahead.messages import Chunk
-from asyncrlhf.readahead.passes import PackedPasses
+from asyncrlhf.readahead.passes import Passes
 from asyncrlhf.readahead.reward import ReadingModel
 from asyncrlhf.rewards import model as model_module
 from asyncrlhf.rewards.build_scorer import build_scorer
@@ -125,7 +125,7 @@ def test_what_was_read_ahead_before_a_pass_hung_changes_no_score(folder: Path, m
     """The pass that was given up goes on later, and writes to caches that nobody reads any more."""
     hanging = Hanging(monkeypatch)
     whole = source(folder)
-    passes = PackedPasses(whole.model)
+    passes = Passes(whole.model)
     reader = ReadingModel(source(folder, ModelThread(9.0)), passes, 4096, 4096)
     done = [rollout(number, "", ids=[4 + number, 5, 6, 7, 8, 9]) for number in range(3)]
     chunks = [Chunk(r.rollout_id, 0, 1, np.concatenate([r.prompt.token_ids, r.response_ids])[:4]) for r in done]
