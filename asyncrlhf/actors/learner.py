@@ -8,12 +8,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
 import torch
 
-from asyncrlhf.actors.messages import Offer
+from asyncrlhf.actors.messages import Address, Offer, resolved
 from asyncrlhf.actors.where import Where, keep_to, name_interface, where
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import pack, shard
@@ -28,7 +29,7 @@ from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.gather import ShardedParams, take_part
 from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.types import FloatArray, Rollout, TrainSample
+from asyncrlhf.types import FloatArray, TrainSample
 
 
 @dataclass(frozen=True)
@@ -190,17 +191,19 @@ class LearnerActor:
 
     def train(
         self,
-        chosen: Sequence[tuple[int, int, float, float, int]],
+        chosen: Sequence[tuple[Address, float, float, int]],
         snapshots: int,
-        *bundles: Sequence[Rollout],
+        *bundles: Any,
     ) -> StepResult:
-        """``chosen``: (bundle, index, reward, weight, masked_before_version); bundles come from the object store.
+        """``chosen``: (address, reward, weight, masked_before_version); bundles come from the object store, those of
+        rollouts and those of the arrays that services computed.
         ``snapshots``: how many were asked for before this step."""
         self._follow(snapshots)
         torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
+        rollouts = resolved([address for address, *_ in chosen], bundles)
         samples = [
-            TrainSample(bundles[bundle][index], reward, weight, masked)
-            for bundle, index, reward, weight, masked in chosen
+            TrainSample(rollout, reward, weight, masked)
+            for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
         ]
         return self.worker.train(samples)
 

@@ -10,20 +10,20 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrlhf.actors.critic import CriticSpec, CriticWorker
+from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker
+from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker, describe
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, RolloutBundle, TrainItem, WorkItem
-from asyncrlhf.actors.reference import ReferenceSpec, ReferenceWorker
-from asyncrlhf.actors.reward import RewardSpec, build_reward
+from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem, joined, placed
+from asyncrlhf.actors.reference import ReferenceSpec
+from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.cluster.handles import GeneratorHandle
+from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled, describe_chunks
-from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.transport.protocol import Ticket, TransferStats
-from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, RolloutInfo, ServiceResult, TrainSample
+from asyncrlhf.types import Annotation, FloatArray, Payload, Rollout, RolloutInfo, TrainSample
 
 
 class LocalGenerator:
@@ -168,54 +168,24 @@ def _bind(info: RolloutInfo, rollouts: list[Rollout], now: float) -> RolloutInfo
 
 
 def fetch_local(payloads: Sequence[Payload]) -> list[Rollout]:
-    return [p.ref[p.index] for p in payloads]
+    """The rollouts, with the arrays of their annotations."""
+    return [joined(p.ref[p.index], (a.ref[a.index] for a in p.annotations)) for p in payloads]
 
 
-def _pieces(chunks: Sequence[ChunkInfo]) -> list[Chunk]:
-    return [c.payload.ref[c.payload.index] for c in chunks]
+class LocalAnnotator:
+    """A reward, reference or critic worker; its calls cost no virtual time."""
 
+    def __init__(self, worker: AnnotatorWorker) -> None:
+        self.worker = worker
 
-class LocalReward:
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
-        return self._scorer.score(fetch_local(payloads))
-
-    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        return self._scorer.prefill(released, _pieces(chunks))
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-
-class LocalReference:
-    def __init__(self, worker: ReferenceWorker) -> None:
-        self._worker = worker
-
-    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
-        return _placed(*self._worker.complete(fetch_local(payloads)))
+    async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
+        return placed(*self.worker.annotate(fetch_local(payloads), ticket))
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        return self._worker.prefill(released, _pieces(chunks))
+        return self.worker.prefill(released, [c.payload.ref[c.payload.index] for c in chunks])
 
     async def close(self) -> None:
         """Nothing is held open."""
-
-
-class LocalCritic:
-    def __init__(self, worker: CriticWorker) -> None:
-        self._worker = worker
-
-    async def value(self, payloads: Sequence[Payload], ticket: Ticket) -> list[ServiceResult]:
-        return _placed(*self._worker.value(fetch_local(payloads), ticket))
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-
-def _placed(results: Sequence[ServiceResult], made: RolloutBundle) -> list[ServiceResult]:
-    return [r if r.payload is None else replace(r, payload=Payload(made, r.payload.index)) for r in results]
 
 
 class LocalLearner:
@@ -285,21 +255,22 @@ class LocalRuntime:
         self._reference_spec, self._critic_spec = reference, critic
         self._epoch = 0
         self.generators: list[GeneratorHandle] = []
-        self.rewards: list[LocalReward] = []
-        self.references: list[LocalReference] = []
-        self.critics: list[LocalCritic] = []
+        self.rewards: list[AnnotatorHandle] = []
+        self.references: list[AnnotatorHandle] = []
+        self.critics: list[AnnotatorHandle] = []
         self.learner: LocalLearner
 
     async def start(self) -> None:
         self.learner = LocalLearner(LearnerWorker(self._learner_spec), self._learner_spec.learner.virtual_step_seconds)
-        self.rewards = [LocalReward(build_reward(self._reward_spec)) for _ in range(self._reward_spec.reward.workers)]
-        if self._reference_spec is not None:
-            count = self._reference_spec.reference.workers
-            self.references = [LocalReference(ReferenceWorker(self._reference_spec)) for _ in range(count)]
-        if self._critic_spec is not None:
-            names = [f"critic-{i}" for i in range(self._critic_spec.critic.workers)]
-            self.critics = [LocalCritic(CriticWorker(self._critic_spec, name)) for name in names]
+        self.rewards = self._annotators(self._reward_spec)
+        self.references = self._annotators(self._reference_spec)
+        self.critics = self._annotators(self._critic_spec)
         self.generators = [self._generator(spec) for spec in self._specs.values()]
+
+    def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
+        if spec is None:
+            return []
+        return [LocalAnnotator(spec.build(f"{spec.kind}-{i}")) for i in range(spec.settings.workers)]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
         return LocalGenerator(build_worker(spec), spec.generator.virtual_step_seconds)

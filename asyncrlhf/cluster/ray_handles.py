@@ -16,7 +16,7 @@ from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.actors.where import Where
-from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, ask_to_start, bundle
+from asyncrlhf.cluster.ray_calls import START_SECONDS, addressed, ask, ask_to_start
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.types import FloatArray, Payload, Rollout
@@ -154,10 +154,10 @@ class RayLearner:
         return await ask("learner-0", reference)
 
     async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        references, places = bundle([item.payload for item in items])
+        addresses, references = addressed([item.payload for item in items])
         chosen = [
-            (place, item.payload.index, item.reward, item.weight, item.masked_before_version)
-            for place, item in zip(places, items, strict=True)
+            (address, item.reward, item.weight, item.masked_before_version)
+            for address, item in zip(addresses, items, strict=True)
         ]
         calls = zip(self.ranks, self._snapshots, strict=True)
         results: list[StepResult] = await self._answers(

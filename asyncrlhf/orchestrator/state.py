@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from asyncrlhf.buffer.admission import Gate
@@ -14,7 +14,7 @@ from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
-from asyncrlhf.types import Payload, Prompt, ScoredRollout
+from asyncrlhf.types import Annotation, Prompt, ScoredRollout
 
 
 @dataclass
@@ -52,10 +52,8 @@ class GroupInProgress:
     unfinished: set[int]
     unscored: set[int]
     scored: list[ScoredRollout] = field(default_factory=list)
-    # By rollout id, what waits for another service: it has its reward, the reference's log-probs, the critic's values.
-    rewarded: dict[int, ScoredRollout] = field(default_factory=dict)
-    referenced: dict[int, tuple[Payload, float]] = field(default_factory=dict)
-    valued: dict[int, tuple[Payload, float]] = field(default_factory=dict)
+    # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
+    annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
 
 @dataclass
