@@ -139,6 +139,11 @@ class RolloutInfo:
     generated_at: float
     payload: Payload
 
+    @property
+    def tokens(self) -> int:
+        """Of prompt and response."""
+        return self.prompt_length + self.response_length
+
 
 @dataclass(frozen=True)
 class ScoredRollout:

@@ -81,6 +81,18 @@ def before(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, hook: Hook
     monkeypatch.setattr(owner, method, wrapped)
 
 
+def before_call(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, hook: Hook) -> None:
+    """Await ``hook(self, *arguments)`` before each call of the worker's method of that name through ``owner``."""
+    original = owner.call  # type: ignore[attr-defined]
+
+    async def call(self: Any, seconds: float, asked: Callable[..., Any], /, *arguments: Any) -> Any:
+        if asked.__name__ == method:
+            await hook(self, *arguments)
+        return await original(self, seconds, asked, *arguments)
+
+    monkeypatch.setattr(owner, "call", call)
+
+
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[Controller]:
     """A list that will hold the controller of every run from now on."""
     seen: list[Controller] = []

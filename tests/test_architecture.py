@@ -227,6 +227,51 @@ def test_broad_excepts_stand_only_at_boundaries() -> None:
     complain(problems)
 
 
+REMOTE_FOLDERS = ("actors", "cluster", "orchestrator")
+BOUNDING = ("ask", "ask_to_start", "within")  # await the answer of another process for at most so many seconds
+
+
+def is_remote(node: ast.AST) -> bool:
+    """Whether ``node`` calls an actor: ``x.method.remote(...)``. ``ray.remote(...).remote(...)`` makes one."""
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "remote"
+    return called and "ray.remote(" not in ast.unparse(node)
+
+
+def reachable(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and what is below it, but nothing inside a bounding call or a lambda."""
+    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BOUNDING
+    if not named and not isinstance(node, ast.Lambda):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from reachable(child)
+
+
+def unbounded_waits(tree: ast.Module) -> Iterator[int]:
+    """Lines that wait for an actor's answer, or for the object store, without a limit."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            kept = [a for a in ast.walk(function) if isinstance(a, ast.Assign) and any(map(is_remote, reachable(a)))]
+            held = {n.id for a in kept for t in a.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+            for wait in [node for node in ast.walk(function) if isinstance(node, ast.Await)]:
+                if any(is_remote(n) or (isinstance(n, ast.Name) and n.id in held) for n in reachable(wait.value)):
+                    yield wait.lineno
+    for node in ast.walk(tree):
+        waits = isinstance(node, ast.Call) and ast.unparse(node.func) in ("ray.get", "ray.wait")
+        if waits and all(keyword.arg != "timeout" for keyword in node.keywords):
+            yield node.lineno
+
+
+def test_every_remote_call_has_a_deadline() -> None:
+    complain(
+        [
+            f"{where(path, line)}: waits for another process without a limit; see cluster/remote.py."
+            for path, tree in modules().items()
+            if part_of(name_of(path)) in REMOTE_FOLDERS
+            for line in unbounded_waits(tree)
+        ]
+    )
+
+
 IMPORT_ALL = """
 import importlib, json, sys
 names, heavy = json.loads(sys.argv[1])
@@ -289,6 +334,21 @@ def test_the_checker_itself_sees_what_it_should() -> None:
     tree = ast.parse("try:\n    pass\nexcept (ValueError, Exception):\n    pass\n")
     assert list(broad_excepts(tree)) == [3]
     assert list(broad_excepts(ast.parse("try:\n    pass\nexcept BaseException:\n    raise\n"))) == []
+
+    body = [
+        "made = ray.remote(Actor).options(num_cpus=1).remote(spec)",
+        "await self.actor.load.remote(3)",
+        "await asyncio.gather(*(rank.load.remote(3) for rank in ranks))",
+        "await ask(name, self.actor.load.remote(3), 5.0, 'load')",
+        "facts, *chunks = self.actor.collect.remote()",
+        "await asyncio.wait_for(chunks[0], 5.0)",
+        "await ask(name, facts, 5.0, 'collect')",
+        "await made.ready()",
+        "ray.get(facts)",
+        "ray.get(facts, timeout=5.0)",
+    ]
+    waits = ast.parse("async def main():\n" + "".join(f"    {line}\n" for line in body))
+    assert [body[line - 2] for line in unbounded_waits(waits)] == [body[1], body[2], body[5], body[8]]
 
     from asyncrlhf.config.run_config import RunConfig
 

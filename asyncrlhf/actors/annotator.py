@@ -61,13 +61,17 @@ class AnnotatorSpec(Protocol):
     def build(self, name: str) -> AnnotatorWorker: ...
 
 
+def build_annotator(spec: AnnotatorSpec, name: str) -> AnnotatorWorker:
+    return spec.build(name)
+
+
 class AnnotatorActor(PartActor):
     """Builds the worker in its own process. Rollouts and chunks arrive in bundles, resolved from the object store."""
 
     def __init__(self, spec: AnnotatorSpec, name: str) -> None:
         if spec.settings.threads:
             torch.set_num_threads(spec.settings.threads)
-        self._worker = spec.build(name)
+        self._worker: AnnotatorWorker = spec.build(name)
 
     def annotate(
         self, addresses: Sequence[Address], ticket: Ticket | None, *bundles: Any

@@ -15,9 +15,10 @@ import ray
 import torch
 
 from asyncrlhf.actors.messages import Address, Offer, resolved
-from asyncrlhf.actors.where import Where, keep_to, name_interface, where
+from asyncrlhf.actors.part import PartActor
+from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.packing import pack, shard
+from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy, load_tokenizer
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.backend import StepResult
@@ -29,7 +30,7 @@ from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.gather import ShardedParams, take_part
 from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.types import FloatArray, TrainSample
+from asyncrlhf.types import TrainSample
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class LearnerWorker:
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
         self.rank = rank
-        self._ranks = ranks
         self._model, self._weights = spec.model, spec.weights
-        self._sequence_size = spec.learner.sequence_parallel_size
+        # What a share without a rollout would have come with.
+        self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served)
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
             init_process_group(rank, ranks, address, device=device)
@@ -85,9 +86,16 @@ class LearnerWorker:
             self.backend.before_update(lambda: self._fence())
         self._fence_seconds = 0.0
 
-    def train(self, samples: Sequence[TrainSample]) -> StepResult:
-        size = self._sequence_size
-        return self.backend.train_step(shard(pack(samples), self.rank // size, self._ranks // size))
+    def train(self, chosen: Sequence[tuple[Address, float, float, int]], *bundles: Any) -> StepResult:
+        """One learner step. ``chosen``: (address, reward, weight, masked_before_version) of each rollout of this rank's
+        share of the batch; none where there are fewer groups than shares. ``bundles``: of rollouts, and of the arrays
+        that services computed of them, which are joined here."""
+        rollouts = resolved([address for address, *_ in chosen], bundles)
+        samples = [
+            TrainSample(rollout, reward, weight, masked)
+            for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
+        ]
+        return self.backend.train_step(pack(samples) if samples else self._no_share)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         """Copy the present weights for publishing, beside the next step's passes: its update waits for it.
@@ -120,6 +128,22 @@ class LearnerWorker:
         assert self.sender is not None, "only rank 0 sends weights"
         return self.sender
 
+    def listen(self, host: str) -> str:
+        """Open the rendezvous of the weight group on this machine's address ``host``; returns its endpoint."""
+        return self.require_sender().listen(host)
+
+    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
+        """Form the weight group of ``epoch``. Raises LostReceiversError naming those that did not join it."""
+        self.require_sender().connect(endpoint, list(receivers), epoch)
+
+    def ticket(self) -> Ticket:
+        """An offer of the newest snapshot to the present weight group."""
+        return self.require_sender().ticket()
+
+    def transfer(self, ticket: Ticket) -> TransferStats:
+        """Send the snapshot to all receivers of the group. Raises LostReceiversError naming those that were lost."""
+        return self.require_sender().transfer(ticket)
+
     def critic_ticket(self) -> Ticket:
         """Of the critic as it was at the newest snapshot; good for as long as somebody keeps it."""
         assert self._critic_sender is not None, "there is no critic service"
@@ -129,8 +153,13 @@ class LearnerWorker:
         """Of the tensors in the newest version sent, in the dtype of a generator's engine: what it must hold."""
         return tensor_digests(self.require_sender().tensors(), getattr(torch, dtype))
 
-    def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
-        return self.backend.score(texts)
+    def keep_to(self, cores: Collection[int]) -> None:
+        """Bind all threads of this rank's process to the cores."""
+        keep_to(cores)
+
+    def sees(self, path: str) -> bool:
+        """Whether this rank's machine has the path."""
+        return Path(path).exists()
 
     def save(self, folder: Path) -> None:
         """With the tokenizer, so that ``folder/model`` is a checkpoint that any ``from_pretrained`` reads."""
@@ -149,13 +178,13 @@ class LearnerWorker:
                 sender.close()
 
 
-class LearnerActor:
+class LearnerActor(PartActor):
     """The Ray actor around one rank; several threads, so that a transfer runs beside the next step."""
 
     def __init__(self, spec: LearnerSpec, rank: int, ranks: int) -> None:
         torch.set_num_threads(spec.learner.threads)
         self._spec, self._rank, self._ranks = spec, rank, ranks
-        self._worker: LearnerWorker | None = None
+        self._worker: LearnerWorker
         self._snapshots = 0
         self._snapshot_made = threading.Condition()
 
@@ -166,17 +195,6 @@ class LearnerActor:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
 
-    def where(self) -> Where:
-        return where()
-
-    def keep_to(self, cores: Collection[int]) -> None:
-        """Bind all threads of this rank's process to the cores."""
-        keep_to(cores)
-
-    def sees(self, path: str) -> bool:
-        """Whether this rank's machine has the path."""
-        return Path(path).exists()
-
     def setup(self, address: str) -> bool:
         """Join the learner's process group at ``address`` (all ranks together) and load the model."""
         if self._ranks > 1:
@@ -184,69 +202,16 @@ class LearnerActor:
         self._worker = LearnerWorker(self._spec, self._rank, self._ranks, address)
         return True
 
-    @property
-    def worker(self) -> LearnerWorker:
-        assert self._worker is not None, "setup comes first"
-        return self._worker
-
-    def train(
-        self,
-        chosen: Sequence[tuple[Address, float, float, int]],
-        snapshots: int,
-        *bundles: Any,
-    ) -> StepResult:
-        """``chosen``: (address, reward, weight, masked_before_version); bundles come from the object store, those of
-        rollouts and those of the arrays that services computed.
-        ``snapshots``: how many were asked for before this step."""
-        self._follow(snapshots)
-        torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
-        rollouts = resolved([address for address, *_ in chosen], bundles)
-        samples = [
-            TrainSample(rollout, reward, weight, masked)
-            for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
-        ]
-        return self.worker.train(samples)
-
-    def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
-        try:
-            return self.worker.snapshot(probe)
-        finally:
-            with self._snapshot_made:
-                self._snapshots += 1
-                self._snapshot_made.notify_all()
-
-    def _follow(self, snapshots: int) -> None:
-        """Wait for the snapshots asked for so far: the calls come in threads of their own, in any order."""
+    def call(self, method: str, *arguments: Any, snapshots: int = 0, **keywords: Any) -> Any:
+        """``snapshots``: how many were asked for before this call, which waits for them: the calls run in threads of
+        their own and may begin in any order."""
         with self._snapshot_made:
             self._snapshot_made.wait_for(lambda: self._snapshots >= snapshots)
-
-    def listen(self) -> str:
-        return self.worker.require_sender().listen(ray.util.get_node_ip_address())
-
-    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        self.worker.require_sender().connect(endpoint, list(receivers), epoch)
-
-    def ticket(self) -> Ticket:
-        return self.worker.require_sender().ticket()
-
-    def critic_ticket(self) -> Ticket:
-        return self.worker.critic_ticket()
-
-    def transfer(self, ticket: Ticket) -> TransferStats:
-        return self.worker.require_sender().transfer(ticket)
-
-    def release(self, version: int) -> None:
-        self.worker.require_sender().release(version)
-
-    def digests(self, dtype: str) -> dict[str, str]:
-        return self.worker.digests(dtype)
-
-    def save(self, folder: str, snapshots: int) -> None:
-        self._follow(snapshots)
-        self.worker.save(Path(folder))
-
-    def load(self, folder: str) -> None:
-        self.worker.load(Path(folder))
-
-    def close(self) -> None:
-        self.worker.close()
+        torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
+        try:
+            return super().call(method, *arguments, **keywords)
+        finally:
+            if method == "snapshot":
+                with self._snapshot_made:
+                    self._snapshots += 1
+                    self._snapshot_made.notify_all()

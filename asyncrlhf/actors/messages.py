@@ -184,6 +184,8 @@ class TrainItem:
 
     payload: Payload
     reward: float
+    group_id: int
+    tokens: int  # prompt and response
     weight: float = 1.0
     masked_before_version: int = 0
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from asyncrlhf.actors.messages import WorkItem
+from asyncrlhf.actors.outbox import Outbox
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.engines.build_engine import build_engine
-from asyncrlhf.engines.engine import AdapterMerge, Engine, StepOutput
+from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.rewards.chunked_messages import Chunk
@@ -27,10 +28,8 @@ from asyncrlhf.types import (
     GenerationFailure,
     GenerationRequest,
     IntArray,
-    Payload,
     Prompt,
     Rollout,
-    RolloutInfo,
 )
 
 
@@ -47,10 +46,8 @@ class GeneratorSpec:
 
 
 class GeneratorWorker:
-    """One replica without threads: whoever owns it calls :meth:`step` while :meth:`has_work`.
-
-    Requests with negative ids are evaluations: they are answered through :meth:`take_private`, never collected.
-    """
+    """One replica without threads: its owner calls :meth:`step` while :meth:`has_work` and counts the time in
+    ``busy_seconds``. What was finished lies in ``outbox``."""
 
     def __init__(
         self,
@@ -60,32 +57,27 @@ class GeneratorWorker:
         receiver: WeightReceiver,
         prompts: dict[int, tuple[int, Prompt]],
         merge: AdapterMerge | None = None,
-        streams: bool = False,
         chunk_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.engine = engine
         self.receiver = receiver
+        self.outbox = Outbox()
         self.tokens = 0
+        self.busy_seconds = 0.0
+        self._clock = clock
         self._decode = decode
         self._merge = merge  # when the learner sends an adapter
         self._prompts = prompts  # of what is in flight, by rollout id: group id and prompt
-        self._finished: list[Rollout] = []
-        self._failed: list[GenerationFailure] = []
-        self._private: dict[int, Rollout | GenerationFailure] = {}
         self._staged: tuple[int, Any] | None = None
-        self._streams = streams  # weights.staging=stream
         self._chunk_tokens = chunk_tokens  # 0: nothing is sent before the end
         self._sent: dict[int, int] = {}  # response tokens that went out in chunks, of what is in flight
-        self._torn = False  # the engine holds a part of a version
         self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
 
     def has_work(self) -> bool:
         """Whether a step would bring tokens nearer: what is in flight in an engine that is awake."""
-        return bool(self._prompts) and not self.engine.asleep and not self._torn
-
-    def has_results(self) -> bool:
-        return bool(self._finished or self._failed)
+        return bool(self._prompts) and not self.engine.asleep
 
     def submit(self, items: Sequence[WorkItem]) -> None:
         for item in items:
@@ -95,34 +87,27 @@ class GeneratorWorker:
         self.engine.submit([item.request for item in items])
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        """Returns the ids of those that were not collected yet, and now never will be."""
         gone = self.engine.cancel(rollout_ids)
         for rollout_id in gone:
             del self._prompts[rollout_id]
             self._sent.pop(rollout_id, None)
-        wanted = set(rollout_ids)
-        uncollected = [r.rollout_id for r in self._finished if r.rollout_id in wanted]
-        uncollected += [f.rollout_id for f in self._failed if f.rollout_id in wanted]
-        self._finished = [r for r in self._finished if r.rollout_id not in wanted]
-        self._failed = [f for f in self._failed if f.rollout_id not in wanted]
-        return gone + uncollected
+        return gone + self.outbox.withdraw(rollout_ids)
 
-    def step(self, now: float) -> StepOutput:
-        output = self.engine.step(now)
+    def step(self) -> StepOutput:
+        output = self.engine.step(self._clock())
         self._timed = output.wake_at is not None
         self.tokens += output.tokens
+        results: list[Rollout | GenerationFailure] = []
         for result in output.finished:
             group_id, prompt = self._prompts.pop(result.rollout_id)
             self._sent.pop(result.rollout_id, None)
-            self._file(result if isinstance(result, GenerationFailure) else self._rollout(result, group_id, prompt))
+            if isinstance(result, Generation):
+                results.append(self._rollout(result, group_id, prompt))
+            else:
+                results.append(result)
+        self.outbox.put(results, self._clock())
         return output
-
-    def _file(self, result: Rollout | GenerationFailure) -> None:
-        if result.rollout_id < 0:
-            self._private[result.rollout_id] = result
-        elif isinstance(result, GenerationFailure):
-            self._failed.append(result)
-        else:
-            self._finished.append(result)
 
     def _rollout(self, result: Generation, group_id: int, prompt: Prompt) -> Rollout:
         return Rollout(
@@ -139,58 +124,42 @@ class GeneratorWorker:
             kept_counts=result.kept_counts,
         )
 
-    def take(self) -> tuple[list[Rollout], list[GenerationFailure]]:
-        """What finished since the last call."""
-        taken = self._finished, self._failed
-        self._finished, self._failed = [], []
-        return taken
-
-    def take_chunks(self) -> list[Chunk]:
-        """What was sampled since the last call, of each sequence under way that has ``chunk_tokens`` more of it."""
+    def send_chunks(self) -> None:
+        """Put into the outbox, of each sequence under way that has ``chunk_tokens`` more of it, what was sampled since
+        the last call."""
         chunks = []
         for rollout_id, ids in self.engine.partial(self._sent, self._chunk_tokens).items() if self._sent else ():
             prompt, sent = self._prompts[rollout_id][1].token_ids, self._sent[rollout_id]
             self._sent[rollout_id] = sent + len(ids)
             whole = np.concatenate([prompt, ids]) if sent == 0 else ids
             chunks.append(Chunk(rollout_id, 0 if sent == 0 else len(prompt) + sent, len(prompt), whole))
-        return chunks
+        self.outbox.put_chunks(chunks)
 
-    def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:
-        """The evaluation's rollouts once none is under way, without those that could not be sampled; else None."""
-        if not all(i in self._private for i in rollout_ids):
-            return None
-        results = [self._private.pop(i) for i in rollout_ids]
-        return [r for r in results if isinstance(r, Rollout)]
+    def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
+        """Enter the weight group of ``epoch``."""
+        self.receiver.connect(endpoint, rank, world_size, epoch, self.name)
 
     def receive(self, ticket: Ticket) -> None:
-        """Take a version into staging memory; where weights are streamed nothing happens before ``load``."""
-        take = self.receiver.stream if self._streams else self.receiver.receive
-        self._staged = (ticket.version, take(ticket))
+        """Take a version into staging memory."""
+        self._staged = (ticket.version, self.receiver.receive(ticket))
 
-    def load(self, version: int, cache: Literal["keep", "recompute"], now: float) -> None:
-        if self._timed and self.has_work():
-            self.step(now)  # what was made by now was made by the old version
+    def load(self, version: int, cache: CacheMode) -> None:
+        """Load the received version between two tokens. Raises WeightSyncError when that version was not received."""
+        self._catch_up()
         if self._staged is None or self._staged[0] != version:
             held = None if self._staged is None else self._staged[0]
             raise WeightSyncError(f"{self.name} was asked to load version {version} but received {held}.")
         weights = self._staged[1]
-        if self._streams:
-            self._load_stream(version, weights, cache)
-            return
         self.engine.load_weights(version, weights if self._merge is None else self._merge(weights), cache)
 
-    def _load_stream(self, version: int, buckets: Any, cache: Literal["keep", "recompute"]) -> None:
-        """Between the first bucket and the last the engine holds neither version: it samples nothing until a load has
-        come to its end, this one or the next."""
-        self._torn, self._staged = True, None
-        with closing(buckets):  # a load that fails tells the sender so at once
-            self.engine.load_stream(version, buckets, cache)
-        self._torn = False
-
-    def sleep(self, now: float) -> None:
-        """Stop sampling and give the device's memory back; what is in flight goes on after :meth:`wake`."""
+    def _catch_up(self) -> None:
+        """What a timed engine has made by now was made by its present version."""
         if self._timed and self.has_work():
-            self.step(now)
+            self.step()
+
+    def sleep(self) -> None:
+        """Stop sampling and give the device's memory back; what is in flight goes on after :meth:`wake`."""
+        self._catch_up()
         self.engine.sleep()
 
     def wake(self) -> None:
@@ -215,7 +184,7 @@ class GeneratorWorker:
         self.engine.close()
 
 
-def build_worker(spec: GeneratorSpec) -> GeneratorWorker:
+def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotonic) -> GeneratorWorker:
     """Load the model and the engine; the caller has set the process's thread count."""
     tokenizer = load_tokenizer(spec.model)
     device = "cuda" if spec.generator.gpus > 0 else "cpu"
@@ -241,24 +210,4 @@ def build_worker(spec: GeneratorSpec) -> GeneratorWorker:
     adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake"
     merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
     receiver = build_receiver(spec.weights, spec.runtime, device)
-    streams = spec.weights.streams
-    return GeneratorWorker(spec.name, engine, decode, receiver, prompts, merge, streams, spec.chunk_tokens)
-
-
-def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
-    """The facts that the controller keeps; the caller sets the payload and the time."""
-    return [
-        RolloutInfo(
-            rollout_id=r.rollout_id,
-            group_id=r.group_id,
-            generator_id=r.generator_id,
-            prompt_length=len(r.prompt.token_ids),
-            response_length=len(r.response_ids),
-            min_version=int(r.policy_versions.min(initial=np.iinfo(np.int64).max)),
-            max_version=int(r.policy_versions.max(initial=0)),
-            finish_reason=r.finish_reason,
-            generated_at=0.0,
-            payload=Payload(None, i),
-        )
-        for i, r in enumerate(rollouts)
-    ]
+    return GeneratorWorker(spec.name, engine, decode, receiver, prompts, merge, spec.chunk_tokens, clock)

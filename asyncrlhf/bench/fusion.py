@@ -24,10 +24,11 @@ from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.cluster.ray_calls import addressed, ask
+from asyncrlhf.cluster.ray_calls import START_SECONDS, addressed, ask
 from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.cluster.ray_runtime import MALLOC
 from asyncrlhf.cluster.ray_services import RayAnnotator
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
@@ -224,7 +225,7 @@ async def _start(config: RunConfig, chunks: bool) -> _Pair:
     cores = sorted(available_cores())
     if len(cores) > 1:
         for part, core in ((generator.actor, cores[-1]), (reward.actor, cores[-2])):
-            await ask("pinning", part.__ray_call__.remote(_pin, core))
+            await ask("pinning", part.__ray_call__.remote(_pin, core), START_SECONDS, "keep_to")
     return _Pair(generator, reward)
 
 
@@ -272,7 +273,8 @@ async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Se
 
 async def _fetch(infos: Sequence[RolloutInfo]) -> list[Rollout]:
     addresses, references = addressed([info.payload for info in infos])
-    return resolved(addresses, await asyncio.gather(*(ask("the object store", r) for r in references)))
+    answers = (ask("the object store", reference, LONG_SECONDS, "fetch") for reference in references)
+    return resolved(addresses, await asyncio.gather(*answers))
 
 
 def _fail(replica: Replica, error: ReplicaError) -> None:

@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import TrainItem, WorkItem
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
 from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared, prepare, train
 from asyncrlhf.records.recorder import read_metrics
-from asyncrlhf.types import GenerationRequest, Payload
+from asyncrlhf.types import GenerationRequest, RolloutInfo
 
 QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]
 # Enough work a step for a ratio of the two sides and not of the messages between them, and rewards with spread, since
@@ -84,21 +87,23 @@ async def alone(config: RunConfig) -> tuple[float, float]:
         await runtime.start()
         await runtime.learner.snapshot(None)
         await runtime.connect(runtime.generators)
-        ticket = await runtime.learner.ticket()
-        await asyncio.gather(runtime.learner.transfer(ticket), *(g.receive(ticket) for g in runtime.generators))
+        seconds = config.weights.timeout_seconds
+        ticket = await runtime.learner.call(seconds, LearnerWorker.ticket)
+        received = [g.call(LONG_SECONDS, GeneratorWorker.receive, ticket) for g in runtime.generators]
+        await asyncio.gather(runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket), *received)
         for generator in runtime.generators:
-            await generator.load(ticket.version, "keep")
-        rate, payloads = await _generate(config, prepared, runtime)
-        return rate, await _train(config, runtime, payloads)
+            await generator.call(seconds, GeneratorWorker.load, ticket.version, "keep")
+        rate, rollouts = await _generate(config, prepared, runtime)
+        return rate, await _train(config, runtime, rollouts)
     finally:
         await runtime.close()
 
 
-async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> tuple[float, list[Payload]]:
+async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> tuple[float, list[RolloutInfo]]:
     """Keep every slot busy until ``steps`` batches are there."""
     source = prepared.task.train_source(config.seed)
     wanted = config.steps * config.batch_size
-    payloads: list[Payload] = []
+    rollouts: list[RolloutInfo] = []
     marks: list[float] = []
     issued = 0
 
@@ -117,7 +122,7 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
 
     async def keep_busy(generator: GeneratorHandle) -> None:
         in_flight = 0
-        while len(payloads) < wanted:
+        while len(rollouts) < wanted:
             fresh: list[WorkItem] = []
             while in_flight + len(fresh) < generator.slots:
                 fresh.extend(group())
@@ -126,23 +131,23 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
                 in_flight += len(fresh)
             finished = (await generator.collect()).finished
             in_flight -= len(finished)
-            payloads.extend(info.payload for info in finished)
+            rollouts.extend(finished)
             marks.extend([time.monotonic()] * len(finished))
 
     await asyncio.gather(*(keep_busy(g) for g in runtime.generators))
     head = WARM_UP * config.batch_size
     seconds = marks[-1] - marks[head]
     for generator in runtime.generators:
-        await generator.cancel(range(issued))
-    return (len(marks) - 1 - head) / config.batch_size / seconds, payloads[: 4 * config.batch_size]
+        await generator.call(LONG_SECONDS, GeneratorWorker.cancel, range(issued))
+    return (len(marks) - 1 - head) / config.batch_size / seconds, rollouts[: 4 * config.batch_size]
 
 
-async def _train(config: RunConfig, runtime: Runtime, payloads: list[Payload]) -> float:
+async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo]) -> float:
     """Train on the same few batches again and again, with rewards that have spread."""
     size = config.batch_size
     batches = [
-        [TrainItem(p, float(i % 2)) for i, p in enumerate(payloads[start : start + size])]
-        for start in range(0, len(payloads) - size + 1, size)
+        [TrainItem(r.payload, float(i % 2), r.group_id, r.tokens) for i, r in enumerate(rollouts[start : start + size])]
+        for start in range(0, len(rollouts) - size + 1, size)
     ]
     started = 0.0
     for step in range(config.steps):

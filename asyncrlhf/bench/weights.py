@@ -64,23 +64,16 @@ class Variant:
     """One way to publish. Checksums are switched on one sender, so that both ways share its memory."""
 
     transport: str
-    staging: str = "snapshot"
     checksum: bool = True
 
     @property
-    def link(self) -> tuple[str, str]:
-        return self.transport, self.staging
-
-    @property
     def label(self) -> str:
-        stream = " stream" if self.staging == "stream" else ""
-        return f"{self.transport}{stream}{'' if self.checksum else ', no checksum'}"
+        return f"{self.transport}{'' if self.checksum else ', no checksum'}"
 
 
 def variants(transports: Sequence[str]) -> list[Variant]:
-    """With and without checksums, and the stream from live parameters where there is one."""
-    found = [Variant(transport, checksum=on) for transport in transports for on in (True, False)]
-    return found + ([Variant("collective", "stream")] if "collective" in transports else [])
+    """Each transport with and without checksums."""
+    return [Variant(transport, checksum=on) for transport in transports for on in (True, False)]
 
 
 def raw_group(store: dist.Store, rank: int, size: int, host: str) -> Any:
@@ -106,12 +99,12 @@ class Peer:
     def __init__(self, rank: int, world_size: int) -> None:
         torch.set_num_threads(1)
         self._rank, self._world_size = rank, world_size
-        self._receivers: dict[tuple[str, str], WeightReceiver] = {}
+        self._receivers: dict[str, WeightReceiver] = {}
         self._group: Any = None
         self._flat = torch.zeros(0, dtype=torch.uint8)
 
-    def join(self, link: tuple[str, str], config: WeightsConfig, endpoint: str) -> None:
-        self._receivers[link] = receiver = build_receiver(config, "ray")
+    def join(self, transport: str, config: WeightsConfig, endpoint: str) -> None:
+        self._receivers[transport] = receiver = build_receiver(config, "ray")
         receiver.connect(endpoint, self._rank, self._world_size, 0, f"g{self._rank}")
 
     def join_raw(self, host: str, port: int, size: int) -> None:
@@ -122,12 +115,9 @@ class Peer:
     def raw(self) -> None:
         raw_broadcast(self._group, self._flat)
 
-    def take(self, link: tuple[str, str], ticket: Any) -> float:
+    def take(self, transport: str, ticket: Any) -> float:
         """Receive a version; what its final norm adds up to."""
-        receiver = self._receivers[link]
-        if link[1] == "snapshot":
-            return float(receiver.receive(ticket)[NORM].sum())
-        return sum(float(bucket[NORM].sum()) for bucket in receiver.stream(ticket) if NORM in bucket)
+        return float(self._receivers[transport].receive(ticket)[NORM].sum())
 
     def close(self) -> None:
         for receiver in self._receivers.values():
@@ -145,15 +135,15 @@ class Bench:
         remote = ray.remote(Peer).options(num_cpus=0)
         self._peers: list[Any] = [remote.remote(rank, receivers + 1) for rank in range(1, receivers + 1)]
         names = [f"g{rank}" for rank in range(1, receivers + 1)]
-        self._senders: dict[tuple[str, str], WeightSender] = {}
-        for link in dict.fromkeys(variant.link for variant in chosen):
+        self._senders: dict[str, WeightSender] = {}
+        for transport in dict.fromkeys(variant.transport for variant in chosen):
             config = WeightsConfig(
-                transport=link[0], staging=link[1], bucket_mb=bucket_mb, timeout_seconds=TIMEOUT_SECONDS,
-                disk_path=str(folder / "weights") if link[0] == "disk" else "",
+                transport=transport, bucket_mb=bucket_mb, timeout_seconds=TIMEOUT_SECONDS,
+                disk_path=str(folder / "weights") if transport == "disk" else "",
             )  # fmt: skip
-            sender = self._senders[link] = build_sender(config, "ray", self.params)
+            sender = self._senders[transport] = build_sender(config, "ray", self.params)
             endpoint = sender.listen("127.0.0.1")
-            joining = self._tell("join", link, config, endpoint)
+            joining = self._tell("join", transport, config, endpoint)
             sender.connect(endpoint, names, 0)
             ray.get(joining)
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_SECONDS), wait_for_workers=False)
@@ -177,24 +167,20 @@ class Bench:
     def _publish(self, variant: Variant, version: int) -> dict[str, float]:
         """``publish``: from the request to the last replica's answer. ``stall``: of that, what a learner without
         anything else to do stands still. ``fenced``: what it stands still when the copy runs beside a forward pass."""
-        sender: Any = self._senders[variant.link]
+        sender: Any = self._senders[variant.transport]
         sender.wire = replace(sender.wire, checksum=variant.checksum)
         self.params[NORM].fill_(version)
         started = time.perf_counter()
         sender.begin_snapshot(version, self.params)
-        if variant.staging == "snapshot":
-            sender.fence()
+        sender.fence()
         stall = time.perf_counter() - started
         ticket = sender.ticket()
-        taking = self._tell("take", variant.link, ticket)
-        stats = sender.transfer(ticket)
+        taking = self._tell("take", variant.transport, ticket)
+        sender.transfer(ticket)
         sums = self._ray.get(taking, timeout=TIMEOUT_SECONDS)
         publish = time.perf_counter() - started
-        sender.release(version)
         if sums != [float(version * self.shape.hidden)] * len(taking):
             raise AssertionError(f"version {version} arrived wrong by {variant.label}: {sums}")
-        if variant.staging == "stream":
-            return {"publish": publish, "stall": publish, "transfer": stats.seconds, "fenced": publish}
         fenced = self._fenced_stall(sender, version)
         return {"publish": publish, "stall": stall, "transfer": publish - stall, "fenced": fenced}
 

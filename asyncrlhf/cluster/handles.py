@@ -4,58 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.cluster.remote import Remote
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
-from asyncrlhf.types import Annotation, FloatArray, Payload, Rollout
+from asyncrlhf.types import Annotation, Payload, Rollout
 
 
-class GeneratorHandle(Protocol):
-    """A generator replica. Every method raises ReplicaError when the replica is gone."""
-
-    @property
-    def name(self) -> str: ...
+class GeneratorHandle(Remote[GeneratorWorker], Protocol):
+    """A generator replica: its worker's methods by ``call``, and what is more than a call. Every method raises
+    ReplicaError when the replica is gone."""
 
     @property
     def slots(self) -> int: ...
 
-    async def submit(self, items: Sequence[WorkItem]) -> None: ...
+    async def submit(self, items: Sequence[WorkItem]) -> None:
+        """Returns before the replica has the items, perhaps; ``collect`` raises what it raised over them."""
+        ...
 
     async def collect(self) -> Collected:
         """Waits until something finished or a short while passed."""
         ...
 
-    async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        """Those that were still in flight and now will never be collected."""
-        ...
-
     async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
         """Samples outside the ledger (evaluation): negative rollout ids, answered here and not by ``collect``."""
-        ...
-
-    async def receive(self, ticket: Any) -> None:
-        """Take a version's weights into staging while sampling goes on."""
-        ...
-
-    async def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
-        """Load what was received between two tokens; seconds that the engine stood still."""
-        ...
-
-    async def sleep(self) -> None:
-        """Sample nothing until :meth:`wake` and leave the device to the learner; what is in flight stays."""
-        ...
-
-    async def wake(self) -> None: ...
-
-    async def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]: ...
-
-    async def digests(self) -> dict[str, str]:
-        """A checksum of every tensor that the engine holds, by name."""
         ...
 
     async def close(self) -> None: ...
@@ -85,34 +64,14 @@ class AnnotatorHandle(ReaderHandle, Protocol):
     async def close(self) -> None: ...
 
 
-class LearnerHandle(Protocol):
-    """The learner group as one part; its ranks act together."""
+class LearnerHandle(Remote[LearnerWorker], Protocol):
+    """The learner group as one part. ``call`` is answered by rank 0; in the other methods all ranks act together."""
 
     async def train(self, items: Sequence[TrainItem]) -> StepResult: ...
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
         """Copy the present weights aside for publishing. What the learner is asked for after this call finds the copy
         begun, whether the offer was awaited or not. ``probe``: texts that the offer is to score, for the audit."""
-        ...
-
-    async def ticket(self) -> Any:
-        """An offer of the newest snapshot to the present weight group."""
-        ...
-
-    async def critic_ticket(self) -> Any:
-        """The critic of the newest snapshot, for a critic service's workers; its attribute ``version`` names it."""
-        ...
-
-    async def transfer(self, ticket: Any) -> Any:
-        """Send the snapshot to all connected receivers; TransferStats."""
-        ...
-
-    async def release(self, version: int) -> None:
-        """No replica needs ``version`` any more: where live weights are streamed, their update goes on."""
-        ...
-
-    async def digests(self, dtype: str) -> dict[str, str]:
-        """Checksums of the tensors in the newest version sent, in an engine's dtype."""
         ...
 
     async def save(self, folder: Path) -> None: ...

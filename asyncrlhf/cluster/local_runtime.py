@@ -3,66 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker
+from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
 from asyncrlhf.actors.critic import CriticSpec
-from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker, describe
+from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem, joined, placed
+from asyncrlhf.actors.outbox import located
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
+from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled, describe_chunks
-from asyncrlhf.transport.protocol import Ticket, TransferStats
-from asyncrlhf.types import Annotation, FloatArray, Payload, Rollout, RolloutInfo, TrainSample
+from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.types import Annotation, Payload, Rollout
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class LocalGenerator:
-    """Steps its worker whenever there is work; one step costs ``step_seconds`` of virtual time unless the engine says
-    itself when it wants to be looked at again (the fake engine)."""
+class LocalGenerator(LocalPart[GeneratorWorker]):
+    """Steps its worker whenever there is work; one step costs ``virtual_step_seconds`` unless the engine says itself
+    when it wants to be looked at again (the fake engine)."""
 
-    def __init__(self, worker: GeneratorWorker, step_seconds: float) -> None:
-        self._worker = worker
-        self._step_seconds = step_seconds
+    def __init__(self, spec: GeneratorSpec, worker: GeneratorWorker) -> None:
+        super().__init__(spec.name, worker)
+        self._spec = spec
         self._changed = Signal()
-        self._busy = 0.0
-        self._ended: dict[int, float] = {}  # when each finished rollout got its last token
-        self._chunks: list[Chunk] = []
         self._killed: str | None = None
-        self._task = asyncio.create_task(self._run(), name=f"engine {worker.name}")
-
-    @property
-    def name(self) -> str:
-        return self._worker.name
+        self._task = asyncio.create_task(self._run(), name=f"engine {spec.name}")
 
     @property
     def slots(self) -> int:
-        return self._worker.engine.slots
+        return self._spec.generator.slots
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, worker = asyncio.get_running_loop(), self.worker
         while True:
-            await self._changed.wait_for(self._worker.has_work)
+            await self._changed.wait_for(worker.has_work)
             started = loop.time()
-            output = self._worker.step(started)
-            self._ended.update((result.rollout_id, loop.time()) for result in output.finished)
-            self._chunks += self._worker.take_chunks()
-            if output.finished or self._chunks:
+            output = worker.step()
+            if self._spec.chunk_tokens:
+                worker.send_chunks()
+            if output.finished or worker.outbox.has_chunks:
                 self._changed.notify()
             if output.wake_at is None:
-                await asyncio.sleep(self._step_seconds)
+                await asyncio.sleep(self._spec.generator.virtual_step_seconds)
             elif output.wake_at > started:
                 await self._nap(output.wake_at)
-            self._busy += loop.time() - started
+            worker.busy_seconds += loop.time() - started
 
     async def _nap(self, until: float) -> None:
         """Sleep until then, or until something changes (a submit, a load, a cancellation)."""
@@ -78,35 +77,32 @@ class LocalGenerator:
         self._task.cancel()
         self._changed.notify()
 
+    def _ended(self) -> bool:
+        return self._killed is not None or self._task.done()
+
     def _check(self) -> None:
         if self._killed is not None:
             raise ReplicaError(f"{self.name} is dead: {self._killed}")
         if self._task.done():
             self._task.result()
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def call(
+        self, seconds: float, method: Callable[Concatenate[GeneratorWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         self._check()
-        self._worker.submit(items)
+        answer = await super().call(seconds, method, *args, **kwargs)
         self._changed.notify()
+        return answer
+
+    async def submit(self, items: Sequence[WorkItem]) -> None:
+        await self.call(LONG_SECONDS, GeneratorWorker.submit, items)
 
     async def collect(self) -> Collected:
-        await self._changed.wait_for(
-            lambda: self._worker.has_results() or self._chunks or self._killed is not None or self._task.done()
-        )
+        box = self.worker.outbox
+        await self._changed.wait_for(lambda: box.has_results or box.has_chunks or self._ended())
         self._check()
-        rollouts, failures = self._worker.take()
         now = asyncio.get_running_loop().time()
-        ended, self._ended = self._ended, {}
-        chunks, self._chunks = self._chunks, []
-        finished = [_bind(info, rollouts, ended.get(info.rollout_id, now)) for info in describe(rollouts)]
-        begun = [replace(info, payload=Payload(chunks, info.payload.index)) for info in describe_chunks(chunks)]
-        return Collected(finished, failures, self._busy, self._worker.tokens, chunks=begun)
-
-    async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        self._check()
-        gone = self._worker.cancel(rollout_ids)
-        self._changed.notify()
-        return gone
+        return located(*box.take(self.worker.busy_seconds, self.worker.tokens, now), now)
 
     async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
         await self.submit(items)
@@ -115,46 +111,18 @@ class LocalGenerator:
 
         def look() -> bool:
             nonlocal done
-            done = self._worker.take_private(ids)
-            return done is not None or self._killed is not None or self._task.done()
+            done = self.worker.outbox.take_private(ids)
+            return done is not None or self._ended()
 
         await self._changed.wait_for(look)
         self._check()
         assert done is not None
         return done
 
-    async def receive(self, ticket: Ticket) -> None:
-        self._check()
-        self._worker.receive(ticket)
-
-    async def load(self, version: int, cache: Literal["keep", "recompute"]) -> float:
-        self._check()
-        self._worker.load(version, cache, asyncio.get_running_loop().time())
-        self._changed.notify()
-        return 0.0
-
-    async def sleep(self) -> None:
-        self._check()
-        self._worker.sleep(asyncio.get_running_loop().time())
-        self._changed.notify()
-
-    async def wake(self) -> None:
-        self._check()
-        self._worker.wake()
-        self._changed.notify()
-
-    async def score(self, texts: Sequence[np.ndarray]) -> list[FloatArray]:
-        self._check()
-        return self._worker.score(texts)
-
-    async def digests(self) -> dict[str, str]:
-        self._check()
-        return self._worker.digests()
-
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._worker.close()
+        await super().close()
 
 
 def _once() -> Callable[[], bool]:
@@ -163,76 +131,64 @@ def _once() -> Callable[[], bool]:
     return lambda: next(looks, True)
 
 
-def _bind(info: RolloutInfo, rollouts: list[Rollout], now: float) -> RolloutInfo:
-    return replace(info, payload=Payload(rollouts, info.payload.index), generated_at=now)
-
-
 def fetch_local(payloads: Sequence[Payload]) -> list[Rollout]:
     """The rollouts, with the arrays of their annotations."""
     return [joined(p.ref[p.index], (a.ref[a.index] for a in p.annotations)) for p in payloads]
 
 
-class LocalAnnotator:
-    """A reward, reference or critic worker; its calls cost no virtual time."""
+class LocalAnnotator(LocalPart[AnnotatorWorker]):
+    """A reward, reference or critic worker."""
 
-    def __init__(self, worker: AnnotatorWorker) -> None:
-        self.worker = worker
+    def __init__(self, name: str, worker: AnnotatorWorker, answer_seconds: float) -> None:
+        super().__init__(name, worker)
+        self._answer_seconds = answer_seconds
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
-        return placed(*self.worker.annotate(fetch_local(payloads), ticket))
+        rollouts = fetch_local(payloads)
+        return placed(*await self.call(self._answer_seconds, AnnotatorWorker.annotate, rollouts, ticket))
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        return self.worker.prefill(released, [c.payload.ref[c.payload.index] for c in chunks])
-
-    async def close(self) -> None:
-        """Nothing is held open."""
+        pieces = [chunk.payload.ref[chunk.payload.index] for chunk in chunks]
+        return await self.call(self._answer_seconds, AnnotatorWorker.prefill, released, pieces)
 
 
-class LocalLearner:
-    """One rank; a step costs ``step_seconds`` of virtual time, during which everything else goes on."""
+class LocalLearner(LocalPart[LearnerWorker]):
+    """One rank; a step costs ``virtual_step_seconds``, during which everything else goes on."""
 
-    def __init__(self, worker: LearnerWorker, step_seconds: float) -> None:
-        self.worker = worker
-        self._step_seconds = step_seconds
+    def __init__(self, spec: LearnerSpec, worker: LearnerWorker) -> None:
+        super().__init__("learner-0", worker)
+        self._step_seconds = spec.learner.virtual_step_seconds
 
     async def train(self, items: Sequence[TrainItem]) -> StepResult:
+        chosen = [(((0, i),), item.reward, item.weight, item.masked_before_version) for i, item in enumerate(items)]
         rollouts = fetch_local([item.payload for item in items])
-        samples = [
-            TrainSample(rollout, item.reward, item.weight, item.masked_before_version)
-            for rollout, item in zip(rollouts, items, strict=True)
-        ]
-        result = self.worker.train(samples)
+        result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, rollouts)
         await asyncio.sleep(self._step_seconds)
         return result
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
+        answer: Any = self.worker.snapshot(probe)  # at once, and not when the answer is awaited
+        if inspect.isawaitable(answer):
+            return asyncio.ensure_future(answer)
         offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
-        offered.set_result(self.worker.snapshot(probe))
+        offered.set_result(answer)
         return offered
 
-    async def ticket(self) -> Ticket:
-        return self.worker.require_sender().ticket()
-
-    async def critic_ticket(self) -> Ticket:
-        return self.worker.critic_ticket()
-
-    async def transfer(self, ticket: Ticket) -> TransferStats:
-        return self.worker.require_sender().transfer(ticket)
-
-    async def release(self, version: int) -> None:
-        self.worker.require_sender().release(version)
-
-    async def digests(self, dtype: str) -> dict[str, str]:
-        return self.worker.digests(dtype)
-
     async def save(self, folder: Path) -> None:
-        self.worker.save(folder)
+        await self.call(LONG_SECONDS, LearnerWorker.save, folder)
 
     async def load(self, folder: Path) -> None:
-        self.worker.load(folder)
+        await self.call(LONG_SECONDS, LearnerWorker.load, folder)
 
-    async def close(self) -> None:
-        self.worker.close()
+
+@dataclass(frozen=True)
+class Workers:
+    """How the worker of each part is built from its spec. Others than these may stand in, to imitate a run: a method
+    that is a coroutine lets virtual time pass."""
+
+    generator: Callable[[GeneratorSpec, Callable[[], float]], Any] = build_worker  # with the clock of the run
+    learner: Callable[[LearnerSpec], Any] = LearnerWorker
+    annotator: Callable[[AnnotatorSpec, str], Any] = build_annotator  # with its name
 
 
 class LocalRuntime:
@@ -246,8 +202,10 @@ class LocalRuntime:
         sharing: Collection[str] = (),
         reference: ReferenceSpec | None = None,
         critic: CriticSpec | None = None,
+        workers: Workers | None = None,
     ) -> None:
         """``sharing``: the generators that take turns with the learner."""
+        self._workers = workers or Workers()
         self.sharing = frozenset(sharing)
         self._specs = {spec.name: spec for spec in generators}
         self._learner_spec = learner
@@ -261,7 +219,7 @@ class LocalRuntime:
         self.learner: LocalLearner
 
     async def start(self) -> None:
-        self.learner = LocalLearner(LearnerWorker(self._learner_spec), self._learner_spec.learner.virtual_step_seconds)
+        self.learner = LocalLearner(self._learner_spec, self._workers.learner(self._learner_spec))
         self.rewards = self._annotators(self._reward_spec)
         self.references = self._annotators(self._reference_spec)
         self.critics = self._annotators(self._critic_spec)
@@ -270,14 +228,16 @@ class LocalRuntime:
     def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
         if spec is None:
             return []
-        return [LocalAnnotator(spec.build(f"{spec.kind}-{i}")) for i in range(spec.settings.workers)]
+        names = [f"{spec.kind}-{i}" for i in range(spec.settings.workers)]
+        return [LocalAnnotator(name, self._workers.annotator(spec, name), spec.answer_seconds) for name in names]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
-        return LocalGenerator(build_worker(spec), spec.generator.virtual_step_seconds)
+        return LocalGenerator(spec, self._workers.generator(spec, asyncio.get_running_loop().time))
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
         self._epoch += 1
-        self.learner.worker.require_sender().connect("", [r.name for r in receivers], self._epoch)
+        names = [r.name for r in receivers]
+        await self.learner.call(LONG_SECONDS, LearnerWorker.connect, "", names, self._epoch)
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         fresh = self._generator(self._specs[dead.name])
@@ -292,8 +252,7 @@ class LocalRuntime:
         return fetch_local(payloads)
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
-        kept = list(rollouts)
-        return [Payload(kept, i) for i in range(len(kept))]
+        return [Payload(rollouts, i) for i in range(len(rollouts))]
 
     async def close(self) -> None:
         for generator in self.generators:

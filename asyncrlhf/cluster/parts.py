@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec
@@ -20,6 +21,9 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.chunked_reference import chunk_refusal
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
 from asyncrlhf.validation import check
+
+if TYPE_CHECKING:
+    from asyncrlhf.cluster.local_runtime import Workers
 
 
 def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
@@ -70,8 +74,9 @@ def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
     return make_plan(config.cluster.placement, parts, nodes)
 
 
-def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
-    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go."""
+def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Workers | None = None) -> Runtime:
+    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go. ``workers``: others than
+    the real ones, for ``runtime=local``."""
     weights = wire_settings(config, run_dir)
     generators = generator_specs(config, weights)
     learner = LearnerSpec(
@@ -99,7 +104,7 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None) -> Runtime:
     if config.runtime == "local":
         from asyncrlhf.cluster.local_runtime import LocalRuntime
 
-        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing, reference, critic)
+        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing, reference, critic, workers)
     from asyncrlhf.cluster.ray_runtime import RayRuntime
 
     return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir, reference, critic)

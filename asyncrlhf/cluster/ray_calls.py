@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from asyncrlhf.actors.messages import Address
 from asyncrlhf.actors.where import Where
 from asyncrlhf.cluster.ray_placement import free_in_ray
-from asyncrlhf.cluster.remote import LONG_SECONDS, within
+from asyncrlhf.cluster.remote import within
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.types import Payload
 
@@ -25,7 +25,7 @@ START_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
 
 
-async def ask(name: str, reference: Any, seconds: float = LONG_SECONDS, verb: str = "its call") -> Any:
+async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
     """Await the answer of the actor ``name`` to ``verb``. Its own exception comes out as it was raised; its death, and
     no answer within ``seconds``, as a ReplicaError."""
     return await within(seconds, name, verb, _translated(name, reference))
@@ -82,8 +82,12 @@ class RayPart(Generic[W]):
     ) -> R:
         """As :class:`~asyncrlhf.cluster.remote.Remote`; Ray puts the objects in the place of object references."""
         verb = method.__name__
-        answer: R = await ask(self._name, self.actor.call.remote(verb, *args, **kwargs), seconds, verb)
+        answer: R = await ask(self._name, self.send(verb, *args, **kwargs), seconds, verb)
         return answer
+
+    def send(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Make a call whose answer is not awaited here; returns the reference to it."""
+        return self.actor.call.remote(verb, *args, **kwargs)
 
     async def close(self) -> None:
         """Let the worker close what it holds open, then end its process whatever it answered."""

@@ -16,8 +16,8 @@ import ray
 
 from asyncrlhf.actors.annotator import AnnotatorSpec
 from asyncrlhf.actors.critic import CriticSpec
-from asyncrlhf.actors.generator import GeneratorSpec
-from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker
+from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
@@ -29,6 +29,7 @@ from asyncrlhf.cluster.ray_calls import addressed, ask
 from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
 from asyncrlhf.cluster.ray_services import RayAnnotator
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -202,13 +203,14 @@ class RayRuntime:
         self._epoch += 1
         names = [r.name for r in receivers]
         joins = [
-            asyncio.create_task(r.join(self._endpoint, rank, len(names) + 1, self._epoch))
+            asyncio.create_task(
+                r.call(LONG_SECONDS, GeneratorWorker.connect, self._endpoint, rank, len(names) + 1, self._epoch)
+            )
             for rank, r in enumerate(receivers, start=1)
-            if isinstance(r, RayGenerator)
         ]
         lost: dict[str, str] = {}
         try:
-            await self.learner.connect(self._endpoint, names, self._epoch)
+            await self.learner.call(LONG_SECONDS, LearnerWorker.connect, self._endpoint, names, self._epoch)
         except LostReceiversError as error:
             lost.update(error.receivers)
         except BaseException:
@@ -271,7 +273,8 @@ class RayRuntime:
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         addresses, references = addressed(payloads)
-        return resolved(addresses, await asyncio.gather(*(ask("the object store", r) for r in references)))
+        answers = (ask("the object store", reference, LONG_SECONDS, "fetch") for reference in references)
+        return resolved(addresses, await asyncio.gather(*answers))
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = RolloutBundle(rollouts)

@@ -19,7 +19,6 @@ def check_agreement(config: RunConfig) -> None:
     _check_shaped_rewards(config)
     _check_adapter(config)
     _check_runtime(config)
-    _check_streaming(config)
 
 
 def _check_shaped_rewards(config: RunConfig) -> None:
@@ -82,31 +81,6 @@ def _check_asynchrony(config: RunConfig) -> None:
     )
 
 
-def _check_streaming(config: RunConfig) -> None:
-    if not config.weights.streams:
-        return
-    check(
-        config.runtime == "ray",
-        "weights.staging=stream does not work with runtime=local, whose parts share one memory; allowed: snapshot.",
-    )
-    check(
-        config.cluster.placement != "flatten" or config.weights.transport == "disk",
-        "weights.staging=stream has the learner's update wait for the generators, which sleep meanwhile with "
-        "cluster.placement=flatten; allowed: weights.staging=snapshot, or weights.transport=disk.",
-    )
-    engines = sorted({kind.config.engine for kind in replica_kinds(config.generator)} - {"hf", "fake"})
-    check(
-        not engines,
-        f"weights.staging=stream does not work with generator.engine={', '.join(engines)}, which wants whole "
-        "layers at once; allowed: hf, fake, or weights.staging=snapshot.",
-    )
-    check(
-        not config.model.lora.r,
-        f"weights.staging=stream has nothing to save with model.lora.r={config.model.lora.r}, where an adapter alone "
-        "is sent; allowed: snapshot.",
-    )
-
-
 def _check_runtime(config: RunConfig) -> None:
     check(
         not (config.critic_served and config.learner.sharded),
@@ -117,11 +91,6 @@ def _check_runtime(config: RunConfig) -> None:
     check(
         not growing or config.runtime == "ray",
         "max_replicas needs runtime=ray, for runtime=local has no cluster that grows; allowed: 0.",
-    )
-    check(
-        not (config.learner.sharded and config.weights.streams) or config.weights.transport == "disk",
-        f"weights.staging=stream sends live weights, which {config.learner.layout} must gather from all ranks first; "
-        "allowed: weights.staging=snapshot, or weights.transport=disk.",
     )
     if config.runtime != "local":
         check(

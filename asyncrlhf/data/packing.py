@@ -134,14 +134,28 @@ def microbatch_indices(lengths: IntArray, token_budget: int) -> list[IntArray]:
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
-def shard(batch: TrainBatch, rank: int, ranks: int) -> TrainBatch:
-    """The share of ``rank``: whole groups, balanced by tokens; empty when there are fewer groups than ranks.
+def empty_batch(*, reference: bool, values: bool) -> TrainBatch:
+    """The share of a rank for which no group is left.
 
-    Groups go, longest first, to the rank with the fewest tokens; every rank computes the same split.
+    ``reference``, ``values``: whether the other ranks' shares come with the reference's log-probs and with values.
     """
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} is not one of {ranks} ranks")
-    return select(batch, _spread_groups(batch, ranks)[rank])
+    floats, ids, flags = np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    return TrainBatch(
+        token_ids=ids,
+        cu_seqlens=np.zeros(1, np.int64),
+        loss_mask=flags,
+        response_mask=flags,
+        behavior_logprobs=floats,
+        policy_versions=ids,
+        rewards=floats,
+        weights=floats,
+        group_ids=ids,
+        rollout_ids=ids,
+        truncated=flags,
+        ref_logprobs=floats if reference else None,
+        values=floats if values else None,
+        critic_versions=ids if values else None,
+    )
 
 
 def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
@@ -151,7 +165,7 @@ def split_minibatches(batch: TrainBatch, n: int) -> list[TrainBatch]:
 
 def minibatch_indices(batch: TrainBatch, n: int) -> list[IntArray]:
     """Sequence indices of each of ``n`` minibatches, in the order of the batch."""
-    return _spread_groups(batch, n)
+    return share_out(batch.group_ids, sequence_lengths(batch), n)
 
 
 def sequence_lengths(batch: TrainBatch) -> IntArray:
@@ -163,10 +177,14 @@ def _boundaries(lengths: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def _spread_groups(batch: TrainBatch, parts: int) -> list[IntArray]:
-    """Longest-processing-time split of the groups; ties go to the earlier group and the lower part."""
-    _, first, group_of = np.unique(batch.group_ids, return_index=True, return_inverse=True)
-    tokens = np.bincount(group_of, weights=sequence_lengths(batch), minlength=len(first))
+def share_out(group_ids: IntArray, lengths: IntArray, parts: int) -> list[IntArray]:
+    """Indices [n] of each part's sequences, in order: whole groups, balanced by tokens; a part may be empty.
+
+    Groups go, longest first, to the part with the fewest tokens; ties go to the earlier group and the lower part.
+    ``group_ids`` [N], ``lengths`` [N] in tokens.
+    """
+    _, first, group_of = np.unique(group_ids, return_index=True, return_inverse=True)
+    tokens = np.bincount(group_of, weights=lengths, minlength=len(first))
     heap = [(0.0, part) for part in range(parts)]
     part_of_group = np.zeros(len(first), dtype=np.int64)
     for group in np.lexsort((first, -tokens)):

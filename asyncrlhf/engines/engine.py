@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -91,13 +91,6 @@ class Engine(Protocol):
         missing, unknown or of another shape. In-flight sequences go on from the tokens they have: with ``cache="keep"``
         on the old KV cache, with ``"recompute"`` after a new prefill under the new weights. An engine that makes tokens
         by the clock (``wake_at`` given) is stepped once more before, so that what was made by now keeps its version.
-        """
-        ...
-
-    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
-        """As :meth:`load_weights`, from one bucket of tensors after another; a bucket's tensors are gone when the next
-        is asked for. No token is sampled meanwhile, and the version changes once, when all have come. An error leaves
-        the weights half loaded and the version as it was: the caller samples nothing before a load that succeeds.
         """
         ...
 

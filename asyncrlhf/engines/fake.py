@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -213,11 +213,6 @@ class FakeEngine:
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Only the version counts: there are no weights."""
-        self._version = version
-
-    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
-        for _ in buckets:
-            pass
         self._version = version
 
     def parameters(self) -> Mapping[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from asyncrlhf.engines.kv_cache import KVCache
 from asyncrlhf.engines.planning import choose_prefills, plan_score, plan_step
 from asyncrlhf.engines.sampling import sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable
-from asyncrlhf.engines.weights import load_named_buckets, load_named_weights, named_weights
+from asyncrlhf.engines.weights import load_named_weights, named_weights
 from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
 
 _SCORE_ELEMENTS = 2**26  # logits of one scoring pass
@@ -251,13 +251,6 @@ class HFEngine:
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         load_named_weights(self._model, weights)
-        self._loaded(version, cache)
-
-    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
-        load_named_buckets(self._model, buckets)
-        self._loaded(version, cache)
-
-    def _loaded(self, version: int, cache: CacheMode) -> None:
         self._version = version
         if cache == "recompute":
             self._forget_keys()

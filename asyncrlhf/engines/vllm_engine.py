@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from torch import nn
 from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.engines.weights import match_named_weights
-from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray, IntArray
 
 if TYPE_CHECKING:
@@ -221,10 +220,6 @@ class VllmEngine:
             self._core.update_weights(version, tensors)
             self._version = version
             self._core.forget_cache(running=cache == "recompute")
-
-    def load_stream(self, version: int, buckets: Iterable[Mapping[str, torch.Tensor]], cache: CacheMode) -> None:
-        """vLLM's layerwise reload keeps a layer's tensors until all of them have come, beyond the life of a bucket."""
-        raise WeightSyncError("weights.staging=stream does not work with generator.engine=vllm; allowed: snapshot.")
 
     def _take_back_unstarted(self) -> None:
         """Requests without a token, which a full batch left waiting in vLLM, start anew: under the old salt they would

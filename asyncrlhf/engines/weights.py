@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,27 +20,20 @@ def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -
 
     Raises WeightSyncError that names what is missing, unknown or of another shape.
     """
-    own, aliases = dict(model.named_parameters()), _first_names(model)
+    own = dict(model.named_parameters())
+    first = {id(parameter): name for name, parameter in own.items()}
+    aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     unknown = [name for name in weights if name not in aliases]
     given = {aliases[name]: tensor for name, tensor in weights.items() if name in aliases}
     given.update({name: tensor for name, tensor in weights.items() if name in own})
     missing = [name for name in own if name not in given]
-    _refuse(missing, unknown, _wrong_shapes(own, given))
-    return {name: given[name] for name in own}
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter, tied ones included, and the name that ``named_parameters`` gives it."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _wrong_shapes(own: Mapping[str, nn.Parameter], given: Mapping[str, torch.Tensor]) -> list[str]:
-    return [
+    shapes = [
         f"{name} is {tuple(given[name].shape)} instead of {tuple(parameter.shape)}"
         for name, parameter in own.items()
         if name in given and given[name].shape != parameter.shape
     ]
+    _refuse(missing, unknown, shapes)
+    return {name: given[name] for name in own}
 
 
 def _refuse(missing: Sequence[str], unknown: Sequence[str], shapes: Sequence[str]) -> None:
@@ -62,21 +55,3 @@ def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(given[name])
-
-
-@torch.no_grad()
-def load_named_buckets(model: nn.Module, buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """As :func:`load_named_weights`, one bucket after another, so that only one has to be in memory.
-
-    What does not fit is found when its bucket comes, and what is missing at the end: an error leaves the model with
-    some of the weights.
-    """
-    own, aliases = dict(model.named_parameters()), _first_names(model)
-    missing = dict.fromkeys(own)
-    for bucket in buckets:
-        given = {aliases[name]: tensor for name, tensor in bucket.items() if name in aliases}
-        _refuse([], [name for name in bucket if name not in aliases], _wrong_shapes(own, given))
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
-            missing.pop(name, None)
-    _refuse(list(missing), [], [])

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from asyncrlhf.algorithms.advantages import broadcast, opob, score_norms
-from asyncrlhf.algorithms.diagnostics import effective_sample_size
 from asyncrlhf.algorithms.gates import m2_gate, sat_gate
 from asyncrlhf.algorithms.heads import pair, regress
 from asyncrlhf.algorithms.masked import masked_values, segment_sum
+from asyncrlhf.algorithms.statistics import EffectiveSize, together
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.distributed import Peers, all_gather
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, span_of
@@ -41,8 +41,8 @@ def sequence_ess_fraction(plan: StepPlan, proximal: torch.Tensor, peers: Peers) 
     mask, ids, count = tokens.loss_mask, tokens.sequence_ids, len(tokens.rewards)
     products = segment_sum(masked_values(proximal - tokens.behavior, mask).double(), ids, count)
     present = segment_sum(mask.long(), ids, count) > 0
-    shares = all_gather((products.cpu(), present.cpu()), peers)
-    return float(effective_sample_size(*(torch.cat(pieces) for pieces in zip(*shares, strict=True)))[1])
+    found = {"fraction": EffectiveSize.over(products, present, share=True)}
+    return float(together(all_gather(found, peers))["fraction"])
 
 
 def new_targets(config: AlgorithmConfig, targets: Targets) -> None:

@@ -1,6 +1,8 @@
-"""The metrics of a learner step, from the whole step's tokens of all ranks at once."""
+"""The metrics of a learner step: each rank's statistics of its own tokens, added up over the ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -14,118 +16,81 @@ from asyncrlhf.algorithms.diagnostics import (
     lag_diagnostics,
     log_ratio_diagnostics,
     weight_diagnostics,
+    without_empty_lags,
 )
 from asyncrlhf.algorithms.kl import kl_estimate
-from asyncrlhf.algorithms.masked import masked_mean, moments
+from asyncrlhf.algorithms.statistics import Mean, Spread, Statistic, Total, together
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.plan import StepPlan, invalid_behavior
+from asyncrlhf.learner.plan import StepPlan, flat_groups, invalid_behavior
 from asyncrlhf.learner.targets import StepRecord, Targets, correction_weight, proximal_of
 
-Arrays = dict[str, np.ndarray]
+Found = dict[str, Statistic]
 
 
-def export(plan: StepPlan, targets: Targets, record: StepRecord) -> Arrays:
-    """This rank's arrays as NumPy, to be gathered over ranks."""
-    tokens = plan.tokens
-    tensors = {
-        "sequence_ids": tokens.sequence_ids,
-        "loss_mask": tokens.loss_mask,
-        "behavior": tokens.behavior,
-        "version_lag": tokens.version_lag,
-        "advantages": targets.advantages,
-        "policy": record.policy,
-        "proximal": record.proximal,
-        "entropy": record.entropy,
-        "clipped": record.clipped,
-    }
-    kept = None if plan.batch.kept_counts is None else record.kept_mass
-    optionals = {"ref": targets.ref, "ema": targets.ema, "critic_lag": tokens.critic_lag, "kept_mass": kept}
-    tensors |= {name: optional for name, optional in optionals.items() if optional is not None}
-    if targets.returns is not None and targets.old_values is not None:
-        tensors |= {"returns": targets.returns, "values": targets.old_values}
-    arrays: Arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
-    batch = plan.batch
-    lengths = np.diff(np.concatenate([[0], np.cumsum(batch.response_mask)])[batch.cu_seqlens])
-    arrays["invalid_behavior"] = invalid_behavior(batch) & batch.loss_mask[batch.response_mask]
-    sequences: Arrays = {"rewards": batch.rewards, "group_ids": batch.group_ids, "truncated": batch.truncated}
-    return arrays | sequences | {"lengths": lengths, "packed_tokens": np.diff(batch.cu_seqlens)}
-
-
-def merge(parts: list[Arrays]) -> Arrays:
-    """All ranks' arrays as one rank's, with sequence ids that go on from rank to rank."""
-    if len(parts) == 1:
-        return parts[0]
-    first = np.cumsum([0] + [len(part["rewards"]) for part in parts])
-    shifted = [
-        part | {"sequence_ids": part["sequence_ids"] + offset} for part, offset in zip(parts, first, strict=False)
-    ]
-    return {name: np.concatenate([part[name] for part in shifted]) for name in parts[0]}
+def figures(parts: Iterable[Found]) -> dict[str, float]:
+    """The metrics of the step, from the statistics of all ranks."""
+    return without_empty_lags({name: float(found) for name, found in together(parts).items()})
 
 
 @torch.inference_mode()
-def step_metrics(arrays: Arrays, config: AlgorithmConfig) -> dict[str, float]:
-    """Everything that the step's tokens and rewards say, as floats."""
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    mask, ids = tensors["loss_mask"], tensors["sequence_ids"]
-    drift = tensors["proximal"] - tensors["behavior"]
-    count, first, second = moments(tensors["advantages"], mask).tolist()
-    mean = first / max(count, 1)
-    found: dict[str, torch.Tensor] = {
+def step_statistics(plan: StepPlan, targets: Targets, record: StepRecord, config: AlgorithmConfig) -> Found:
+    """Everything that this rank's tokens and rewards say."""
+    tokens = plan.tokens
+    mask, ids, behavior = tokens.loss_mask, tokens.sequence_ids, tokens.behavior
+    advantages, policy, proximal = targets.advantages, record.policy, record.proximal
+    drift = proximal - behavior
+    everywhere = torch.ones_like(mask)
+    found: Found = {
         **weight_diagnostics(drift, mask, ids),
         **log_ratio_diagnostics(drift, mask, "behavior"),
-        **log_ratio_diagnostics(tensors["policy"] - tensors["proximal"], mask, "policy"),
-        **kl_diagnostics(tensors["proximal"], tensors["behavior"], mask, "behavior"),
-        **clip_diagnostics(tensors["clipped"], tensors["advantages"], mask),
-        **lag_diagnostics(tensors["version_lag"], mask),
-        **by_lag(drift, tensors["rewards"], tensors["version_lag"], mask, ids),
-        "harmful_second_moment": harmful_second_moment(
-            tensors["policy"] - tensors["behavior"], tensors["advantages"], mask
-        ),
-        "entropy": masked_mean(tensors["entropy"], mask),
-        "negative_advantage_fraction": masked_mean((tensors["advantages"] < 0).float(), mask),
+        **log_ratio_diagnostics(policy - proximal, mask, "policy"),
+        **kl_diagnostics(proximal, behavior, mask, "behavior"),
+        **clip_diagnostics(record.clipped, advantages, mask),
+        **lag_diagnostics(tokens.version_lag, mask),
+        **by_lag(drift, tokens.rewards, tokens.version_lag, mask, ids),
+        "harmful_second_moment": harmful_second_moment(policy - behavior, advantages, mask),
+        "entropy": Mean.over(record.entropy, mask),
+        "negative_advantage_fraction": Mean.over((advantages < 0).float(), mask),
+        "advantage_mean": Mean.over(advantages, mask),
+        "advantage_std": Spread.over(advantages, mask),
+        "masked_token_fraction": Mean.over((~mask).float(), everywhere),
     }
     if config.correction != "none":
-        between = proximal_of(
-            config,
-            tensors["policy"],
-            tensors["behavior"],
-            tensors["version_lag"],
-            tensors["proximal"],
-            tensors.get("ema"),
-        )
-        found |= correction_weight(config, between, tensors["behavior"], mask, ids)[1]
-    if "ref" in tensors:
-        found["ref_kl"] = masked_mean(kl_estimate(tensors["policy"], tensors["ref"], mask, estimator="k3"), mask)
-    if "kept_mass" in tensors:
-        found["truncation_mass"] = masked_mean(tensors["kept_mass"], mask)
-    if "returns" in tensors:
-        found["explained_variance"] = explained_variance(tensors["values"], tensors["returns"], mask)
-    metrics = {name: float(value) for name, value in found.items()} | {
-        "advantage_mean": mean,
-        "advantage_std": max(0.0, second / max(count, 1) - mean**2) ** 0.5,
-        "masked_token_fraction": 1 - count / max(len(mask), 1),
-        "invalid_behavior_tokens": float(arrays["invalid_behavior"].sum()),
+        between = proximal_of(config, policy, behavior, tokens.version_lag, proximal, targets.ema)
+        count = float(mask.sum())
+        cut = correction_weight(config, between, behavior, mask, ids)[1]
+        found |= {name: Mean(float(mean) * count, count) for name, mean in cut.items()}
+    if targets.ref is not None:
+        found["ref_kl"] = Mean.over(kl_estimate(policy, targets.ref, mask, estimator="k3"), mask)
+    if plan.batch.kept_counts is not None:
+        found["truncation_mass"] = Mean.over(record.kept_mass, mask)
+    if targets.returns is not None and targets.old_values is not None:
+        found["explained_variance"] = explained_variance(targets.old_values, targets.returns, mask)
+    found["ess_fraction_seq"] = found.pop("sequence_ess_fraction")
+    return found | _of_sequences(plan)
+
+
+def _of_sequences(plan: StepPlan) -> Found:
+    batch, count = plan.batch, float(plan.batch.num_sequences)
+    responses = batch.response_mask
+    invalid = invalid_behavior(batch) & batch.loss_mask[responses]
+    counts: Found = {
+        "tokens": Total(float(len(batch.token_ids))),
+        "sequences": Total(count),
+        "response_tokens": Total(float(responses.sum())),
+        "invalid_behavior_tokens": Total(float(invalid.sum())),
     }
-    metrics["ess_fraction_seq"] = metrics.pop("sequence_ess_fraction")
-    return metrics | _sequence_metrics(arrays)
-
-
-def _sequence_metrics(arrays: Arrays) -> dict[str, float]:
-    rewards, lengths = arrays["rewards"], arrays["lengths"]
-    tokens = float(arrays["packed_tokens"].sum())
-    counts = {"tokens": tokens, "sequences": float(len(rewards)), "response_tokens": float(lengths.sum())}
-    if len(rewards) == 0:
+    if not count:
         return counts
-    if "critic_lag" in arrays:
-        counts["critic_lag_mean"] = float(arrays["critic_lag"].mean())
-    _, group_of = np.unique(arrays["group_ids"], return_inverse=True)
-    low, high = np.full(group_of.max() + 1, np.inf), np.full(group_of.max() + 1, -np.inf)
-    np.minimum.at(low, group_of, rewards)
-    np.maximum.at(high, group_of, rewards)
+    rewards = torch.from_numpy(batch.rewards)
+    spread = Spread.over(rewards, torch.ones(len(rewards), dtype=torch.bool))
+    _, first = np.unique(batch.group_ids, return_index=True)
+    if plan.tokens.critic_lag is not None:
+        counts["critic_lag_mean"] = Mean(float(plan.tokens.critic_lag.sum()), count)
     return counts | {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "response_length_mean": float(lengths.mean()),
-        "truncated_fraction": float(arrays["truncated"].mean()),
-        "zero_spread_groups": float((low == high).mean()),
+        "reward_mean": spread.mean,
+        "reward_std": spread,
+        "response_length_mean": Mean(float(responses.sum()), count),
+        "truncated_fraction": Mean(float(batch.truncated.sum()), count),
+        "zero_spread_groups": Mean(float(flat_groups(batch)[first].sum()), float(len(first))),
     }

@@ -114,11 +114,12 @@ def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.nd
     if config.head == "policy" and config.advantage == "raw":
         return batch.rewards == 0
     if config.head == "policy" and config.advantage in GROUP_ADVANTAGES and config.advantage_shift == 0:
-        return _flat_groups(batch)
+        return flat_groups(batch)
     return none
 
 
-def _flat_groups(batch: TrainBatch) -> np.ndarray:
+def flat_groups(batch: TrainBatch) -> np.ndarray:
+    """Sequences [N] whose group has one and the same reward throughout."""
     _, group_of, sizes = np.unique(batch.group_ids, return_inverse=True, return_counts=True)
     low = np.full(len(sizes), np.inf)
     high = np.full(len(sizes), -np.inf)

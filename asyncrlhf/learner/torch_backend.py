@@ -24,7 +24,7 @@ from asyncrlhf.learner.forward import PackedPolicy, TokenFacts, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
-from asyncrlhf.learner.metrics import export, merge, step_metrics
+from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.optim import Updater, schedule_factor
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
@@ -118,7 +118,7 @@ class TorchBackend:
         self.updater.before_update(callback)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
-        """One learner step on this rank's whole groups (``data.packing.shard``); an empty share is fine. Ranks that
+        """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
         share a share (``learner.sequence_parallel_size``) are given the same.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
@@ -319,9 +319,9 @@ class TorchBackend:
     def _metrics(
         self, plan: StepPlan, targets: Targets, record: StepRecord, losses: list[torch.Tensor]
     ) -> dict[str, float]:
-        arrays = merge(all_gather(export(plan, targets, record), self._peers))
+        found = step_statistics(plan, targets, record, self.algorithm)
         policy, value = all_sum(torch.stack(losses), self._peers).mean(dim=0).tolist()
-        metrics = step_metrics(arrays, self.algorithm) | {"loss": policy}
+        metrics = figures(all_gather(found, self._peers)) | {"loss": policy}
         return metrics if self.critic is None else metrics | {"value_loss": value}
 
     def _guard(self, skipped: bool) -> None:

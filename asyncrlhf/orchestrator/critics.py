@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.orchestrator.annotate import Annotator
 from asyncrlhf.orchestrator.assembly import Assembly, Waiting
 from asyncrlhf.orchestrator.state import RunState
@@ -29,7 +31,7 @@ class CriticVersions:
         """Take the critic of the learner's newest snapshot."""
         if not self._state.config.critic_served:
             return
-        ticket = await self._runtime.learner.critic_ticket()
+        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
         self._tickets[ticket.version] = ticket
         oldest = ticket.version
         if self._state.scheduled:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from asyncrlhf.actors.messages import TrainItem
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
@@ -85,8 +87,7 @@ class LearnLoop:
             self._purge_if_published()
             taken = self._state.buffer.take(self._state.version, self._state.unfinished_versions())
             failed = self._publisher.failure is not None
-            due = self._publish_due or self._publisher.wanted
-            return taken is not None or failed or (due and not self._publisher.busy)
+            return taken is not None or failed or (self._publish_due and not self._publisher.busy)
 
         while True:
             await self._state.changed.wait_for(look)
@@ -107,7 +108,7 @@ class LearnLoop:
         state, version = self._state, self._state.version
         state.buffer.check_batch(version, taken)
         items = [
-            TrainItem(r.info.payload, r.reward, t.weight, t.masked_before_version)
+            TrainItem(r.info.payload, r.reward, r.info.group_id, r.info.tokens, t.weight, t.masked_before_version)
             for t in taken
             for r in t.group.rollouts
         ]
@@ -201,7 +202,7 @@ class LearnLoop:
             mine = sorted(ids & replica.in_flight)
             if mine:
                 replica.in_flight.difference_update(mine)
-                task = asyncio.create_task(replica.handle.cancel(mine))
+                task = asyncio.create_task(replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, mine))
                 task.add_done_callback(_swallow_death)
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.buffer.records import group_from_json, group_to_json
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
@@ -76,8 +78,7 @@ async def completed(saved: Saved, config: RunConfig, runtime: Runtime) -> Saved:
         rollouts = {i: replace(r, values=None, critic_version=None) for i, r in rollouts.items()}
     elif lacking := [r for r in rollouts.values() if r.values is None]:
         await runtime.learner.snapshot(None)
-        ticket = await runtime.learner.critic_ticket()
-        await runtime.learner.release(ticket.version)
+        ticket = await runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
         rollouts |= await _annotated(lacking, runtime.critics, runtime, ticket)
     return replace(saved, rollouts=rollouts)
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.state import Replica, RunState
@@ -47,11 +48,11 @@ class Turns:
         await self._settled()
         self.training = True
         try:
-            await self._all("sleep", lambda replica: replica.handle.sleep())
+            await self._all(GeneratorWorker.sleep)
             yield
         finally:
             self.training = False
-        await self._all("wake", lambda replica: replica.handle.wake())
+        await self._all(GeneratorWorker.wake)
         self._state.changed.notify()
 
     @asynccontextmanager
@@ -76,17 +77,14 @@ class Turns:
             await self._state.changed.wait_for(lambda: not self._starting)
             await self._published()
 
-    async def _all(self, what: str, call: Callable[[Replica], Awaitable[None]]) -> None:
+    async def _all(self, method: Callable[[GeneratorWorker], None]) -> None:
         sharing = [r for r in self._state.replicas if r.name in self._runtime.sharing]
         self._fresh -= {r.name for r in sharing if r.alive}
         sharing = [r for r in sharing if r.alive or r.name in self._fresh]
-        await asyncio.gather(*(self._one(replica, what, call(replica)) for replica in sharing))
+        await asyncio.gather(*(self._one(replica, method) for replica in sharing))
 
-    async def _one(self, replica: Replica, what: str, answer: Awaitable[None]) -> None:
-        seconds = self._state.config.weights.timeout_seconds
+    async def _one(self, replica: Replica, method: Callable[[GeneratorWorker], None]) -> None:
         try:
-            await asyncio.wait_for(answer, seconds)
-        except TimeoutError:
-            self._on_dead(replica, ReplicaError(f"{replica.name} did not {what} within {seconds:g} s"))
+            await replica.handle.call(self._state.config.weights.timeout_seconds, method)
         except ReplicaError as error:
             self._on_dead(replica, error)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
+from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
@@ -20,7 +23,6 @@ from asyncrlhf.types import FloatArray
 
 PROBE_TEXTS, PROBE_LENGTH = 4, 16
 GRACE_SECONDS = 1.0  # beyond the transport's own time-out, whose sentence says more
-T = TypeVar("T")
 
 
 class WeightPublisher:
@@ -46,9 +48,8 @@ class WeightPublisher:
         kinds = replica_kinds(state.config.generator)
         self._audited = {kind.prefix for kind in kinds if kind.config.engine != "fake"}  # a fake engine has no weights
         self._lock = asyncio.Lock()
+        self._seconds = state.config.weights.timeout_seconds
         self._rejoining = 0
-        self._streams = state.config.weights.streams
-        self._joining: list[Replica] = []  # weights.staging=stream: those that wait for the next publish
         self.last_seconds = 0.0
         self.snapshot_seconds = 0.0  # that the learner stood still for the newest snapshot
         self.mismatch_kl = 0.0
@@ -58,12 +59,6 @@ class WeightPublisher:
     def busy(self) -> bool:
         """Whether weights are on their way, so that no new snapshot may take the place of the present one."""
         return self._publishing or self._rejoining > 0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a replica waits for a publish, of the present version if need be: where live weights are streamed
-        there is no snapshot that could be sent between two of them."""
-        return bool(self._joining)
 
     @property
     def _publishing(self) -> bool:
@@ -112,48 +107,17 @@ class WeightPublisher:
             handing = asyncio.ensure_future(self._hand_over())
             async with self._lock:
                 members = [r for r in self._state.replicas if r.alive]
-                if self._streams:
-                    await self._publish_stream(members, version, offer)
-                else:
-                    await self._send(members)
-                    await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
-                    await self._loaded(members, version, offer)
+                await self._send(members)
+                await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
+                self._state.published_version = version
+                if offer.probe_logprobs is not None:
+                    await self._audit(members, version, offer.probe_logprobs)
             await handing  # before the next snapshot takes this one's place
         finally:
             if handing is not None:
                 handing.cancel()
-            if self._streams:
-                await self._release(version)  # whatever happened: the learner's next update waits for it
         self.last_seconds = self._state.now() - started
         self._state.progressed()
-
-    async def _loaded(self, members: list[Replica], version: int, offer: Offer) -> None:
-        self._state.published_version = version
-        if offer.probe_logprobs is not None:
-            await self._audit(members, version, offer.probe_logprobs)
-
-    async def _publish_stream(self, members: list[Replica], version: int, offer: Offer) -> None:
-        """All replicas stand still before the first bucket is sent, and load as the buckets come. The learner's next
-        update waits until then."""
-        joining = list(self._joining)
-        members[:] = [r for r in members if r.version != version]  # a joiner may be all that is missing
-        try:
-            await asyncio.gather(*(self._wait_to_load(replica, version) for replica in members))
-            for replica in joining:
-                replica.alive = True
-            members[:] = [r for r in [*members, *joining] if r.alive]
-            await self._send(members)
-            await self._loaded(members, version, offer)
-        finally:
-            for replica in members:
-                replica.draining = False
-            self._joining = [r for r in self._joining if r not in joining]
-
-    async def _release(self, version: int) -> None:
-        try:
-            await self._runtime.learner.release(version)
-        except ReplicaError:
-            return  # the learner's death ends the run where its step is waited for
 
     async def _send(self, members: list[Replica]) -> None:
         """Transfer the newest snapshot to all members. A member that dies or hangs on the way leaves ``members``, and
@@ -189,12 +153,12 @@ class WeightPublisher:
     async def _transfer(self, members: list[Replica]) -> list[BaseException]:
         """One attempt; returns what went wrong. Nobody is waited for whom the sender names as lost: a process that
         hangs answers neither the sender nor its own handle."""
-        ticket = await self._runtime.learner.ticket()
+        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
         self.waiting_for = f"weights to reach {_names(members)}"
         receiving = {asyncio.create_task(self._receive(r, ticket)): r for r in members}
         failures: list[BaseException] = []
         try:
-            await self._runtime.learner.transfer(ticket)
+            await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket)
         except WeightSyncError as error:
             if isinstance(error, LostReceiversError):
                 self._bury(members, error)
@@ -210,7 +174,7 @@ class WeightPublisher:
 
     async def _end_receiving(self, receiving: dict[asyncio.Task[None], Replica]) -> list[BaseException]:
         """Wait for those still alive, within bounds; returns their failures."""
-        seconds = self._state.config.weights.timeout_seconds + GRACE_SECONDS
+        seconds = self._seconds + GRACE_SECONDS
         awaited = [task for task, replica in receiving.items() if replica.alive]
         try:
             late = (await asyncio.wait(awaited, timeout=seconds))[1] if awaited else set()
@@ -231,10 +195,7 @@ class WeightPublisher:
 
     async def _receive(self, replica: Replica, ticket: Any) -> None:
         try:
-            await replica.handle.receive(ticket)
-            if self._streams:
-                await replica.handle.load(ticket.version, self._cache_mode)
-                replica.version = ticket.version
+            await replica.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket)
         except ReplicaError as error:
             self._on_dead(replica, error)
 
@@ -243,21 +204,12 @@ class WeightPublisher:
         interrupt = not self._state.scheduled and self._state.config.async_.on_weight_update == "interrupt"
         return "recompute" if interrupt else "keep"
 
-    async def _within(self, replica: Replica, what: str, answer: Awaitable[T]) -> T:
-        """A replica that hangs in the engine is named, as one that hangs in the transfer is."""
-        seconds = self._state.config.weights.timeout_seconds
-        try:
-            return await asyncio.wait_for(answer, seconds)
-        except TimeoutError:
-            raise ReplicaError(f"{replica.name} did not {what} within {seconds:g} s") from None
-
     async def _load(self, replica: Replica, version: int) -> None:
         """Load as ``async.on_weight_update`` says; only now does the gate count the replica at this version."""
         await self._wait_to_load(replica, version)
         try:
             if replica.alive:
-                loading = replica.handle.load(version, self._cache_mode)
-                await self._within(replica, f"load version {version}", loading)
+                await replica.handle.call(self._seconds, GeneratorWorker.load, version, self._cache_mode)
                 replica.version = version
         except ReplicaError as error:
             self._on_dead(replica, error)
@@ -284,13 +236,11 @@ class WeightPublisher:
 
     async def rejoin(self, replica: Replica) -> None:
         """Bring a restarted replica to the version that the others hold. It may die over it, and is reported then."""
-        if self._streams:
-            await self._join_next(replica)
-            return
         await self._state.changed.wait_for(lambda: not self._publishing)
         self.raise_if_failed()
         # A snapshot newer than the last publish goes to all together first: nobody may get ahead of a schedule.
-        while (await self._runtime.learner.ticket()).version != self._state.published_version:
+        learner = self._runtime.learner
+        while (await learner.call(LONG_SECONDS, LearnerWorker.ticket)).version != self._state.published_version:
             await self._state.changed.wait_for(lambda: self._publishing)
             await self._state.changed.wait_for(lambda: not self._publishing)
             self.raise_if_failed()
@@ -302,20 +252,13 @@ class WeightPublisher:
             self._rejoining -= 1
             self._state.progressed()
 
-    async def _join_next(self, replica: Replica) -> None:
-        """Be part of the next publish; the learner's loop makes one at once when nothing else is to be done."""
-        self._joining.append(replica)
-        self._state.changed.notify()
-        await self._state.changed.wait_for(lambda: replica not in self._joining)
-        self.raise_if_failed()
-
     async def _rejoin(self, replica: Replica, version: int) -> None:
         replica.alive = True
         await self._send([r for r in self._state.replicas if r.alive])
         if not replica.alive:
             return
         try:
-            await self._within(replica, f"load version {version}", replica.handle.load(version, "keep"))
+            await replica.handle.call(self._seconds, GeneratorWorker.load, version, "keep")
             replica.version = version
         except ReplicaError as error:
             self._on_dead(replica, error)
@@ -326,16 +269,16 @@ class WeightPublisher:
         tolerance = self._state.config.audit_tolerance
         for replica in [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]:
             try:
-                scored = await self._within(replica, "score the audit's probe", replica.handle.score(self._probe))
+                scored = await replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
+                result = compare(expected, scored)
+                self.mismatch_kl = result.mismatch_kl
+                if result.mean_abs <= tolerance.suspicious:
+                    continue
+                theirs = await replica.handle.call(LONG_SECONDS, GeneratorWorker.digests)
             except ReplicaError as error:
                 self._on_dead(replica, error)
                 continue
-            result = compare(expected, scored)
-            self.mismatch_kl = result.mismatch_kl
-            if result.mean_abs <= tolerance.suspicious:
-                continue
-            theirs = await replica.handle.digests()
-            ours = await self._runtime.learner.digests(floating_dtype(theirs))
+            ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from asyncrlhf.transport.collective import CollectiveSender, CollectiveStreamSender
+from asyncrlhf.transport.collective import CollectiveSender
 from asyncrlhf.transport.collective_receiver import CollectiveReceiver
-from asyncrlhf.transport.disk import DiskReceiver, DiskSender, DiskStreamSender
+from asyncrlhf.transport.disk import DiskReceiver, DiskSender
 from asyncrlhf.transport.gather import ShardedParams
 from asyncrlhf.transport.local import LocalReceiver, LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
 from asyncrlhf.transport.protocol import WeightReceiver, WeightSender
 from asyncrlhf.transport.snapshot import Wire
-from asyncrlhf.transport.weights_config import STREAMING, WeightsConfig
+from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import WeightManifest
 from asyncrlhf.validation import check, check_choice
 
@@ -33,11 +33,6 @@ def resolve_transport(config: WeightsConfig, runtime: str) -> str:
         kind in allowed,
         f"weights.transport={config.transport} does not work with runtime={runtime}; "
         f"allowed: auto, {', '.join(allowed)}.",
-    )
-    check(
-        not config.streams or kind in STREAMING,
-        f"weights.staging=stream does not work with runtime={runtime}, whose weights travel by {kind}; "
-        f"allowed: snapshot.",
     )
     return kind
 
@@ -67,12 +62,7 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
         return ObjectStoreSender(manifest, wire=wire)
     if kind == "disk":
         check(config.disk_path, "weights.transport=disk needs weights.disk_path here; a run has one of its own.")
-        root = Path(config.disk_path)
-        if config.streams:
-            return DiskStreamSender(manifest, root, timeout_seconds=seconds, wire=wire)
-        return DiskSender(manifest, root, timeout_seconds=seconds, wire=wire)
-    if config.streams:
-        return CollectiveStreamSender(manifest, timeout_seconds=seconds, device=device, wire=wire)
+        return DiskSender(manifest, Path(config.disk_path), timeout_seconds=seconds, wire=wire)
     return CollectiveSender(manifest, timeout_seconds=seconds, device=device, wire=wire)
 
 

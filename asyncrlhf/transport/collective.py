@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import bucket_checksum, entries_by_bucket
 from asyncrlhf.transport.group import BroadcastGroup
-from asyncrlhf.transport.live import LiveHolder, bucket_buffer, gather_bucket
 from asyncrlhf.transport.manifest import FlatBuckets, manifest_digest
 from asyncrlhf.transport.membership import Membership
 from asyncrlhf.transport.protocol import Ticket, TransferStats
@@ -83,63 +81,3 @@ class CollectiveSender(SnapshotHolder):
         old = self.buckets
         self.buckets = FlatBuckets(self.manifest, group.device, pin_memory=group.device.type == "cpu")
         self.buckets.copy_buckets(old.tensors)
-
-
-class CollectiveStreamSender(LiveHolder):
-    """As ``CollectiveSender``, straight from the live parameters through two buffers, each as large as a bucket.
-
-    While one bucket is under way the next is gathered; a third waits until every receiver has taken the first.
-    """
-
-    def __init__(
-        self, manifest: WeightManifest, *, timeout_seconds: float, device: torch.device | str = "cpu",
-        wire: Wire | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(manifest, wire)
-        self._members = Membership(timeout_seconds, torch.device(device))
-        self._entries = entries_by_bucket(manifest)
-        self._buffers: list[torch.Tensor] = []
-
-    def listen(self, host: str = "") -> str:
-        return self._members.listen(host)
-
-    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        with self.lock:
-            self.epoch = epoch
-            self._buffers = []  # a broadcast that hangs in the old group may still read them
-            self._members.form(list(receivers), epoch, manifest_digest(self.manifest))
-
-    def transfer(self, ticket: Ticket) -> TransferStats:
-        with self.lock:
-            params = self.held_for(ticket)
-            if not self._members.connected:
-                raise WeightSyncError(f"No group to send version {ticket.version} to: connect a new epoch first.")
-            started, group = time.perf_counter(), self._members.group
-            if group is not None:
-                self._buffers = self._buffers or [bucket_buffer(self.manifest, group.device) for _ in range(2)]
-                self._send(ticket, group, params)
-            return TransferStats(time.perf_counter() - started, self.manifest.total_bytes, self.stall_seconds)
-
-    def close(self) -> None:
-        """Also ends a transfer that is under way in another thread, and lets the training thread go."""
-        self._members.hang_up()
-        self.abandon()
-        with self.lock:
-            self._members.close()
-
-    def _send(self, ticket: Ticket, group: BroadcastGroup, params: Mapping[str, torch.Tensor]) -> None:
-        what, members = _lost(ticket.version), self._members
-        members.tell({"version": ticket.version, "epoch": ticket.epoch}, what)
-        members.hear("ready", what)
-        for bucket, entries in enumerate(self._entries):
-            if bucket >= 2:
-                members.hear("took", what)
-                group.wait_one(bucket - 2)
-            buffer = self._buffers[bucket % 2][: self.manifest.bucket_bytes[bucket]]
-            views = gather_bucket(entries, params, buffer)
-            group.start(buffer)
-            checksum = bucket_checksum(entries, views) if self.wire.checksum else None
-            members.tell({"bucket": bucket, "checksum": checksum}, what)
-        for _ in self._entries[-2:]:
-            members.hear("took", what)
-        group.wait()

@@ -1,4 +1,4 @@
-"""The receivers' side of the collective transport: a whole version into staging memory, or bucket after bucket."""
+"""The receivers' side of the collective transport: a whole version, bucket after bucket, into staging memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import entries_by_bucket, verify_bucket
 from asyncrlhf.transport.control import Line, LineClosedError, Message, dial, split_endpoint
 from asyncrlhf.transport.group import BroadcastGroup, device_identity
-from asyncrlhf.transport.live import bucket_buffer, bucket_views
 from asyncrlhf.transport.manifest import manifest_digest
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.staging import Staging
@@ -32,7 +30,6 @@ class CollectiveReceiver:
         self._line: Line | None = None
         self._group: BroadcastGroup | None = None
         self._staged = Staging()
-        self._buffers: list[torch.Tensor] = []
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
         self._drop_group()
@@ -76,29 +73,6 @@ class CollectiveReceiver:
             line.send({"done": ticket.version})
             return weights
 
-    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Through two buffers, each as large as a bucket: one is loaded while the next is filled."""
-        with self._taking_part(ticket) as (line, group):
-            self._agree(ticket, line)
-            self._buffers = self._buffers or [bucket_buffer(ticket.manifest, group.device) for _ in range(2)]
-            entries, notes = entries_by_bucket(ticket.manifest), _Notes(line, ticket.version, self._timeout_seconds)
-            pieces = [self._buffers[i % 2][:size] for i, size in enumerate(ticket.manifest.bucket_bytes)]
-            line.send({"ready": ticket.version})
-            group.start(pieces[0])
-            for bucket, piece in enumerate(pieces):
-                if bucket + 1 < len(pieces):
-                    group.start(pieces[bucket + 1])  # its buffer was given back when this bucket was asked for
-                checksum = notes.checksum(bucket)
-                while not group.completed(bucket):
-                    notes.look(POLL_SECONDS)
-                group.wait_one(bucket)
-                views = bucket_views(entries[bucket], piece)
-                if checksum is not None:
-                    verify_bucket(bucket, entries[bucket], views, checksum, ticket.version, self._staged.name)
-                yield views
-                line.send({"took": bucket})
-            group.wait()
-
     def close(self) -> None:
         self._drop_group()
 
@@ -115,9 +89,6 @@ class CollectiveReceiver:
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(f"Version {ticket.version} was lost on its way: the sender's group ended.") from error
-        except GeneratorExit:
-            self._give_up(line, f"the engine took only a part of version {ticket.version}")
-            raise
 
     def _agree(self, ticket: Ticket, line: Line) -> Message:
         """Check, before any byte moves, that the sender is about to send just what the ticket says."""
@@ -149,32 +120,3 @@ class CollectiveReceiver:
             self._group.dispose()
         self._line = self._group = None
         self._staged.drop()
-        self._buffers = []
-
-
-class _Notes:
-    """What the sender says of the buckets that it streams, which may come before or after their bytes."""
-
-    def __init__(self, line: Line, version: int, timeout_seconds: float) -> None:
-        self._line, self._version, self._timeout_seconds = line, version, timeout_seconds
-        self._checksums: dict[int, int | None] = {}
-
-    def checksum(self, bucket: int) -> int | None:
-        """Of ``bucket``, None when the sender takes none. Raises WeightSyncError when nothing comes in time."""
-        if bucket not in self._checksums:
-            self.look(self._timeout_seconds)
-        if bucket not in self._checksums:
-            raise WeightSyncError(
-                f"The sender did not send bucket {bucket} of version {self._version} within "
-                f"{self._timeout_seconds:g} s."
-            )
-        return self._checksums.pop(bucket)
-
-    def look(self, seconds: float) -> None:
-        """Take the next message, if one comes within ``seconds``."""
-        message = self._line.poll(seconds)
-        if message is None:
-            return
-        if "bucket" not in message:
-            raise WeightSyncError(f"The sender broke off version {self._version}.")
-        self._checksums[message["bucket"]] = message["checksum"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import bucket_checksum, entries_by_bucket, verify_bucket
+from asyncrlhf.transport.checksum import entries_by_bucket
 from asyncrlhf.transport.disk_files import (
     ANSWERS,
     MANIFEST,
@@ -29,10 +29,9 @@ from asyncrlhf.transport.disk_files import (
     take_over,
     write_json,
 )
-from asyncrlhf.transport.live import bucket_buffer, gather_bucket
-from asyncrlhf.transport.manifest import check_params, copy_tensors
+from asyncrlhf.transport.manifest import copy_tensors
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, TransferStats
-from asyncrlhf.transport.snapshot import SnapshotHolder, WeightHolder, Wire
+from asyncrlhf.transport.snapshot import SnapshotHolder, Wire
 from asyncrlhf.transport.staging import Staging, payload_bytes
 from asyncrlhf.types import WeightManifest
 
@@ -49,8 +48,8 @@ def wait_for(look: Callable[[], T | None], seconds: float) -> T | None:
 
 
 class Shelf:
-    """The sender's folder of versions: the newest, the one before it while somebody may still read it, the receivers'
-    answers. Both senders hold one; it is used by one thread at a time.
+    """The sender's folder of versions: the newest, the one before it while a receiver may still read it, the receivers'
+    answers. One thread at a time uses it.
     """
 
     def __init__(self, root: Path, manifest: WeightManifest, timeout_seconds: float) -> None:
@@ -111,15 +110,6 @@ class Shelf:
             if folder != self.newest and folder.is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What the newest version's files hold."""
-        assert self.newest is not None, "nothing was written"
-        found: dict[str, torch.Tensor] = {}
-        for bucket, entries in enumerate(self._entries):
-            with read_bucket(self.newest, bucket, entries, len(self._entries)) as tensors:
-                found.update(tensors)
-        return found
-
     def close(self) -> None:
         if self._claim is not None:
             self._claim.close()
@@ -178,63 +168,6 @@ class DiskSender(SnapshotHolder):
         return {entry.name: views[entry.name].cpu() for entry in self._entries[bucket]}
 
 
-class DiskStreamSender(WeightHolder):
-    """Writes straight from the live parameters through one buffer as large as a bucket; the learner's next update waits
-    for the disk, and for nobody else."""
-
-    def __init__(
-        self, manifest: WeightManifest, root: Path, *, timeout_seconds: float, wire: Wire | None = None
-    ) -> None:
-        super().__init__(manifest, wire)
-        self._shelf = Shelf(root, manifest, timeout_seconds)
-        self._entries = entries_by_bucket(manifest)
-        self._buffer = bucket_buffer(manifest)
-        self._seconds = 0.0
-
-    def listen(self, host: str = "") -> str:
-        return self._shelf.open()
-
-    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        self._shelf.form(list(receivers), epoch)
-        with self.lock:
-            self.epoch = epoch
-
-    def copy_params(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
-        check_params(self.manifest, params, self.wire.cast)
-        started, found = time.perf_counter(), []
-
-        def tensors(bucket: int) -> Mapping[str, torch.Tensor]:
-            views = gather_bucket(self._entries[bucket], params, self._buffer)
-            if self.wire.checksum:
-                found.append(bucket_checksum(self._entries[bucket], views))
-            return views
-
-        self._shelf.write(version, folder_name(version), tensors, lambda: found)
-        self.checksums, self._seconds = tuple(found), time.perf_counter() - started
-
-    def ticket(self) -> Ticket:
-        self.settle()
-        with self.lock:
-            self.newest()
-            assert self._shelf.newest is not None
-            return self.new_ticket((self._shelf.newest.name,))
-
-    def transfer(self, ticket: Ticket) -> TransferStats:
-        """The files are there since the snapshot; ``seconds`` is what they took."""
-        with self.lock:
-            self.check_current(ticket)
-            return TransferStats(self._seconds, self.manifest.total_bytes, self.stall_seconds)
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        self.settle()
-        with self.lock:
-            self.newest()
-            return self._shelf.tensors()
-
-    def close(self) -> None:
-        self._shelf.close()
-
-
 class DiskReceiver:
     """Answers in the sender's folder, under its name, when it joins a group and when it has a version."""
 
@@ -259,17 +192,6 @@ class DiskReceiver:
         weights = self._staged.finish(ticket)
         self._answer(folder)
         return weights
-
-    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The files' pages are mapped: no memory but the operating system's cache."""
-        folder, entries = self._folder(ticket), entries_by_bucket(ticket.manifest)
-        for bucket, members in enumerate(entries):
-            with read_bucket(folder, bucket, members, len(entries)) as tensors:
-                if ticket.checksums:
-                    name = self._staged.name
-                    verify_bucket(bucket, members, tensors, ticket.checksums[bucket], ticket.version, name)
-                yield tensors
-        self._answer(folder)
 
     def close(self) -> None:
         self._staged.drop()

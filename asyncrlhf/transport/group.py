@@ -62,14 +62,6 @@ class BroadcastGroup:
         with self._own_stream():
             self._works = [self._group.broadcast([tensor], options) for tensor in tensors]
 
-    def start(self, tensor: torch.Tensor) -> int:
-        """Start one more broadcast after those under way; returns its place for ``completed`` and ``wait_one``."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        with self._own_stream():
-            self._works.append(self._group.broadcast([tensor], options))
-        return len(self._works) - 1
-
     def completed(self, place: int) -> bool:
         """Whether one broadcast has ended, well or not; never blocks."""
         return bool(self._works[place].is_completed())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -58,9 +58,6 @@ class LocalReceiver:
             raise WeightSyncError(f"Version {ticket.version} does not fit its ticket's manifest: {difference}.")
         staging.copy_buckets([source.tensors[i] for i in wanted], wanted)
         return self._staged.finish(ticket)
-
-    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        raise WeightSyncError("The local transport has nothing to stream: the snapshot is in this process.")
 
     def close(self) -> None:
         self._staged.drop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,9 +98,6 @@ class ObjectStoreReceiver:
             ) from error
         staging.copy_buckets(arrays, wanted)
         return self._staged.finish(ticket)
-
-    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        raise WeightSyncError("The object store holds whole versions: weights.staging=stream cannot use it.")
 
     def close(self) -> None:
         self._staged.drop()

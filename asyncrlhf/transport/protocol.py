@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,9 +34,8 @@ def _rebuild(sentence: str, receivers: Mapping[str, str]) -> LostReceiversError:
 class Ticket:
     """The right to receive one published version; small, and picklable by whatever carries it to the receivers.
 
-    ``refs``: where the buckets lie, for the transports that do not stream them. ``checksums``: one a bucket; empty
-    without ``weights.checksum``, and where weights are streamed from live parameters, whose checksums travel along.
-    ``delta``: a receiver keeps the buckets whose checksum it holds already.
+    ``refs``: where the buckets lie, for the transports that do not send them. ``checksums``: one a bucket; empty
+    without ``weights.checksum``. ``delta``: a receiver keeps the buckets whose checksum it holds already.
     """
 
     version: int
@@ -79,13 +78,9 @@ class WeightSender(Protocol):
     def fence(self) -> float:
         """Wait until nothing reads the parameters any more, before they change: at the head of an optimizer step.
 
-        For a snapshot that is its copy's end; where live parameters are streamed it is ``release``. Returns the seconds
-        waited, 0 when none was begun. Raises WeightSyncError naming a tensor that does not fit.
+        Returns the seconds waited for the copy, 0 when none was begun. Raises WeightSyncError naming a tensor that does
+        not fit.
         """
-        ...
-
-    def release(self, version: int) -> None:
-        """Nobody needs ``version`` from the live parameters any more: whoever waits at ``fence`` goes on."""
         ...
 
     def ticket(self) -> Ticket:
@@ -102,7 +97,7 @@ class WeightSender(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What the newest version holds, for comparison; of live parameters before ``release`` only."""
+        """What the newest version holds, for comparison."""
         ...
 
     def close(self) -> None: ...
@@ -120,14 +115,6 @@ class WeightReceiver(Protocol):
 
         Raises WeightSyncError when the ticket is not what the sender sends, the sender is lost, or a bucket's checksum
         differs.
-        """
-        ...
-
-    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        """As ``receive``, one bucket after another (``weights.staging=stream``); a bucket's tensors are valid until the
-        next one is asked for. Nothing is received before the first is asked for.
-
-        An error on the way leaves the version incomplete: whoever loaded the buckets before it must not use them.
         """
         ...
 

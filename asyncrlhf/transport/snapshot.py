@@ -30,14 +30,16 @@ class Wire:
     delta: bool = False
 
 
-class WeightHolder:
-    """One version at a time, copied in a thread of its own. ``lock`` is held by whoever reads or writes the copy.
+class SnapshotHolder:
+    """One version at a time, copied into flat buckets in a thread of its own; ``lock`` guards the copy.
 
     ``begin_snapshot`` and ``fence`` belong to the training thread. Between them it may read the parameters, as a
-    forward and backward pass does, but not change them: so the copy costs the learner next to nothing.
+    forward and backward pass does, but not change them: so the copy costs the learner next to nothing. The checksums
+    are taken after the fence.
     """
 
-    def __init__(self, manifest: WeightManifest, wire: Wire | None = None) -> None:
+    def __init__(self, manifest: WeightManifest, device: torch.device | str = "cpu", wire: Wire | None = None) -> None:
+        """``device``: where the copy lies."""
         self.manifest = manifest
         self.wire = wire or Wire()
         self.epoch = 0
@@ -49,6 +51,7 @@ class WeightHolder:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="weight-snapshot")
         self._copy: Future[None] | None = None
         self._begun: list[Future[None]] = []
+        self.buckets = FlatBuckets(manifest, device)
 
     def begin_snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
         self.fence()
@@ -66,9 +69,6 @@ class WeightHolder:
         finally:
             self.stall_seconds = time.perf_counter() - started
         return self.stall_seconds
-
-    def release(self, version: int) -> None:
-        """A copy holds nobody up."""
 
     def settle(self) -> None:
         """Wait for a copy that has begun; its error, if any, is the training thread's to raise."""
@@ -100,28 +100,13 @@ class WeightHolder:
         with self.lock:
             # Not the old version with half of the new weights, should a tensor be refused.
             self.version, self.checksums = None, ()
-            self.copy_params(version, params)
+            self.copy_params(params)
             self.version = version
 
     def _complete(self) -> None:
         with self.lock:
-            if self.version is not None:
-                self.after_copy()
-
-    def copy_params(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
-        """Copy the parameters while the training thread waits at its fence; runs with ``lock`` held."""
-        raise NotImplementedError
-
-    def after_copy(self) -> None:
-        """What follows when the parameters may change again; runs with ``lock`` held."""
-
-
-class SnapshotHolder(WeightHolder):
-    """The copy lies in flat buckets in memory. Its checksums are taken when nobody waits at the fence any more."""
-
-    def __init__(self, manifest: WeightManifest, device: torch.device | str = "cpu", wire: Wire | None = None) -> None:
-        super().__init__(manifest, wire)
-        self.buckets = FlatBuckets(manifest, device)
+            if self.version is not None and self.wire.checksum:
+                self.checksums = manifest_checksums(self.manifest, self.buckets.views())
 
     def snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> float:
         """``begin_snapshot`` and ``fence``: seconds that the caller stood still."""
@@ -142,10 +127,7 @@ class SnapshotHolder(WeightHolder):
     def prepare(self) -> None:
         """What a transport does, with ``lock`` held, before the buckets are overwritten."""
 
-    def copy_params(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
+    def copy_params(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Copy the parameters; runs with ``lock`` held, and the training thread's fence waits for it."""
         self.prepare()
         self.buckets.copy_from(params, self.wire.cast)
-
-    def after_copy(self) -> None:
-        if self.wire.checksum:
-            self.checksums = manifest_checksums(self.manifest, self.buckets.views())

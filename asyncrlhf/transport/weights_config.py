@@ -9,8 +9,6 @@ from asyncrlhf.validation import check, check_choice, check_range
 
 TRANSPORTS = ("auto", "collective", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-STAGINGS = ("snapshot", "stream")
-STREAMING = ("auto", "collective", "disk")  # transports that can send without a copy of the whole model
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class WeightsConfig:
     dtype: str = "auto"  # of floating tensors on their way
     checksum: bool | None = None  # one a bucket, verified by every receiver
     delta: bool = False  # send only the buckets that changed since the receivers' last version
-    staging: str = "snapshot"  # stream: two buckets of memory on each side, and the learner's next update waits
     disk_path: str = ""  # transport=disk; empty: the run directory's folder `weights`
     audit_every: int = 50  # publishes; 0 audits at start-up only
     audit_tolerance: float = 0.0  # mean |log-prob difference|; 0: 1e-3, in half precision 1 if all arrived
@@ -59,7 +56,6 @@ class WeightsConfig:
         check_range("weights.publish_every", self.publish_every, low=1)
         check_range("weights.bucket_mb", self.bucket_mb, low=0, exclusive_low=True)
         check_choice("weights.dtype", self.dtype, DTYPES)
-        check_choice("weights.staging", self.staging, STAGINGS)
         check_range("weights.audit_every", self.audit_every, low=0)
         check_range("weights.audit_tolerance", self.audit_tolerance, low=0)
         check_range("weights.timeout_seconds", self.timeout_seconds, low=0, exclusive_low=True)
@@ -76,27 +72,14 @@ class WeightsConfig:
             "weights.delta=true finds what changed by the buckets' checksums; it needs weights.checksum=true.",
         )
         check(
-            self.staging == "snapshot" or not self.delta,
-            "weights.delta=true needs the copies that weights.staging=stream does without; allowed: snapshot.",
-        )
-        check(
-            self.staging == "snapshot" or self.transport in STREAMING,
-            f"weights.staging=stream does not work with weights.transport={self.transport}; "
-            f"allowed: {', '.join(STREAMING)}.",
-        )
-        check(
             self.transport == "disk" or not self.disk_path,
             f"weights.disk_path={self.disk_path} is read by weights.transport=disk alone, not by {self.transport}.",
         )
 
-    @property
-    def streams(self) -> bool:
-        return self.staging == "stream"
-
     def beside_the_policy(self, runtime: str) -> WeightsConfig:
         """For what goes to services: as it is, whole, by what needs no group of receivers."""
         kind = "local" if runtime == "local" else "object_store"
-        return replace(self, transport=kind, dtype="auto", delta=False, staging="snapshot", disk_path="")
+        return replace(self, transport=kind, dtype="auto", delta=False, disk_path="")
 
 
 def resolve_dtype(asked: str, engines: Sequence[str]) -> str:

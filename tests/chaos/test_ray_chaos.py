@@ -11,18 +11,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from asyncrlhf.cluster.local_runtime import LocalGenerator
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.errors import ReplicaError, StallError
 from tests.loop import FAKE, Finished
 from tests.loop import run as local_run
-from tests.ray_run import before, is_alive, part_processes, replica_of, run, strike, until, wait_until, watch
+from tests.ray_run import (
+    before,
+    before_call,
+    is_alive,
+    part_processes,
+    replica_of,
+    run,
+    strike,
+    until,
+    wait_until,
+    watch,
+)
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -64,7 +76,7 @@ def test_killed_parts_lose_nothing(
             struck.append(await strike(generator.actor, KILL))
 
     before(monkeypatch, RayLearner, "train", at_work)
-    before(monkeypatch, RayGenerator, "receive", in_transfer)
+    before_call(monkeypatch, RayGenerator, "receive", in_transfer)
     done = run(tmp_path, *FAKE, "steps=20", "generator.replicas=2", "logging.progress=plain")
     assert len(struck) == 3
     assert_each_step_trained_once(done, 20)
@@ -103,7 +115,7 @@ def test_the_only_generator_comes_back_until_its_restarts_are_used_up(
             await strike(generator.actor, KILL)
 
     before(monkeypatch, RayLearner, "train", idle)
-    before(monkeypatch, RayGenerator, "receive", in_transfer)
+    before_call(monkeypatch, RayGenerator, "receive", in_transfer)
     before(monkeypatch, RayGenerator, "collect", at_work)
     with pytest.raises(ReplicaError, match="no generator is left: generator-0 died after 2 restarts") as failure:
         run(tmp_path, *FAKE, "steps=10", "async.mode=sync", "generator.max_restarts=2")
@@ -128,7 +140,7 @@ def test_a_generator_that_hangs_is_named_and_replaced(
             slow = controllers[0].state.replicas[1]
             await until(lambda: slow.restarts == 1 and slow.takes_work, "generator-1's return")
 
-    before(monkeypatch, RayGenerator, "receive", in_transfer)
+    before_call(monkeypatch, RayGenerator, "receive", in_transfer)
     before(monkeypatch, RayLearner, "train", wait_for_it)
     done = run(
         tmp_path, *FAKE, "steps=10", "generator.replicas=2", "weights.timeout_seconds=5", "logging.progress=plain"
@@ -144,16 +156,17 @@ def test_a_transport_without_a_control_line_does_not_hang_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
     """On the virtual clock: a replica that never answers, though no sender speaks to it, leaves in the time-out."""
-    hung: list[LocalGenerator] = []
+    hung: list[GeneratorWorker] = []
+    original = getattr(GeneratorWorker, method)
 
-    async def hang(generator: LocalGenerator, *_: Any) -> None:
-        if generator.name == "generator-1" and (
-            generator in hung or (not hung and generator._worker.engine.version == 2)
-        ):
-            hung.append(generator)
-            await asyncio.Event().wait()
+    @wraps(original)
+    def hang(worker: GeneratorWorker, *arguments: Any) -> Any:
+        if worker.name == "generator-1" and (worker in hung or (not hung and worker.engine.version == 2)):
+            hung.append(worker)
+            return asyncio.get_running_loop().create_future()
+        return original(worker, *arguments)
 
-    before(monkeypatch, LocalGenerator, method, hang)
+    monkeypatch.setattr(GeneratorWorker, method, hang)
     done = local_run(
         tmp_path, *FAKE, "steps=80", "generator.replicas=2", "weights.timeout_seconds=5", "logging.progress=plain"
     )

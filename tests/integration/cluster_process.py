@@ -28,7 +28,7 @@ MALLOC = "MALLOC_TRIM_THRESHOLD_"
 
 async def look(runtime: RayRuntime) -> dict[str, Any]:
     """Where Ray itself says that each actor is, and which nodes hold the group that its seat names."""
-    actors = {f"learner-{i}": rank for i, rank in enumerate(runtime.learner.ranks)}
+    actors = {rank.name: rank.actor for rank in runtime.learner.ranks}
     for part in [*runtime.generators, *runtime.rewards]:
         actors[part.name] = part.actor  # type: ignore[attr-defined,union-attr]
     found = {}

@@ -155,9 +155,9 @@ def test_the_learner_waits_for_the_copy_of_its_critic_before_it_changes(
     """However slow the copy is, it is one version's."""
     original = SnapshotHolder.copy_params
 
-    def slowly(self: SnapshotHolder, version: int, params: Any) -> None:
+    def slowly(self: SnapshotHolder, params: Any) -> None:
         time.sleep(0.3 if "head.weight" in params else 0.0)
-        original(self, version, params)
+        original(self, params)
 
     monkeypatch.setattr(SnapshotHolder, "copy_params", slowly)
     runtime: Any = build_runtime(load_config([*SERVED, "runtime=local"]), tmp_path)

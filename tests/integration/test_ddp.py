@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.packing import select, shard
+from asyncrlhf.data.packing import select
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
-from tests.unit.learner.worlds import llama, random_batch
+from tests.unit.learner.worlds import llama, random_batch, share
 
 TIME_LIMIT = 120.0
 ALGORITHMS = {
@@ -47,15 +47,15 @@ def train(name: str, rank: int = 0, ranks: int = 1, folder: Path | None = None) 
     algorithm = ALGORITHMS[name]
     reference = llama(seed=4) if algorithm.needs_reference else None
     trained = TorchBackend(llama(), LEARNER, algorithm, steps=10, reference=reference, rank=rank, ranks=ranks)
-    metrics = [trained.train_step(shard(batch, rank, ranks)).metrics for batch in batches()]
+    metrics = [trained.train_step(share(batch, rank, ranks)).metrics for batch in batches()]
     weights = {key: tensor.numpy().copy() for key, tensor in trained.parameters().items()}
     broken = random_batch(4, 3)
-    broken.rewards[:] = np.where(broken.group_ids == shard(broken, 0, 2).group_ids[0], broken.rewards, np.nan)
-    skipped = trained.train_step(shard(broken, rank, ranks)).skipped
+    broken.rewards[:] = np.where(broken.group_ids == share(broken, 0, 2).group_ids[0], broken.rewards, np.nan)
+    skipped = trained.train_step(share(broken, rank, ranks)).skipped
     kept = all(np.array_equal(weights[key], tensor.numpy()) for key, tensor in trained.parameters().items())
     if folder is not None:
         trained.save(folder)
-        trained.train_step(shard(batches()[0], rank, ranks))
+        trained.train_step(share(batches()[0], rank, ranks))
         trained.load(folder)
     return {"metrics": metrics, "weights": weights, "skipped": skipped and kept, "version": trained.policy_version}
 

@@ -190,12 +190,6 @@ def test_the_groups_of_conf_name_their_layouts(group: str, layout: str) -> None:
     assert load_config([f"learner={group}"]).learner.layout == layout
 
 
-def test_live_weights_cannot_be_streamed_from_shards_but_to_disk() -> None:
-    with pytest.raises(ConfigError, match=r"weights\.staging=stream .* learner\.zero_stage=3 must gather"):
-        load_config(["learner=zero3", "weights.staging=stream"])
-    assert load_config(["learner=zero3", "weights.staging=stream", "weights.transport=disk"]).learner.sharded
-
-
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs the package deepspeed, which is not installed"):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.collective import CollectiveSender, CollectiveStreamSender
+from asyncrlhf.transport.collective import CollectiveSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
 from tests.integration.transport_process import serve
@@ -35,16 +35,15 @@ def model(version: int) -> dict[str, torch.Tensor]:
 class Cluster:
     """A sender here and receivers in processes; ``timeout_seconds`` is the transport's."""
 
-    def __init__(self, names: list[str], timeout_seconds: float, stream: bool) -> None:
-        kind, self.stream = CollectiveStreamSender if stream else CollectiveSender, stream
-        self.sender: Any = kind(build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds)
+    def __init__(self, names: list[str], timeout_seconds: float) -> None:
+        self.sender = CollectiveSender(build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds)
         self.endpoint = self.sender.listen()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.integration.transport_process"])  # imports torch once, not in each
         self.pipes, self.processes = {}, {}
         for name in names:
             self.pipes[name], theirs = context.Pipe()
-            self.processes[name] = context.Process(target=serve, args=(theirs, timeout_seconds, stream), daemon=True)
+            self.processes[name] = context.Process(target=serve, args=(theirs, timeout_seconds), daemon=True)
             self.processes[name].start()
             theirs.close()
         for name in names:
@@ -66,8 +65,7 @@ class Cluster:
 
     def start(self, version: int, names: list[str]) -> Any:
         self.sender.begin_snapshot(version, model(version))
-        if not self.stream:
-            self.sender.fence()
+        self.sender.fence()
         ticket = self.sender.ticket()
         for name in names:
             self.order(name, "receive", ticket)
@@ -86,8 +84,8 @@ class Cluster:
 def make_cluster() -> Iterator[Any]:
     made: list[Cluster] = []
 
-    def make(names: list[str], timeout_seconds: float = LONG, stream: bool = False) -> Cluster:
-        made.append(Cluster(names, timeout_seconds, stream))
+    def make(names: list[str], timeout_seconds: float = LONG) -> Cluster:
+        made.append(Cluster(names, timeout_seconds))
         return made[-1]
 
     yield make
@@ -120,11 +118,10 @@ def test_a_death_between_transfers_is_named_and_the_survivor_goes_on(make_cluste
     check_delivery(cluster, 2, ["g0"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any, stream: bool) -> None:
+def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any) -> None:
     # Gloo relays along a tree, so that one receiver's death starves others.
     names = [f"g{i}" for i in range(8)]
-    cluster = make_cluster(names, stream=stream)
+    cluster = make_cluster(names)
     cluster.connect(names, 0)
     cluster.order("g0", "fail", "die")
     cluster.answer("g0")
@@ -146,25 +143,22 @@ def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any,
     assert [cluster.answer(name)[0] for name in names[1:]] == [tensor_digests(model(1))] * 7
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any, stream: bool) -> None:
-    cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0, stream=stream)
+def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any) -> None:
+    cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0)
     cluster.connect(["g0", "g1"], 0)
     cluster.order("g1", "fail", "stop")
     cluster.answer("g1")
     ticket = cluster.start(1, ["g0", "g1"])
     with pytest.raises(LostReceiversError, match="g1 gave no answer within 4 s"):
         cluster.sender.transfer(ticket)
-    cluster.sender.release(1)
     cluster.answer("g0")
     os.kill(cluster.processes["g1"].pid, signal.SIGKILL)
     cluster.connect(["g0"], 1)
     check_delivery(cluster, 1, ["g0"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_joins_during_a_transfer_is_in_the_next_group(make_cluster: Any, stream: bool) -> None:
-    cluster = make_cluster(["g0", "g1"], stream=stream)
+def test_who_joins_during_a_transfer_is_in_the_next_group(make_cluster: Any) -> None:
+    cluster = make_cluster(["g0", "g1"])
     cluster.connect(["g0"], 0)
     ticket = cluster.start(1, [])
     with ThreadPoolExecutor(1) as pool:
@@ -176,26 +170,7 @@ def test_who_joins_during_a_transfer_is_in_the_next_group(make_cluster: Any, str
     cluster.order("g0", "connect", (cluster.endpoint, 1, 3, 1, "g0"))
     cluster.sender.connect(cluster.endpoint, ["g0", "g1"], 1)
     assert [cluster.answer(name)[0] for name in ("g0", "g1")] == [None, None]
-    cluster.sender.release(1)
     check_delivery(cluster, 2, ["g0", "g1"])
-
-
-def test_the_update_waits_for_the_stream_and_no_longer(make_cluster: Any) -> None:
-    cluster = make_cluster(["g0"], stream=True)
-    cluster.connect(["g0"], 0)
-    ticket = cluster.start(1, ["g0"])
-    with ThreadPoolExecutor(1) as pool:
-        update = pool.submit(cluster.sender.fence)
-        cluster.sender.transfer(ticket)
-        assert not update.done()  # a lost receiver would still need these parameters
-        cluster.sender.release(0)  # of another version: nothing
-        assert not update.done()
-        cluster.sender.release(1)
-        assert update.result(timeout=SOON) > 0
-        cluster.start(2, [])
-        update = pool.submit(cluster.sender.fence)
-        cluster.sender.close()
-        update.result(timeout=SOON)
 
 
 def test_receivers_that_never_come_are_named(make_cluster: Any) -> None:

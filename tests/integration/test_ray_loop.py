@@ -71,7 +71,7 @@ def test_two_learner_ranks_train_as_one_until_one_dies(tmp_path: Path, monkeypat
 
     async def kill_second(learner: RayLearner, *_: Any) -> None:
         if controllers[0].state.version == 3:
-            await strike(learner.ranks[1], signal.SIGKILL)
+            await strike(learner.ranks[1].actor, signal.SIGKILL)
             died_at.append(time.monotonic())
 
     before(monkeypatch, RayLearner, "train", kill_second)

@@ -74,7 +74,7 @@ def test_a_replica_that_recovers_gets_work_again(tmp_path: Path, monkeypatch: py
         def strike() -> None:
             patient = runtime.generators[2]
             assert isinstance(patient, LocalGenerator)
-            engine = patient._worker.engine
+            engine = patient.worker.engine
             engine._config = replace(engine._config, latency_median=FAST_LATENCY)  # type: ignore[attr-defined]
 
         asyncio.get_running_loop().call_later(2.5, strike)

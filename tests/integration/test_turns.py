@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,14 @@ class Diary:
             self.trained.append((started, asyncio.get_running_loop().time()))
             return result
 
-        def note_step(worker: GeneratorWorker, now: float) -> StepOutput:
-            self.sampled[worker.name].append(now)
-            return step(worker, now)
+        def note_step(worker: GeneratorWorker) -> StepOutput:
+            self.sampled[worker.name].append(asyncio.get_running_loop().time())
+            return step(worker)
 
-        def note_load(worker: GeneratorWorker, version: int, cache: Any, now: float) -> None:
-            self.loaded[worker.name].append(now)
-            load(worker, version, cache, now)
+        @wraps(load)
+        def note_load(worker: GeneratorWorker, version: int, cache: Any) -> None:
+            self.loaded[worker.name].append(asyncio.get_running_loop().time())
+            load(worker, version, cache)
 
         monkeypatch.setattr(LocalLearner, "train", note_train)
         monkeypatch.setattr(GeneratorWorker, "step", note_step)
@@ -103,7 +105,7 @@ def test_a_replica_that_dies_asleep_is_started_again_between_two_turns(
     async def kill_when_asleep(runtime: LocalRuntime) -> None:
         victim = runtime.generators[0]
         assert isinstance(victim, LocalGenerator)
-        while not diary.trained or not victim._worker.engine.asleep:
+        while not diary.trained or not victim.worker.engine.asleep:
             await asyncio.sleep(0.01)
         victim.kill("killed in its sleep")
 
@@ -121,25 +123,27 @@ def test_a_replica_that_dies_asleep_is_started_again_between_two_turns(
 def test_a_replica_that_does_not_fall_asleep_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    async def refuse(generator: LocalGenerator) -> None:
-        calls.append(generator.name)
+    @wraps(GeneratorWorker.sleep)
+    async def refuse(worker: GeneratorWorker) -> None:
+        calls.append(worker.name)
         if len(calls) == 1:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(LocalGenerator, "sleep", refuse)
+    monkeypatch.setattr(GeneratorWorker, "sleep", refuse)
     done = loop.run(tmp_path, *FLATTEN, "steps=4", "weights.timeout_seconds=5")
     done.assert_ledger_whole()
     assert len(calls) == 4 and len(done.metrics) == 4
 
 
 def test_the_learners_wait_for_its_turn_is_idle_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep = LocalGenerator.sleep
+    sleep = GeneratorWorker.sleep
 
-    async def slowly(generator: LocalGenerator) -> None:
+    @wraps(sleep)
+    async def slowly(worker: GeneratorWorker) -> None:
         await asyncio.sleep(0.9)
-        await sleep(generator)
+        sleep(worker)
 
-    monkeypatch.setattr(LocalGenerator, "sleep", slowly)
+    monkeypatch.setattr(GeneratorWorker, "sleep", slowly)
     done = loop.run(tmp_path, *FLATTEN, "async.max_staleness=4", "generator.fake.latency_median=0.01")
     # A step takes 0.3 s and the turn before it 0.9 s, which is three quarters of the learner's time.
     assert sum(row["learner_idle_fraction"] for row in done.metrics[4:]) / len(done.metrics[4:]) > 0.7

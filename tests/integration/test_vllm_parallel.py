@@ -58,7 +58,7 @@ def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) 
     options = {"num_cpus": 0, "max_concurrency": 8, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
     actor = ray.remote(GeneratorActor).options(**options).remote(spec)
     assert ray.get(actor.ready.remote(), timeout=120) == "generator-0"
-    assert_close(ray.get(actor.score.remote([TEXT]))[0], reference(model, TEXT), atol=1e-4)
+    assert_close(ray.get(actor.call.remote("score", [TEXT]))[0], reference(model, TEXT), atol=1e-4)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -67,13 +67,13 @@ def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) 
     sender.snapshot(1, named_weights(model))
     ticket = sender.ticket()
     sender.transfer(ticket)
-    ray.get(actor.receive.remote(ticket))
-    ray.get(actor.load.remote(1, "recompute"))
-    assert_close(ray.get(actor.score.remote([TEXT]))[0], reference(model, TEXT), atol=1e-4)
+    ray.get(actor.call.remote("receive", ticket))
+    ray.get(actor.call.remote("load", 1, "recompute"))
+    assert_close(ray.get(actor.call.remote("score", [TEXT]))[0], reference(model, TEXT), atol=1e-4)
     prompt = Prompt("p", "", TEXT[:5])
     sampling = SamplingParams(max_completion_length=12)
     items = [WorkItem(GenerationRequest(i, i, prompt.token_ids, i, sampling), prompt) for i in range(6)]
-    ray.get(actor.submit.remote(items))
+    ray.get(actor.call.remote("submit", items))
     done: list[Rollout] = []
     for _ in range(LOOKS):
         done += ray.get(actor.collect.options(num_returns=2).remote()[1])

@@ -14,7 +14,6 @@ from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.collective_receiver import CollectiveReceiver
 from asyncrlhf.transport.group import BroadcastGroup
-from asyncrlhf.transport.protocol import Ticket
 
 
 def die_after_first_bucket(self: BroadcastGroup, tensors: list[torch.Tensor]) -> None:
@@ -30,30 +29,9 @@ def stop_after_first_bucket(self: BroadcastGroup, tensors: list[torch.Tensor]) -
 
 
 FAILURES = {"die": die_after_first_bucket, "stop": stop_after_first_bucket}
-SIGNALS = {"die": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-def fail_in_stream(how: str, after: int = 3) -> None:
-    """The process is killed, or hangs, when ``after`` buckets were asked for."""
-    original, started = BroadcastGroup.start, []
-
-    def start(self: BroadcastGroup, tensor: torch.Tensor) -> int:
-        started.append(None)
-        if len(started) > after:
-            os.kill(os.getpid(), SIGNALS[how])
-        return original(self, tensor)
-
-    BroadcastGroup.start = start  # type: ignore[method-assign]
-
-
-def take(receiver: CollectiveReceiver, ticket: Ticket, stream: bool) -> dict[str, str]:
-    """Digests of what an engine would hold."""
-    if not stream:
-        return tensor_digests(receiver.receive(ticket))
-    return {k: v for bucket in receiver.stream(ticket) for k, v in tensor_digests(bucket).items()}
-
-
-def serve(pipe: Connection, timeout_seconds: float, stream: bool = False) -> None:
+def serve(pipe: Connection, timeout_seconds: float) -> None:
     """Answer each order with ``(result, seconds)``, the result an error's sentence where one was raised."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(timeout_seconds=timeout_seconds)
@@ -70,9 +48,8 @@ def serve(pipe: Connection, timeout_seconds: float, stream: bool = False) -> Non
                 receiver.connect(*arguments)
             elif order == "fail":
                 BroadcastGroup.broadcast = FAILURES[arguments]  # type: ignore[method-assign]
-                fail_in_stream(arguments)
             else:
-                result = take(receiver, arguments, stream)
+                result = tensor_digests(receiver.receive(arguments))
         except WeightSyncError as error:
             result = str(error)
         pipe.send((result, time.monotonic() - started))

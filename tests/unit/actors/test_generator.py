@@ -51,18 +51,18 @@ def test_a_sleeping_replica_answers_and_samples_nothing(actor: GeneratorActor) -
     sender = LocalSender(build_manifest(named_weights(model), 1 << 20))
     sender.connect("", ["generator-0"], 1)
     sender.snapshot(3, named_weights(model))
-    actor.submit(work(range(COUNT)))
-    before, text = actor.score([np.arange(2, 12)]), np.arange(2, 12)
-    actor.sleep()
+    actor.call("submit", work(range(COUNT)))
+    before, text = actor.call("score", [np.arange(2, 12)]), np.arange(2, 12)
+    actor.call("sleep")
     made = actor.collect()[0].tokens
-    actor.submit(work(range(COUNT, COUNT + 2)))
-    actor.receive(sender.ticket())
-    actor.load(3, "keep")
-    assert_close(actor.score([text])[0], before[0], atol=FLOAT32)
-    assert actor.cancel([COUNT + 1]) == [COUNT + 1]
+    actor.call("submit", work(range(COUNT, COUNT + 2)))
+    actor.call("receive", sender.ticket())
+    actor.call("load", 3, "keep")
+    assert_close(actor.call("score", [text])[0], before[0], atol=FLOAT32)
+    assert actor.call("cancel", [COUNT + 1]) == [COUNT + 1]
     facts, rollouts = actor.collect()
     assert facts.tokens == made < COUNT * LENGTH and not rollouts
-    actor.wake()
+    actor.call("wake")
     done: dict[int, Rollout] = {}
     for _ in range(LOOKS):
         done |= {rollout.rollout_id: rollout for rollout in actor.collect()[1]}
@@ -85,7 +85,7 @@ def chunking_actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[GeneratorActor]:
 def test_chunks_of_what_is_under_way_come_with_what_is_finished(chunking_actor: GeneratorActor) -> None:
     """Each begins where the one before ended, the first with the prompt; after a cancellation no more comes."""
     actor = chunking_actor
-    actor.submit(work(range(COUNT)))
+    actor.call("submit", work(range(COUNT)))
     sequences: dict[int, list[int]] = {}
     done: dict[int, Rollout] = {}
     for _ in range(LOOKS):
@@ -141,13 +141,13 @@ def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GeneratorActor, 
     actor = GeneratorActor(GeneratorSpec("g", config, ModelConfig(), "local", WeightsConfig()))
     yield actor, engine
     engine.close()
-    actor.cancel(range(COUNT))
+    actor.call("cancel", range(COUNT))
     actor._commands.put(None)
 
 
 def test_what_a_step_has_finished_does_not_wait_for_the_next(stepping: tuple[GeneratorActor, OneAStep]) -> None:
     actor, engine = stepping
-    actor.submit(work(range(COUNT)))
+    actor.call("submit", work(range(COUNT)))
     for number in range(3):
         engine.leave.release()
         for _ in range(LOOKS):
@@ -163,7 +163,7 @@ def test_what_finishes_alone_goes_at_once_and_a_crowd_at_most_every_30_ms(
 ) -> None:
     actor, engine = stepping
     assert actor._linger(time.monotonic()) == actor.LINGER_SECONDS, "nothing was handed on before"
-    actor.submit(work(range(COUNT)))
+    actor.call("submit", work(range(COUNT)))
     assert not actor.collect()[1] and actor._linger(time.monotonic()) == actor.LINGER_SECONDS, "an empty answer"
     engine.leave.release()
     while not actor.collect()[1]:
@@ -176,12 +176,13 @@ def test_what_finishes_alone_goes_at_once_and_a_crowd_at_most_every_30_ms(
 
 def test_what_is_cancelled_before_it_is_collected_never_comes(stepping: tuple[GeneratorActor, OneAStep]) -> None:
     actor, engine = stepping
-    actor.submit(work(range(4)))
+    actor.call("submit", work(range(4)))
     engine.leave.release(2)  # the third step waits
-    with actor._results:
-        assert actor._results.wait_for(lambda: len(actor._outbox.rollouts) == 2, 60), "two rollouts handed out"
+    box = actor._worker.outbox
+    with box.changed:
+        assert box.changed.wait_for(lambda: len(box._rollouts) == 2, 60), "two rollouts handed out"
     with ThreadPoolExecutor(1) as pool:
-        gone = pool.submit(actor.cancel, [0, 3])
+        gone = pool.submit(actor.call, "cancel", [0, 3])
         wait_until(lambda: not actor._commands.empty(), "the cancellation in the engine's inbox")
         engine.leave.release()  # it comes between the third step and the fourth
         assert sorted(gone.result(timeout=60)) == [0, 3]
@@ -209,8 +210,18 @@ def test_chunks_end_with_their_rollout_and_evaluations_send_none() -> None:
 
     worker = GeneratorWorker("g", Paper(), str, None, {}, chunk_tokens=8)  # type: ignore[arg-type]
     worker.submit([*work(range(2)), *work(range(-1, 0))])
-    assert [(c.rollout_id, c.start, len(c.token_ids)) for c in worker.take_chunks()] == [(0, 0, 25), (1, 0, 25)]
-    assert worker.take_chunks() == []
+
+    def sent() -> list[tuple[int, int, int]]:
+        worker.send_chunks()
+        return [(c.rollout_id, c.start, len(c.token_ids)) for c in worker.outbox.take(0.0, 0, 0.0)[2]]
+
+    assert sent() == [(0, 0, 25), (1, 0, 25)]
+    assert sent() == []
     worker.cancel([1])
     worker.submit(work(range(1, 2)))
-    assert [(c.rollout_id, c.start) for c in worker.take_chunks()] == [(1, 0)], "begun anew"
+    assert sent() == [(1, 0, 25)], "begun anew"
+    worker.cancel([0])
+    worker.submit(work(range(1)))
+    worker.send_chunks()
+    worker.cancel([0])
+    assert not worker.outbox.has_chunks, "of a rollout that nobody wants no chunk is collected"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrlhf.data.packing import pack, select, shard, split_microbatches, split_minibatches
+from asyncrlhf.data.packing import empty_batch, pack, select, share_out, split_microbatches, split_minibatches
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 
 
@@ -84,7 +86,8 @@ def test_microbatches_hold_every_sequence_once_within_the_budget(batch: TrainBat
 @given(batches(), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_shards_and_minibatches_partition_whole_groups(batch: TrainBatch, parts: int) -> None:
-    for split in ([shard(batch, rank, parts) for rank in range(parts)], split_minibatches(batch, parts)):
+    shares = [select(batch, own) for own in share_out(batch.group_ids, np.diff(batch.cu_seqlens), parts)]
+    for split in (shares, split_minibatches(batch, parts)):
         assert {key: row for part in split for key, row in rows(part).items()} == rows(batch)
         assert sum(part.num_sequences for part in split) == batch.num_sequences
         homes = [set(part.group_ids.tolist()) for part in split]
@@ -102,6 +105,15 @@ def test_select_keeps_the_order_asked_for() -> None:
     assert select(batch, []).num_sequences == 0 and select(batch, []).num_tokens == 0
 
 
-def test_shard_refuses_a_rank_outside_the_group() -> None:
-    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
-        shard(pack([sample(0, 0, 1, 1)]), 2, 2)
+@pytest.mark.parametrize("served", [False, True])
+def test_a_share_without_a_rollout_is_like_an_empty_selection(served: bool) -> None:
+    """Ranks make their collective passes by what the batch comes with, so an empty share must say the same."""
+    whole = sample(0, 0, 1, 2)
+    if served:
+        numbers = np.zeros(2, np.float32)
+        whole = replace(whole, rollout=replace(whole.rollout, ref_logprobs=numbers, values=numbers, critic_version=3))
+    expected, found = select(pack([whole]), []), empty_batch(reference=served, values=served)
+    for field in fields(TrainBatch):
+        theirs, ours = getattr(expected, field.name), getattr(found, field.name)
+        assert (theirs is None) == (ours is None), field.name
+        assert theirs is None or (theirs.dtype == ours.dtype and theirs.shape == ours.shape), field.name

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.packing import select, shard
+from asyncrlhf.data.packing import select
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.backend import LearnerBackend
@@ -21,7 +21,7 @@ from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
-from tests.unit.learner.worlds import random_batch
+from tests.unit.learner.worlds import random_batch, share
 
 TIME_LIMIT = 240.0
 STEPS = 20
@@ -54,7 +54,7 @@ def build(rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = Non
 
 def curve(trained: LearnerBackend, given: list[TrainBatch], rank: int = 0, ranks: int = 1) -> list[dict[str, float]]:
     size = trained.config.sequence_parallel_size  # type: ignore[attr-defined]
-    return [trained.train_step(shard(batch, rank // size, ranks // size)).metrics for batch in given]
+    return [trained.train_step(share(batch, rank // size, ranks // size)).metrics for batch in given]
 
 
 def weights(trained: LearnerBackend) -> dict[str, np.ndarray]:
@@ -64,10 +64,10 @@ def weights(trained: LearnerBackend) -> dict[str, np.ndarray]:
 def skips(trained: LearnerBackend, rank: int) -> bool:
     """Whether this rank of two drops an update that only the first rank's data breaks, and goes on afterwards."""
     before, broken = weights(trained), random_batch(4, 3)
-    broken.rewards[:] = np.where(broken.group_ids == shard(broken, 0, 2).group_ids[0], broken.rewards, np.nan)
-    result = trained.train_step(shard(broken, rank, 2))
+    broken.rewards[:] = np.where(broken.group_ids == share(broken, 0, 2).group_ids[0], broken.rewards, np.nan)
+    result = trained.train_step(share(broken, rank, 2))
     kept = all(np.array_equal(before[name], tensor) for name, tensor in weights(trained).items())
-    going_on = not trained.train_step(shard(random_batch(4, 3), rank, 2)).skipped
+    going_on = not trained.train_step(share(random_batch(4, 3), rank, 2)).skipped
     return result.skipped and kept and result.metrics["skipped_updates"] == 1 and going_on
 
 

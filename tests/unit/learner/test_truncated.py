@@ -14,7 +14,7 @@ import torch
 from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import conf_folder
-from asyncrlhf.data.packing import minibatch_indices, pack, select, shard
+from asyncrlhf.data.packing import minibatch_indices, pack, select
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.companions import ReferencePolicy
@@ -24,7 +24,7 @@ from asyncrlhf.records.checkpoint import CheckpointWriter, read_checkpoint
 from asyncrlhf.records.recorder import RecordMarker
 from asyncrlhf.types import Rollout, SamplingParams, TrainBatch
 from tests.truncated import TRUNCATED, hf_rollouts, renormalised, scored, sets_of
-from tests.unit.learner.worlds import assert_same, backend, gradients, llama
+from tests.unit.learner.worlds import assert_same, backend, gradients, llama, share
 
 PRESETS = sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yaml"))
 VOCABULARY = 97
@@ -247,7 +247,7 @@ def test_packing_and_every_cut_keep_each_tokens_set() -> None:
             *[set()] * (len(r.prompt.token_ids) - 1),
             *(sets_of(r) if r.kept_ids is not None else none),
         ]
-    cuts = [made, select(made, [3, 17, 6]), select(made, []), *(shard(made, rank, 3) for rank in range(3))]
+    cuts = [made, select(made, [3, 17, 6]), select(made, []), *(share(made, rank, 3) for rank in range(3))]
     cuts += [select(made, part) for part in minibatch_indices(made, 2)]
     for cut in cuts:
         found = listed(cut) if cut.num_sequences else {}

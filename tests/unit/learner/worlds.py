@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
-from asyncrlhf.data.packing import pack
+from asyncrlhf.data.packing import pack, select, sequence_lengths, share_out
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
@@ -35,6 +35,11 @@ def llama(seed: int = 0, **overrides: object) -> LlamaForCausalLM:
 def from_config(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config)
+
+
+def share(batch: TrainBatch, rank: int, ranks: int) -> TrainBatch:
+    """What the learner sends to one of its ranks."""
+    return select(batch, share_out(batch.group_ids, sequence_lengths(batch), ranks)[rank])
 
 
 def samples(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from transformers import MistralConfig
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, annotated, joined, placed
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.parts import (
@@ -194,7 +195,8 @@ class PaperRuntime:
     def learner(self) -> PaperRuntime:
         return self
 
-    async def critic_ticket(self) -> PaperTicket:
+    async def call(self, seconds: float, method: Any) -> PaperTicket:
+        assert method is LearnerWorker.critic_ticket
         return PaperTicket(self.version)
 
 

@@ -87,7 +87,7 @@ def items(*rewards: float) -> list[Any]:
     from asyncrlhf.actors.messages import TrainItem
     from asyncrlhf.types import Payload
 
-    return [TrainItem(Payload(None, i), reward) for i, reward in enumerate(rewards)]
+    return [TrainItem(Payload(None, i), reward, group_id=i // 2, tokens=2) for i, reward in enumerate(rewards)]
 
 
 async def test_the_learner_trains_on_normal_rewards_and_its_checkpoint_holds_the_statistics(tmp_path: Path) -> None:

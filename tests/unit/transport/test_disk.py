@@ -20,6 +20,7 @@ from asyncrlhf.transport.disk_files import ANSWERS, INDEX, MANIFEST, VersionWrit
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.transport.snapshot import Wire
+from asyncrlhf.transport.staging import Staging
 
 
 def model(value: float = 0.0) -> dict[str, torch.Tensor]:
@@ -80,15 +81,23 @@ def test_old_versions_go_when_every_receiver_has_the_newer_one(pair: Pair) -> No
     assert pair.versions() == ["v00000003", "v00000004"]
 
 
-def test_a_receiver_that_stops_in_the_middle_keeps_its_version_on_disk(pair: Pair) -> None:
+def _broken(*_: object) -> None:
+    raise WeightSyncError("the transfer breaks off")
+
+
+def test_a_receiver_that_stops_in_the_middle_keeps_its_version_on_disk(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     g0, g1 = pair.receivers.values()
     pair.write(1)
     g0.receive(pair.ticket)
-    half = g1.stream(pair.ticket)
-    next(half)
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "verify", _broken)
+        with pytest.raises(WeightSyncError, match="breaks off"):
+            g1.receive(pair.ticket)
     pair.write(2)
     assert "v00000001" in pair.versions()
-    assert sum(len(bucket) for bucket in half) == 3
+    assert len(g1.receive(pair.ticket)) == len(model())
 
 
 def test_damage_names_the_bucket(pair: Pair) -> None:
@@ -101,7 +110,7 @@ def test_damage_names_the_bucket(pair: Pair) -> None:
         pair.receivers["g0"].receive(pair.ticket)
     path.write_bytes(data[:40])
     with pytest.raises(WeightSyncError, match=r"model-00003-of-00004.safetensors cannot be read"):
-        list(pair.receivers["g1"].stream(pair.ticket))
+        pair.receivers["g1"].receive(pair.ticket)
 
 
 def test_a_receiver_names_what_is_missing_after_its_time_out(pair: Pair) -> None:

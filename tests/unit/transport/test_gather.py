@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -74,19 +73,6 @@ def test_ranks_without_a_sender_gather_the_same_in_the_same_order() -> None:
     sender.snapshot(1, ShardedParams(first))
     take_part(lay_out(config, ShardedParams(other)), ShardedParams(other))
     assert first.asked == other.asked
-
-
-def test_disk_streams_gather_one_bucket_at_a_time(tmp_path: Path) -> None:
-    parts = Parts()
-    config = WeightsConfig(transport="disk", staging="stream", disk_path=str(tmp_path), bucket_mb=BUCKET_BYTES / 2**20)
-    sender = build_sender(config, "ray", ShardedParams(parts))
-    sender.listen()
-    sender.connect("", [], 1)
-    sender.begin_snapshot(1, ShardedParams(parts))
-    sender.fence()
-    assert parts.largest <= BUCKET_BYTES and len(parts.asked) > 1
-    assert first_difference(parts.tensors, dict(sender.tensors())) is None
-    sender.close()
 
 
 def _missing(parts: Parts) -> None:
