@@ -114,10 +114,14 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Payload:
-    """Where a rollout's arrays lie: ``ref`` is an object reference (Ray) or the list itself (local)."""
+    """Where a rollout's arrays lie: ``ref`` is an object reference (Ray) or the list itself (local).
+
+    ``annotations``: where the arrays lie that services computed of the rollout (reference log-probs, values).
+    """
 
     ref: Any
     index: int
+    annotations: tuple[Payload, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,22 +189,15 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
-class RewardResult:
-    """The score of one rollout, or the reason why there is none (never a silent zero)."""
+class Annotation:
+    """What a worker says of one rollout: its reward, or where the arrays lie that it computed (reference log-probs,
+    values), or one sentence that says why there is neither (never a silent zero)."""
 
     rollout_id: int
-    reward: float | None
+    reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
-
-
-@dataclass(frozen=True)
-class ServiceResult:
-    """Where one rollout lies with what a service gave it (reference log-probs, values), or why it has none."""
-
-    rollout_id: int
-    payload: Payload | None
-    error: str | None = None
+    arrays: Payload | None = None
 
 
 @dataclass(frozen=True)

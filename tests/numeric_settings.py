@@ -16,7 +16,8 @@ SETTINGS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "native": {},
     "onednn-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "threads": {"OMP_NUM_THREADS": "2", "TEST_THREADS": "2"},  # tests/conftest.py would set the first to 1
+    # tests/conftest.py would set the first to 1. Threads that spin while they wait take the cores from each other.
+    "threads": {"OMP_NUM_THREADS": "2", "TEST_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
 }
 NEED_AVX2 = ("avx2", "onednn-avx2")
 NAMES = {name for setting in SETTINGS.values() for name in setting}

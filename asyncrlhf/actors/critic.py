@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from asyncrlhf.actors.messages import RolloutBundle, bundled
-from asyncrlhf.actors.where import Where, where
+from asyncrlhf.actors.annotator import ANSWER_SECONDS
+from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.learner_config import CriticConfig
+from asyncrlhf.readahead.messages import Chunk, Prefilled
 from asyncrlhf.transport.build_transport import build_receiver
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.types import Rollout, ServiceResult
+from asyncrlhf.types import Annotation, Rollout
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,16 @@ class CriticSpec:
     precision: str
     runtime: str
     weights: WeightsConfig
+    answer_seconds: float = ANSWER_SECONDS
+
+    kind: ClassVar[str] = "critic"
+
+    @property
+    def settings(self) -> CriticConfig:
+        return self.critic
+
+    def build(self, name: str) -> CriticWorker:
+        return CriticWorker(self, name)
 
 
 class CriticWorker:
@@ -45,31 +57,18 @@ class CriticWorker:
         self._receiver = build_receiver(spec.weights.beside_the_policy(spec.runtime), spec.runtime, device)
         self._receiver.connect("", 1, 2, 0, name)
 
-    def value(self, rollouts: Sequence[Rollout], ticket: Ticket) -> tuple[list[ServiceResult], RolloutBundle]:
-        """One result a rollout, in order; the payload of those that succeeded is an index into the bundle.
+    def annotate(
+        self, rollouts: Sequence[Rollout], ticket: Ticket | None = None
+    ) -> tuple[list[Annotation], ArrayBundle]:
+        """The values [L] of each rollout by the critic behind ``ticket``, or the reason why it has none.
 
         Raises WeightSyncError when the version cannot be had: the learner that holds it is gone.
         """
+        assert ticket is not None, "a critic is asked by version"
         if self._critic.version != ticket.version:
             self._critic.load(ticket.version, self._receiver.receive(ticket))
-        return bundled(rollouts, self._critic.answer(rollouts))
+        return annotated("values", rollouts, self._critic.answer(rollouts), ticket.version)
 
-
-class CriticActor:
-    """The Ray actor around one worker."""
-
-    def __init__(self, spec: CriticSpec, name: str) -> None:
-        torch.set_num_threads(spec.critic.threads)
-        self._worker = CriticWorker(spec, name)
-
-    def ready(self) -> bool:
-        return True
-
-    def where(self) -> Where:
-        return where()
-
-    def value(
-        self, ticket: Ticket, indices: Sequence[tuple[int, int]], *bundles: Sequence[Rollout]
-    ) -> tuple[list[ServiceResult], RolloutBundle]:
-        """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
-        return self._worker.value([bundles[bundle][index] for bundle, index in indices], ticket)
+    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
+        """Nothing is read ahead: the critic that will answer is not known before a rollout ends."""
+        return Prefilled(False)

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 import torch
 
-from asyncrlhf.actors.messages import Offer
+from asyncrlhf.actors.messages import Address, Offer, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.data_config import ModelConfig
@@ -30,7 +30,7 @@ from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.gather import ShardedParams, take_part
 from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.types import Rollout, TrainSample
+from asyncrlhf.types import TrainSample
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class LearnerWorker:
             self.backend.before_update(lambda: self._fence())
         self._fence_seconds = 0.0
 
-    def train(
-        self, chosen: Sequence[tuple[tuple[int, int], float, float, int]], *bundles: Sequence[Rollout]
-    ) -> StepResult:
-        """One learner step. ``chosen``: ((bundle, index), reward, weight, masked_before_version) of each rollout of
-        this rank's share of the batch; none where there are fewer groups than shares."""
+    def train(self, chosen: Sequence[tuple[Address, float, float, int]], *bundles: Any) -> StepResult:
+        """One learner step. ``chosen``: (address, reward, weight, masked_before_version) of each rollout of this rank's
+        share of the batch; none where there are fewer groups than shares. ``bundles``: of rollouts, and of the arrays
+        that services computed of them, which are joined here."""
+        rollouts = resolved([address for address, *_ in chosen], bundles)
         samples = [
-            TrainSample(bundles[place][index], reward, weight, masked)
-            for (place, index), reward, weight, masked in chosen
+            TrainSample(rollout, reward, weight, masked)
+            for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
         ]
         return self.backend.train_step(pack(samples) if samples else self._no_share)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,14 +10,15 @@ import numpy as np
 
 from asyncrlhf.readahead.messages import ChunkInfo
 from asyncrlhf.types import (
+    Annotation,
     FloatArray,
     GenerationFailure,
     GenerationRequest,
+    IntArray,
     Payload,
     Prompt,
     Rollout,
     RolloutInfo,
-    ServiceResult,
 )
 
 OPTIONAL = ("ref_logprobs", "values", "kept_ids", "kept_counts")  # the arrays that a rollout may lack
@@ -117,23 +118,69 @@ def _cut(found: tuple[list[int | None], Any] | None, count: int) -> list[Any]:
     return [None if length is None else part for length, part in zip(lengths, parts, strict=True)]
 
 
-def bundled(rollouts: Iterable[Rollout], answers: Iterable[Rollout | str]) -> tuple[list[ServiceResult], RolloutBundle]:
-    """A service's answers, each a rollout with what it gave or the sentence that says why there is none, as results in
-    order and the bundle that those which succeeded lie in."""
-    done: list[Rollout] = []
-    results = []
+@dataclass(frozen=True, eq=False)
+class ArrayBundle:
+    """What one call of a reference or critic worker computed. Entry i holds fields of the i-th rollout answered.
+
+    Args:
+        name: the field of a Rollout that the arrays are: ``ref_logprobs`` or ``values``.
+        flat: [sum of L] the arrays of all rollouts, one behind the other.
+        ends: [N] where the array of each rollout ends in ``flat``.
+        critic_version: of the critic that gave the values; None where the arrays are no values.
+    """
+
+    name: str
+    flat: FloatArray
+    ends: IntArray
+    critic_version: int | None = None
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start = int(self.ends[index - 1]) if index else 0
+        fields: dict[str, Any] = {self.name: self.flat[start : int(self.ends[index])]}
+        return fields if self.critic_version is None else {**fields, "critic_version": self.critic_version}
+
+
+def annotated(
+    name: str, rollouts: Sequence[Rollout], answers: Iterable[Rollout | str], critic_version: int | None = None
+) -> tuple[list[Annotation], ArrayBundle]:
+    """The annotations of ``rollouts``, in order, and the bundle that their arrays lie in. An answer is the rollout with
+    its array in the field ``name``, or the sentence that says why there is none."""
+    arrays: list[FloatArray] = []
+    annotations = []
     for rollout, answer in zip(rollouts, answers, strict=True):
         if isinstance(answer, str):
-            results.append(ServiceResult(rollout.rollout_id, None, error=answer))
+            annotations.append(Annotation(rollout.rollout_id, error=answer))
             continue
-        results.append(ServiceResult(rollout.rollout_id, Payload(None, len(done))))
-        done.append(answer)
-    return results, RolloutBundle(done)
+        annotations.append(Annotation(rollout.rollout_id, arrays=Payload(None, len(arrays))))
+        arrays.append(getattr(answer, name))
+    flat = np.concatenate(arrays) if arrays else np.empty(0, np.float32)
+    return annotations, ArrayBundle(name, flat, np.cumsum([len(array) for array in arrays]), critic_version)
+
+
+def placed(annotations: Iterable[Annotation], arrays: Any) -> list[Annotation]:
+    """``annotations`` that know where their arrays lie; ``arrays`` is the bundle, or a reference to it."""
+    return [a if a.arrays is None else replace(a, arrays=Payload(arrays, a.arrays.index)) for a in annotations]
+
+
+def joined(rollout: Rollout, annotations: Iterable[Mapping[str, Any]]) -> Rollout:
+    """The rollout with the fields that annotations hold."""
+    for fields in annotations:
+        rollout = replace(rollout, **fields)
+    return rollout
+
+
+Address = tuple[tuple[int, int], ...]  # (bundle, index) of a rollout or chunk, then of each annotation's arrays
+
+
+def resolved(addresses: Iterable[Address], bundles: Sequence[Any]) -> list[Any]:
+    """The rollouts or chunks at ``addresses``, rollouts with the arrays of their annotations."""
+    found = ([bundles[bundle][index] for bundle, index in address] for address in addresses)
+    return [joined(first, annotations) for first, *annotations in found]
 
 
 @dataclass(frozen=True)
 class TrainItem:
-    """One rollout of a batch, by reference."""
+    """One rollout of a batch, by reference; its payload also says where the arrays of its annotations lie."""
 
     payload: Payload
     reward: float

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from asyncrlhf.actors.messages import RolloutBundle, bundled
-from asyncrlhf.actors.where import Where, where
+from asyncrlhf.actors.annotator import ANSWER_SECONDS
+from asyncrlhf.actors.messages import ArrayBundle, annotated
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.forward import use_float32_head
 from asyncrlhf.learner.learner_config import ReferenceConfig
 from asyncrlhf.readahead.messages import Chunk, Prefilled
 from asyncrlhf.readahead.reference import ReadingReference
-from asyncrlhf.types import Rollout, ServiceResult
+from asyncrlhf.types import Annotation, Rollout
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,16 @@ class ReferenceSpec:
     precision: str
     float32_head: bool = False
     cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
+    answer_seconds: float = ANSWER_SECONDS
+
+    kind: ClassVar[str] = "reference"
+
+    @property
+    def settings(self) -> ReferenceConfig:
+        return self.reference
+
+    def build(self, name: str) -> ReferenceWorker:
+        return ReferenceWorker(self)
 
     @property
     def fingerprint(self) -> dict[str, str | float]:
@@ -39,11 +50,8 @@ class ReferenceSpec:
 
 
 class ReferenceWorker:
-    """The start model, never a resumed policy, and without the adapter of a LoRA run, which begins as the model itself.
-
-    Each answer lies in a bundle of its own, beside the rollout's other arrays, so that whoever reads the rollout later
-    needs one reference and not two.
-    """
+    """The start model, never a resumed policy, and without the adapter of a LoRA run, which begins as the model
+    itself."""
 
     def __init__(self, spec: ReferenceSpec) -> None:
         own = spec.reference
@@ -60,36 +68,10 @@ class ReferenceWorker:
             cache_tokens=spec.cache_tokens,
         )
 
-    def complete(self, rollouts: Sequence[Rollout]) -> tuple[list[ServiceResult], RolloutBundle]:
-        """One result a rollout, in order; the payload of those that succeeded is an index into the bundle."""
-        return bundled(rollouts, self._policy.answer(rollouts))
+    def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], ArrayBundle]:
+        """The reference log-probs [L] of each rollout, or the reason why it has none."""
+        return annotated("ref_logprobs", rollouts, self._policy.answer(rollouts))
 
     def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
         """Forget ``released``, then read ``chunks`` ahead."""
         return self._policy.prefill(released, chunks)
-
-
-class ReferenceActor:
-    """The Ray actor around one worker."""
-
-    def __init__(self, spec: ReferenceSpec) -> None:
-        torch.set_num_threads(spec.reference.threads)
-        self._worker = ReferenceWorker(spec)
-
-    def ready(self) -> bool:
-        return True
-
-    def where(self) -> Where:
-        return where()
-
-    def complete(
-        self, indices: Sequence[tuple[int, int]], *bundles: Sequence[Rollout]
-    ) -> tuple[list[ServiceResult], RolloutBundle]:
-        """``indices``: (bundle, index) of each rollout; the bundles arrive resolved from the object store."""
-        return self._worker.complete([bundles[bundle][index] for bundle, index in indices])
-
-    def prefill(
-        self, released: Sequence[int], indices: Sequence[tuple[int, int]], *bundles: Sequence[Chunk]
-    ) -> Prefilled:
-        """Forget ``released``, then read the chunks (bundle, index) ahead."""
-        return self._worker.prefill(released, [bundles[bundle][index] for bundle, index in indices])

@@ -15,7 +15,7 @@ from asyncrlhf.cluster.remote import Remote
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
-from asyncrlhf.types import Payload, RewardResult, Rollout, ServiceResult
+from asyncrlhf.types import Annotation, Payload, Rollout
 
 
 class GeneratorHandle(Remote[GeneratorWorker], Protocol):
@@ -44,26 +44,12 @@ class WorkerLostError(ReplicaError):
     """A part died and will not be started again."""
 
 
-class RewardHandle(ReaderHandle, Protocol):
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
-        """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
-        ...
+class AnnotatorHandle(ReaderHandle, Protocol):
+    """A reward, reference or critic worker."""
 
-    async def close(self) -> None: ...
-
-
-class ReferenceHandle(ReaderHandle, Protocol):
-    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
-        """Where each rollout lies with its reference log-probs. Raises ReplicaError when the worker died of it and
-        stands again, WorkerLostError when it does not."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class CriticHandle(Protocol):
-    async def value(self, payloads: Sequence[Payload], ticket: Any) -> list[ServiceResult]:
-        """Where each rollout lies with the values of the critic behind ``ticket``. Raises as ``ReferenceHandle``."""
+    async def annotate(self, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
+        """One annotation a rollout. ``ticket``: of the critic that a critic worker is to answer as. Raises ReplicaError
+        when the worker died of it and stands again, WorkerLostError when it does not."""
         ...
 
     async def close(self) -> None: ...
@@ -93,15 +79,15 @@ class Runtime(Protocol):
     def generators(self) -> list[GeneratorHandle]: ...
 
     @property
-    def rewards(self) -> list[RewardHandle]: ...
+    def rewards(self) -> list[AnnotatorHandle]: ...
 
     @property
-    def references(self) -> list[ReferenceHandle]:
+    def references(self) -> list[AnnotatorHandle]:
         """Empty without ``reference.where=service``."""
         ...
 
     @property
-    def critics(self) -> list[CriticHandle]:
+    def critics(self) -> list[AnnotatorHandle]:
         """Empty without ``critic.where=service``."""
         ...
 
@@ -130,7 +116,7 @@ class Runtime(Protocol):
         ...
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
-        """The rollouts behind references."""
+        """The rollouts behind references, with the arrays of their annotations."""
         ...
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:

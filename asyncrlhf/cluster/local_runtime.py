@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from asyncrlhf.actors.critic import CriticSpec, CriticWorker
+from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
+from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, RolloutBundle, TrainItem, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem, joined, placed
 from asyncrlhf.actors.outbox import located
-from asyncrlhf.actors.reference import ReferenceSpec, ReferenceWorker
-from asyncrlhf.actors.reward import RewardSpec, build_reward
+from asyncrlhf.actors.reference import ReferenceSpec
+from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.cluster.handles import GeneratorHandle
+from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
 from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.readahead.messages import Chunk, ChunkInfo, Prefilled
-from asyncrlhf.readahead.reward import ReadingScorer
+from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.types import Payload, RewardResult, Rollout, ServiceResult
+from asyncrlhf.types import Annotation, Payload, Rollout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,54 +132,24 @@ def _once() -> Callable[[], bool]:
 
 
 def fetch_local(payloads: Sequence[Payload]) -> list[Rollout]:
-    return [p.ref[p.index] for p in payloads]
+    """The rollouts, with the arrays of their annotations."""
+    return [joined(p.ref[p.index], (a.ref[a.index] for a in p.annotations)) for p in payloads]
 
 
-def _pieces(chunks: Sequence[ChunkInfo]) -> list[Chunk]:
-    return [c.payload.ref[c.payload.index] for c in chunks]
+class LocalAnnotator(LocalPart[AnnotatorWorker]):
+    """A reward, reference or critic worker."""
 
+    def __init__(self, name: str, worker: AnnotatorWorker, answer_seconds: float) -> None:
+        super().__init__(name, worker)
+        self._answer_seconds = answer_seconds
 
-class LocalReward:
-    def __init__(self, scorer: ReadingScorer) -> None:
-        self._scorer = scorer
-
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
-        return self._scorer.score(fetch_local(payloads))
-
-    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        return self._scorer.prefill(released, _pieces(chunks))
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-
-class LocalReference:
-    def __init__(self, worker: ReferenceWorker) -> None:
-        self._worker = worker
-
-    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
-        return _placed(*self._worker.complete(fetch_local(payloads)))
+    async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
+        rollouts = fetch_local(payloads)
+        return placed(*await self.call(self._answer_seconds, AnnotatorWorker.annotate, rollouts, ticket))
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        return self._worker.prefill(released, _pieces(chunks))
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-
-class LocalCritic:
-    def __init__(self, worker: CriticWorker) -> None:
-        self._worker = worker
-
-    async def value(self, payloads: Sequence[Payload], ticket: Ticket) -> list[ServiceResult]:
-        return _placed(*self._worker.value(fetch_local(payloads), ticket))
-
-    async def close(self) -> None:
-        """Nothing is held open."""
-
-
-def _placed(results: Sequence[ServiceResult], made: RolloutBundle) -> list[ServiceResult]:
-    return [r if r.payload is None else replace(r, payload=Payload(made, r.payload.index)) for r in results]
+        pieces = [chunk.payload.ref[chunk.payload.index] for chunk in chunks]
+        return await self.call(self._answer_seconds, AnnotatorWorker.prefill, released, pieces)
 
 
 class LocalLearner(LocalPart[LearnerWorker]):
@@ -190,7 +160,7 @@ class LocalLearner(LocalPart[LearnerWorker]):
         self._step_seconds = spec.learner.virtual_step_seconds
 
     async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        chosen = [((0, i), item.reward, item.weight, item.masked_before_version) for i, item in enumerate(items)]
+        chosen = [(((0, i),), item.reward, item.weight, item.masked_before_version) for i, item in enumerate(items)]
         rollouts = fetch_local([item.payload for item in items])
         result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, rollouts)
         await asyncio.sleep(self._step_seconds)
@@ -218,9 +188,7 @@ class Workers:
 
     generator: Callable[[GeneratorSpec, Callable[[], float]], Any] = build_worker  # with the clock of the run
     learner: Callable[[LearnerSpec], Any] = LearnerWorker
-    reward: Callable[[RewardSpec], Any] = build_reward
-    reference: Callable[[ReferenceSpec], Any] = ReferenceWorker
-    critic: Callable[[CriticSpec, str], Any] = CriticWorker
+    annotator: Callable[[AnnotatorSpec, str], Any] = build_annotator  # with its name
 
 
 class LocalRuntime:
@@ -245,22 +213,23 @@ class LocalRuntime:
         self._reference_spec, self._critic_spec = reference, critic
         self._epoch = 0
         self.generators: list[GeneratorHandle] = []
-        self.rewards: list[LocalReward] = []
-        self.references: list[LocalReference] = []
-        self.critics: list[LocalCritic] = []
+        self.rewards: list[AnnotatorHandle] = []
+        self.references: list[AnnotatorHandle] = []
+        self.critics: list[AnnotatorHandle] = []
         self.learner: LocalLearner
 
     async def start(self) -> None:
         self.learner = LocalLearner(self._learner_spec, self._workers.learner(self._learner_spec))
-        reward = self._reward_spec
-        self.rewards = [LocalReward(self._workers.reward(reward)) for _ in range(reward.reward.workers)]
-        if self._reference_spec is not None:
-            count = self._reference_spec.reference.workers
-            self.references = [LocalReference(self._workers.reference(self._reference_spec)) for _ in range(count)]
-        if self._critic_spec is not None:
-            names = [f"critic-{i}" for i in range(self._critic_spec.critic.workers)]
-            self.critics = [LocalCritic(self._workers.critic(self._critic_spec, name)) for name in names]
+        self.rewards = self._annotators(self._reward_spec)
+        self.references = self._annotators(self._reference_spec)
+        self.critics = self._annotators(self._critic_spec)
         self.generators = [self._generator(spec) for spec in self._specs.values()]
+
+    def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
+        if spec is None:
+            return []
+        names = [f"{spec.kind}-{i}" for i in range(spec.settings.workers)]
+        return [LocalAnnotator(name, self._workers.annotator(spec, name), spec.answer_seconds) for name in names]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
         return LocalGenerator(spec, self._workers.generator(spec, asyncio.get_running_loop().time))

@@ -98,6 +98,7 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
         config.model,
         config.generator.max_completion_length,
         config.fusion.cache_tokens if config.reward_reads_ahead else 0,
+        answer_seconds(config, config.reward.model_timeout_seconds),
     )
     if config.runtime == "local":
         from asyncrlhf.cluster.local_runtime import LocalRuntime
@@ -108,11 +109,19 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
     return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir, reference, critic)
 
 
+def answer_seconds(config: RunConfig, own_limit: float = 0.0) -> float:
+    """How long one call of a reward, reference or critic worker may take before it counts as dead: so long that no
+    honest call does, and three quarters of ``stall_timeout_seconds``, so that a frozen worker is started again before
+    the run counts as stalled. A worker that limits its model's passes itself gets ``own_limit`` and a minute more."""
+    return max(0.75 * config.stall_timeout_seconds, own_limit + 60.0 if own_limit else 0.0)
+
+
 def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
     """What the workers are started with; None where the learner asks its own critic, or the algorithm has none."""
     if not config.critic_served:
         return None
-    return CriticSpec(config.critic, config.model, config.learner.mixed_precision, config.runtime, weights)
+    precision, seconds = config.learner.mixed_precision, answer_seconds(config)
+    return CriticSpec(config.critic, config.model, precision, config.runtime, weights, seconds)
 
 
 def critic_notes(config: RunConfig) -> list[str]:
@@ -133,6 +142,7 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
         config.learner.mixed_precision,
         config.learner.float32_head,
         config.fusion.cache_tokens if config.reference_reads_ahead else 0,
+        answer_seconds(config),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from asyncrlhf.actors.messages import Address
 from asyncrlhf.actors.where import Where
 from asyncrlhf.cluster.ray_placement import free_in_ray
 from asyncrlhf.cluster.remote import within
@@ -95,14 +96,12 @@ class RayPart(Generic[W]):
         ray.kill(self.actor)
 
 
-def bundle(payloads: Sequence[Payload]) -> tuple[list[Any], list[int]]:
-    """The distinct object references behind payloads, and each payload's place among them."""
+def addressed(payloads: Sequence[Payload]) -> tuple[list[Address], list[Any]]:
+    """The address of each rollout or chunk among the distinct object references behind ``payloads``, and these."""
     places: dict[Any, int] = {}
-    order = [places.setdefault(p.ref, len(places)) for p in payloads]
-    return list(places), order
 
+    def place(payload: Payload) -> tuple[int, int]:
+        return places.setdefault(payload.ref, len(places)), payload.index
 
-def addressed(payloads: Sequence[Payload]) -> tuple[list[tuple[int, int]], list[Any]]:
-    """(bundle, index) of each rollout, and the bundles' references, as the services' actors take them."""
-    references, places = bundle(payloads)
-    return [(place, p.index) for place, p in zip(places, payloads, strict=True)], references
+    addresses = [(place(p), *(place(annotation) for annotation in p.annotations)) for p in payloads]
+    return addresses, list(places)

@@ -12,7 +12,7 @@ import ray
 
 from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.messages import Address, Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.actors.outbox import located
 from asyncrlhf.cluster.ray_calls import START_SECONDS, RayPart, addressed, ask, ask_to_start
 from asyncrlhf.cluster.remote import LONG_SECONDS
@@ -152,9 +152,9 @@ class RayLearner:
         await asyncio.gather(*(rank.close() for rank in self.ranks))
 
 
-def _chosen(items: Sequence[TrainItem]) -> tuple[list[tuple[tuple[int, int], float, float, int]], list[Any]]:
-    """What ``LearnerWorker.train`` takes: of each item ((bundle, index), reward, weight, masked_before_version), and
-    the bundles' references."""
+def _chosen(items: Sequence[TrainItem]) -> tuple[list[tuple[Address, float, float, int]], list[Any]]:
+    """What ``LearnerWorker.train`` takes: of each item (address, reward, weight, masked_before_version), and the
+    bundles' references."""
     addresses, references = addressed([item.payload for item in items])
     found = zip(addresses, items, strict=True)
     return [(address, item.reward, item.weight, item.masked_before_version) for address, item in found], references

@@ -14,20 +14,21 @@ from typing import Any
 
 import ray
 
+from asyncrlhf.actors.annotator import AnnotatorSpec
 from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
-from asyncrlhf.cluster.handles import CriticHandle, GeneratorHandle, ReferenceHandle, RewardHandle
+from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.placement import Plan, generator_part, make_plan, parts_of
-from asyncrlhf.cluster.ray_calls import ask, bundle
+from asyncrlhf.cluster.ray_calls import addressed, ask
 from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
-from asyncrlhf.cluster.ray_services import RayCritic, RayReference, RayReward
+from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
@@ -96,9 +97,9 @@ class RayRuntime:
         self._epoch = 0
         self.sharing: frozenset[str] = frozenset()
         self.generators: list[GeneratorHandle] = []
-        self.rewards: list[RewardHandle] = []
-        self.references: list[ReferenceHandle] = []
-        self.critics: list[CriticHandle] = []
+        self.rewards: list[AnnotatorHandle] = []
+        self.references: list[AnnotatorHandle] = []
+        self.critics: list[AnnotatorHandle] = []
         self.learner: RayLearner
 
     @property
@@ -168,17 +169,9 @@ class RayRuntime:
         options = self._placer.options
         ranks = [options(f"learner-{i}") for i in range(self._learner_spec.learner.ranks)]
         self.learner = RayLearner(self._learner_spec, ranks, seconds)
-        self.rewards = [
-            RayReward(self._reward_spec, i, options(f"reward-{i}"), seconds)
-            for i in range(self._reward_spec.reward.workers)
-        ]
-        asked, critic = self._reference_spec, self._critic_spec
-        if asked is not None:
-            count = asked.reference.workers
-            self.references = [RayReference(asked, i, options(f"reference-{i}"), seconds) for i in range(count)]
-        if critic is not None:
-            count = critic.critic.workers
-            self.critics = [RayCritic(critic, i, options(f"critic-{i}"), seconds) for i in range(count)]
+        self.rewards = self._annotators(self._reward_spec)
+        self.references = self._annotators(self._reference_spec)
+        self.critics = self._annotators(self._critic_spec)
         self.generators = [self._generator(spec) for spec in self._generator_specs]
         parts = [self.learner, *self.rewards, *self.references, *self.critics, *self.generators]
         await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
@@ -186,6 +179,12 @@ class RayRuntime:
             await self._check_run_dir()
         await self._set_cores_aside()
         self._endpoint = await self.learner.listen()
+
+    def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
+        if spec is None:
+            return []
+        options, seconds = self._placer.options, self._cluster.start_timeout_seconds
+        return [RayAnnotator(spec, i, options(f"{spec.kind}-{i}"), seconds) for i in range(spec.settings.workers)]
 
     def _generator(self, spec: GeneratorSpec) -> RayGenerator:
         return RayGenerator(spec, self._placer.options(spec.name), self._cluster.start_timeout_seconds)
@@ -273,9 +272,9 @@ class RayRuntime:
         return self._placer.has_room(generator_part(spec))
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
-        references, places = bundle(payloads)
-        bundles = await asyncio.gather(*(ask("the object store", r, LONG_SECONDS, "fetch") for r in references))
-        return [bundles[place][p.index] for place, p in zip(places, payloads, strict=True)]
+        addresses, references = addressed(payloads)
+        answers = (ask("the object store", reference, LONG_SECONDS, "fetch") for reference in references)
+        return resolved(addresses, await asyncio.gather(*answers))
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = RolloutBundle(rollouts)

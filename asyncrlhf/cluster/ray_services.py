@@ -3,69 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
 
-from asyncrlhf.actors.critic import CriticActor, CriticSpec
-from asyncrlhf.actors.reference import ReferenceActor, ReferenceSpec
-from asyncrlhf.actors.reward import RewardActor, RewardSpec
-from asyncrlhf.actors.where import Where
+from asyncrlhf.actors.annotator import AnnotatorActor, AnnotatorSpec, AnnotatorWorker
+from asyncrlhf.actors.messages import placed
 from asyncrlhf.cluster.handles import WorkerLostError
-from asyncrlhf.cluster.ray_calls import addressed, ask, ask_to_start
-from asyncrlhf.cluster.remote import LONG_SECONDS
+from asyncrlhf.cluster.ray_calls import RayPart, addressed, ask
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.types import Payload, RewardResult, ServiceResult
+from asyncrlhf.types import Annotation, Payload
 
-Options = Mapping[str, Any]
+Options = Mapping[str, Any]  # Ray's, of one actor: what it asks for and where it sits
 
 
-class RayService:
-    """Started anew when it dies, here and not by Ray, whose retries would hide which call was the death of it."""
+class RayAnnotator(RayPart[AnnotatorWorker]):
+    """Starts its worker anew when it dies, or when it has not answered for ``spec.answer_seconds``; not by Ray, whose
+    retries would hide which call was the death of it. ``settings.max_restarts`` of the spec bounds that."""
 
-    def __init__(
-        self, name: str, start: Callable[[], Any], start_seconds: float, max_restarts: int, setting: str
-    ) -> None:
-        """``start`` makes the actor; ``setting`` bounds its restarts."""
-        self._name = name
-        self._start = start
-        self._start_seconds = start_seconds
-        self._max_restarts, self._setting = max_restarts, setting
+    def __init__(self, spec: AnnotatorSpec, number: int, options: Options, start_seconds: float) -> None:
+        self._spec = spec
+        self._options = options
         self._deaths = 0  # since the last answer
         self._replaced: ReplicaError | None = None  # a death that no caller heard of
-        self.actor = start()
+        name = f"{spec.kind}-{number}"
+        super().__init__(name, self._start(name), start_seconds)
 
-    @property
-    def name(self) -> str:
-        return self._name
+    def _start(self, name: str) -> Any:
+        """A fresh actor."""
+        return ray.remote(AnnotatorActor).options(**self._options).remote(self._spec, name)
 
-    async def ready(self) -> None:
-        await ask_to_start(self._name, self.actor.ready.remote(), self._start_seconds)
+    async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
+        """The first death may have any cause: the call is made once more before its rollouts are blamed."""
+        addresses, bundles = addressed(payloads)
+        arrays: Any = None
 
-    async def where(self) -> Where:
-        place: Where = await ask(self._name, self.actor.where.remote(), self._start_seconds, "where")
-        return place
+        def call() -> Any:
+            # The arrays' owner is this process, so they outlive the worker.
+            nonlocal arrays
+            annotations, arrays = self.actor.annotate.options(num_returns=2).remote(addresses, ticket, *bundles)
+            return annotations
 
-    async def _twice(self, call: Callable[[], Any]) -> Any:
-        """The first death may have been any: a call is made once more before its rollouts are blamed."""
         try:
-            return await self._once(call)
+            annotations = await self._once("annotate", call)
         except WorkerLostError:
             raise
         except ReplicaError as error:
             if self._deaths > 1:
                 raise
-            answer = await self._once(call)
+            annotations = await self._once("annotate", call)
             self._replaced = error
-            return answer
+        return placed(annotations, arrays)
 
-    async def _once(self, call: Callable[[], Any]) -> Any:
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        if self._replaced is not None:  # the chunks' beginnings are gone
+            error, self._replaced = self._replaced, None
+            raise error
+        addresses, bundles = addressed([chunk.payload for chunk in chunks])
+        answer: Prefilled = await self._once(
+            "prefill", lambda: self.actor.prefill.remote(list(released), addresses, *bundles)
+        )
+        return answer
+
+    async def _once(self, verb: str, call: Callable[[], Any]) -> Any:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
         try:
-            answer = await ask(self._name, call(), LONG_SECONDS, "its call")
+            answer = await ask(self._name, call(), self._spec.answer_seconds, verb)
         except ReplicaError as error:
             await self._revive(error)
             raise
@@ -75,88 +80,14 @@ class RayService:
     async def _revive(self, error: ReplicaError) -> None:
         self._deaths += 1
         ray.kill(self.actor)
-        if self._deaths > self._max_restarts:
-            raise WorkerLostError(f"{error} It is not started again ({self._setting}).") from error
-        self.actor = self._start()
+        if self._deaths > self._spec.settings.max_restarts:
+            raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
+        self.actor = self._start(self._name)
         try:
             await self.ready()
         except ReplicaError as failure:
             raise WorkerLostError(f"{failure} It had died before: {error}") from failure
 
-    async def _bundled(self, call: Callable[[], Any]) -> list[ServiceResult]:
-        """``call`` returns two references: the results, and the bundle in which the rollouts lie. The bundle's owner is
-        this process, so it outlives the worker."""
-        bundles: list[Any] = []
-
-        def once() -> Any:
-            facts, made = call()
-            bundles.append(made)
-            return facts
-
-        results: list[ServiceResult] = await self._twice(once)
-        return [
-            result if result.payload is None else replace(result, payload=Payload(bundles[-1], result.payload.index))
-            for result in results
-        ]
-
     async def close(self) -> None:
+        """End its process at once: a worker holds nothing that must be closed."""
         ray.kill(self.actor)
-
-
-class RayReader(RayService):
-    """A service that may read chunks ahead."""
-
-    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        if self._replaced is not None:  # the chunks' beginnings are gone
-            error, self._replaced = self._replaced, None
-            raise error
-        wanted, references = addressed([chunk.payload for chunk in chunks])
-        answer: Prefilled = await self._once(lambda: self.actor.prefill.remote(list(released), wanted, *references))
-        return answer
-
-
-class RayReward(RayReader):
-    def __init__(self, spec: RewardSpec, number: int, options: Options, start_seconds: float) -> None:
-        super().__init__(
-            f"reward-{number}",
-            lambda: ray.remote(RewardActor).options(**options).remote(spec),
-            start_seconds,
-            spec.reward.max_restarts,
-            "reward.max_restarts",
-        )
-
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
-        wanted, references = addressed(payloads)
-        results: list[RewardResult] = await self._twice(lambda: self.actor.score.remote(wanted, *references))
-        return results
-
-
-class RayReference(RayReader):
-    def __init__(self, spec: ReferenceSpec, number: int, options: Options, start_seconds: float) -> None:
-        super().__init__(
-            f"reference-{number}",
-            lambda: ray.remote(ReferenceActor).options(**options).remote(spec),
-            start_seconds,
-            spec.reference.max_restarts,
-            "reference.max_restarts",
-        )
-
-    async def complete(self, payloads: Sequence[Payload]) -> list[ServiceResult]:
-        wanted, references = addressed(payloads)
-        return await self._bundled(lambda: self.actor.complete.options(num_returns=2).remote(wanted, *references))
-
-
-class RayCritic(RayService):
-    def __init__(self, spec: CriticSpec, number: int, options: Options, start_seconds: float) -> None:
-        name = f"critic-{number}"
-        super().__init__(
-            name,
-            lambda: ray.remote(CriticActor).options(**options).remote(spec, name),
-            start_seconds,
-            spec.critic.max_restarts,
-            "critic.max_restarts",
-        )
-
-    async def value(self, payloads: Sequence[Payload], ticket: Ticket) -> list[ServiceResult]:
-        wanted, references = addressed(payloads)
-        return await self._bundled(lambda: self.actor.value.options(num_returns=2).remote(ticket, wanted, *references))

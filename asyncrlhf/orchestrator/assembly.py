@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from asyncrlhf.buffer.replay import Evicted
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.types import (
-    DropReason,
-    RewardResult,
-    RolloutGroup,
-    RolloutInfo,
-    ScoredRollout,
-    ServiceResult,
-)
+from asyncrlhf.types import Annotation, DropReason, RolloutGroup, RolloutInfo, ScoredRollout
 
 Discard = Callable[[int, int, ScoredRollout | RolloutInfo | None, str, str], None]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A finished rollout that waits for its annotations, and the learner's version when it left its generator."""
+
+    info: RolloutInfo
+    at_version: int
 
 
 class Assembly:
@@ -31,6 +32,8 @@ class Assembly:
         self.message = message
         self._outcomes: deque[bool] = deque(maxlen=state.config.batch_size)
         self._failures_told = 0
+        served = {"reference": state.config.reference_served, "critic": state.config.critic_served}
+        self._kinds = ["reward", *(kind for kind, is_served in served.items() if is_served)]  # that a rollout waits for
 
     def generated(self, info: RolloutInfo) -> bool:
         """A rollout left its generator; False when nobody waits for it any more (it was dropped meanwhile)."""
@@ -46,59 +49,38 @@ class Assembly:
         group = self._state.groups.get(info.group_id)
         return group is not None and info.rollout_id in group.unscored
 
-    def scored(self, info: RolloutInfo, finished_at_version: int, result: RewardResult) -> None:
-        """A reward, or the failure to give one."""
+    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+        """What a worker of this kind gives, or its failure. The kinds come in any order; with all of them the rollout
+        is complete."""
+        info = waiting.info
         if not self.awaits(info):
             return
-        if result.reward is None:
-            self.failed(info.rollout_id, info.group_id, result.error or "the reward gave no number", info)
+        if annotation.reward is None and annotation.arrays is None:
+            self.failed(info.rollout_id, info.group_id, annotation.error or f"the {kind} worker gave nothing", info)
             return
         group = self._state.groups[info.group_id]
+        group.annotations[kind][info.rollout_id] = (annotation, self._state.now())
+        if all(info.rollout_id in group.annotations[kind] for kind in self._kinds):
+            self._complete(group, waiting)
+
+    def _complete(self, group: GroupInProgress, waiting: Waiting) -> None:
+        """The payload says from now on where the arrays of the annotations lie, too."""
+        info, rollout_id = waiting.info, waiting.info.rollout_id
+        given = {kind: group.annotations[kind].pop(rollout_id) for kind in self._kinds}
+        times = {kind: at for kind, (_, at) in given.items()}
+        score, _ = given["reward"]
+        assert score.reward is not None, "an annotation without arrays has a reward"
+        arrays = tuple(annotation.arrays for annotation, _ in given.values() if annotation.arrays is not None)
         scored = ScoredRollout(
-            info, result.reward, group.admitted_at, self._state.now(), finished_at_version, dict(result.parts)
+            replace(info, payload=replace(info.payload, annotations=arrays)),
+            score.reward,
+            group.admitted_at,
+            times["reward"],
+            waiting.at_version,
+            dict(score.parts),
+            times.get("reference"),
+            times.get("critic"),
         )
-        group.rewarded[info.rollout_id] = scored
-        self._join(group, info.rollout_id)
-
-    def referenced(self, info: RolloutInfo, result: ServiceResult) -> None:
-        """The reference's log-probs, or the failure to give them."""
-        if not self.awaits(info):
-            return
-        if result.payload is None:
-            self.failed(info.rollout_id, info.group_id, result.error or "the reference gave no log-probs", info)
-            return
-        group = self._state.groups[info.group_id]
-        group.referenced[info.rollout_id] = (result.payload, self._state.now())
-        self._join(group, info.rollout_id)
-
-    def valued(self, info: RolloutInfo, result: ServiceResult) -> None:
-        """The critic's values, or the failure to give them."""
-        if not self.awaits(info):
-            return
-        if result.payload is None:
-            self.failed(info.rollout_id, info.group_id, result.error or "the critic gave no values", info)
-            return
-        group = self._state.groups[info.group_id]
-        group.valued[info.rollout_id] = (result.payload, self._state.now())
-        self._join(group, info.rollout_id)
-
-    def _join(self, group: GroupInProgress, rollout_id: int) -> None:
-        """What the services give comes in any order; with all of it the rollout is complete. The critic is asked with
-        what the reference answered, so that its payload has both."""
-        config = self._state.config
-        awaited: list[Collection[int]] = [group.rewarded]
-        awaited += [group.referenced] if config.reference_served else []
-        awaited += [group.valued] if config.critic_served else []
-        if any(rollout_id not in given for given in awaited):
-            return
-        scored = group.rewarded.pop(rollout_id)
-        payload, referenced_at = group.referenced.pop(rollout_id, (scored.info.payload, None))
-        payload, valued_at = group.valued.pop(rollout_id, (payload, None))
-        info = replace(scored.info, payload=payload)
-        self._complete(group, replace(scored, info=info, referenced_at=referenced_at, valued_at=valued_at))
-
-    def _complete(self, group: GroupInProgress, scored: ScoredRollout) -> None:
-        rollout_id = scored.info.rollout_id
         self._outcomes.append(True)
         self._state.ledger.buffer(rollout_id)
         group.unscored.discard(rollout_id)
@@ -115,9 +97,8 @@ class Assembly:
         self._discard(rollout_id, group_id, facts, "failed", error)
         group.unfinished.discard(rollout_id)
         group.unscored.discard(rollout_id)
-        group.rewarded.pop(rollout_id, None)
-        group.referenced.pop(rollout_id, None)
-        group.valued.pop(rollout_id, None)
+        for given in group.annotations.values():
+            given.pop(rollout_id, None)
         self._outcomes.append(False)
         self._failures_told += 1
         if self._failures_told <= 5:

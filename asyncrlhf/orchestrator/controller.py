@@ -6,12 +6,11 @@
                                                                           a finished rollout (replica)
     collect (each    finished rollouts of its replica                     the replica
       replica)
-    score (each      rollouts that fusion lets through                    collect
-      reward worker)
-    serve (each      rollouts, as they end; only with                     collect; WeightPublisher (a critic's version)
-      reference or   reference.where=service, critic.where=service
-      critic worker)
-    LearnLoop        a batch in the buffer; in scheduled modes also the   score and serve; the publisher
+    serve (each      finished rollouts: reward workers those that         collect; WeightPublisher (a critic's version)
+      reward, refe-  fusion lets through, critic workers those whose
+      rence, critic  critic is published
+      worker)
+    LearnLoop        a batch in the buffer; in scheduled modes also the   serve; the publisher
                      publish before
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
     Recovery         a dead replica; beside it, where replicas may be     the loop that met the death, through Replicas
@@ -19,7 +18,7 @@
     RolloutLog       rollouts at their end                                LearnLoop
     watch            nothing: it looks now and then whether anything moved
 
-        ┌──────────▶ Dispatcher ──submit──▶ replicas ──collect──▶ Scoring ──▶ Assembly ──▶ ReplayBuffer ──┐
+        ┌──────────▶ Dispatcher ──submit──▶ replicas ──collect──▶ Annotators ▶ Assembly ─▶ ReplayBuffer ──┐
         │                                      ▲ load                                                   take
         └── ledger, gate, signal ──────── WeightPublisher ◀──snapshot── LearnLoop ◀───────────────────────┘
 
@@ -32,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrlhf.buffer.admission import build_gate
@@ -43,20 +42,18 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, StallError
+from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
-from asyncrlhf.orchestrator.critics import Critics, CriticVersions, valued
+from asyncrlhf.orchestrator.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.recovery import Recovery
-from asyncrlhf.orchestrator.references import References, completed
 from asyncrlhf.orchestrator.replicas import Replicas
-from asyncrlhf.orchestrator.resume import restore
+from asyncrlhf.orchestrator.resume import completed, restore
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
-from asyncrlhf.orchestrator.scoring import Scoring
-from asyncrlhf.orchestrator.service import Service
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
@@ -122,7 +119,7 @@ class Controller:
             self.state, runtime, source, heldout, self._replicas, self._publisher, self._normalizer,
             self._log, recorder, view,
         )  # fmt: skip
-        self._services: list[Service[Any, Any]] = []
+        self._annotators: list[Annotator] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def stop(self) -> None:
@@ -141,10 +138,8 @@ class Controller:
         if self._saved is not None:
             await self._runtime.learner.load(self._saved.learner)
             self._normalizer.load(self._saved.learner)
-            computed_by = self._saved.state.get("reference")
-            rollouts = await completed(self._saved.rollouts, computed_by, self.config, self._runtime)
-            rollouts = await valued(rollouts, self.config, self._runtime)
-            restore(state, replace(self._saved, rollouts=rollouts), self._source, self._log, self._runtime)
+            saved = await completed(self._saved, self.config, self._runtime)
+            restore(state, saved, self._source, self._log, self._runtime)
         self._publisher.publish(state.version)
         await self._publisher.idle()
         await self._bookkeeping.evaluate()
@@ -162,16 +157,17 @@ class Controller:
     async def _run_loops(self, learn: LearnLoop) -> str:
         """Supervise every loop until the learner's is through with the run."""
         runtime, dead = self._runtime, self._replicas.died
-        critics = Critics(self.state, self._assembly, runtime.critics, self._critic_versions)
-        onward = critics if runtime.critics else None
-        references = References(self.state, self._assembly, runtime.references, onward)
-        first = references if runtime.references else onward
-        scoring = Scoring(self.state, self._assembly, runtime.rewards, dead, first)
-        self._services = [scoring, references, critics]
+        kinds = (
+            Rewards(self.state, self._assembly, runtime.rewards),
+            References(self.state, self._assembly, runtime.references),
+            Critics(self.state, self._assembly, runtime.critics, self._critic_versions),
+        )
+        self._annotators = [annotator for annotator in kinds if annotator.workers]
+        collector = Collector(self.state, self._assembly, self._annotators, dead)
         dispatcher = Dispatcher(self.state, self._source, self._sampling, dead)
 
         def collect(replica: Replica) -> None:
-            self._spawn(scoring.collect(replica), f"collect {replica.name}")
+            self._spawn(collector.collect(replica), f"collect {replica.name}")
 
         recovery = Recovery(
             self.state, runtime, self._replicas, self._publisher, self._turns, self._view.message, collect
@@ -186,12 +182,9 @@ class Controller:
         self._spawn(self._watch(learn), "watch")
         for replica in self.state.replicas:
             collect(replica)
-        for number, worker in enumerate(self._runtime.rewards):
-            self._spawn(scoring.score(worker), f"score {number}")
-        for number, reference in enumerate(runtime.references):
-            self._spawn(references.serve(reference), f"reference {number}")
-        for number, critic in enumerate(runtime.critics):
-            self._spawn(critics.serve(critic), f"critic {number}")
+        for annotator in self._annotators:
+            for number, worker in enumerate(annotator.workers):
+                self._spawn(annotator.serve(worker), f"{annotator.kind} {number}")
         while not main.done():
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -246,9 +239,9 @@ class Controller:
                 "dead" if not replica.alive else "draining" if replica.draining else f"at version {replica.version}"
             )
             parts.append(f"{replica.name} is {status} with {len(held)} rollouts in flight{_some(held)}.")
-        for service in self._services:
-            if service.queued:
-                parts.append(f"{len(service.queued)} rollouts wait for a {service.title}{_some(service.queued)}.")
+        for annotator in self._annotators:
+            if queued := annotator.queued:
+                parts.append(f"{len(queued)} rollouts wait for a {annotator.title}{_some(queued)}.")
         if self._publisher.busy:
             parts.append(f"The publisher waits for {self._publisher.waiting_for or 'a replica'}.")
         if state.requeue:

@@ -1,28 +1,25 @@
-"""The critic service (``critic.where=service``): what a run starts, which version answers whom, and its queue."""
+"""The critic service: which version of the critic answers which rollout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.cluster.handles import CriticHandle, Runtime
+from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
 from asyncrlhf.cluster.remote import LONG_SECONDS
-from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.service import Waiting
+from asyncrlhf.orchestrator.annotate import Annotator
+from asyncrlhf.orchestrator.assembly import Assembly, Waiting
 from asyncrlhf.orchestrator.state import RunState
-from asyncrlhf.orchestrator.token_service import TokenService, completed_by
-from asyncrlhf.types import Rollout, RolloutInfo, ServiceResult
+from asyncrlhf.types import Annotation, RolloutInfo
 
 
 class CriticVersions:
-    """The critics that workers can be given: tickets, by version.
+    """Tickets of the critics that workers can be given, by version.
 
-    A free run keeps the newest, which answers whoever is no younger. In the scheduled modes the critic of the very
-    version that sampled a rollout answers it, which is the same in every run; so a version is kept for as long as
-    rollouts of it are in the making or to come.
+    A free run keeps the newest, which answers rollouts that its own or an older version sampled. In the scheduled modes
+    a rollout is answered by the critic of the very version that sampled it, which is the same in every run; so a
+    version is kept for as long as rollouts of it are in the making or to come.
     """
 
     def __init__(self, state: RunState, runtime: Runtime) -> None:
@@ -50,46 +47,30 @@ class CriticVersions:
         return newest if newest >= info.max_version else None
 
     def ticket(self, info: RolloutInfo) -> Any:
-        """The newest for a rollout that nobody waits for any more."""
+        """The newest for a rollout that was dropped meanwhile, whose version may be gone."""
         version = self.answers(info)
         return self._tickets[max(self._tickets) if version is None else version]
 
 
-class Critics(TokenService[CriticHandle]):
-    """Each rollout as soon as it ends and the critic of its version is there, beside its reward; where there is a
-    reference service, after that. All of a call are answered by one version."""
+class Critics(Annotator):
+    """The critic service (``critic.where=service``): a rollout waits for the critic of its version. All rollouts of a
+    call are answered by one version."""
 
-    title = "critic worker"
+    kind = "critic"
 
     def __init__(
-        self, state: RunState, assembly: Assembly, workers: list[CriticHandle], versions: CriticVersions
+        self, state: RunState, assembly: Assembly, workers: list[AnnotatorHandle], versions: CriticVersions
     ) -> None:
         super().__init__(state, assembly, workers, state.config.critic.token_budget)
         self._versions = versions
 
-    def _askable(self, wanted: list[Waiting]) -> list[Waiting]:
-        able = [(self._versions.answers(waiting.info), waiting) for waiting in wanted]
-        first = next((version for version, _ in able if version is not None), None)
-        return [waiting for version, waiting in able if version is not None and version == first]
+    def _wanted(self, worker: AnnotatorHandle) -> Iterator[Waiting]:
+        chosen: int | None = None
+        for waiting in super()._wanted(worker):
+            version = self._versions.answers(waiting.info)
+            chosen = version if chosen is None else chosen
+            if version is not None and version == chosen:
+                yield waiting
 
-    async def _call(self, worker: CriticHandle, batch: Sequence[Waiting]) -> list[ServiceResult]:
-        return await worker.value([w.info.payload for w in batch], self._versions.ticket(batch[0].info))
-
-    def _accept(self, waiting: Waiting, result: ServiceResult) -> None:
-        self._assembly.valued(waiting.info, result)
-
-
-async def valued(rollouts: Mapping[int, Rollout], config: RunConfig, runtime: Runtime) -> dict[int, Rollout]:
-    """A checkpoint's finished rollouts with what this run's learner expects of the critic: values that they have are
-    kept, those that lack them get them from the critic of the checkpoint. Call it before anything is published.
-
-    Raises AsyncRLHFError when that fails for one.
-    """
-    if not config.critic_served:
-        return {i: replace(rollout, values=None, critic_version=None) for i, rollout in rollouts.items()}
-    lacking = [r for r in rollouts.values() if r.values is None]
-    if not lacking:
-        return dict(rollouts)
-    await runtime.learner.snapshot(None)
-    ticket = await runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
-    return await completed_by(lambda asked: runtime.critics[0].value(asked, ticket), rollouts, lacking, runtime)
+    async def _call(self, worker: AnnotatorHandle, batch: Sequence[Waiting]) -> list[Annotation]:
+        return await worker.annotate([w.info.payload for w in batch], self._versions.ticket(batch[0].info))

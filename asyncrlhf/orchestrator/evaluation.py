@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from asyncrlhf.actors.messages import WorkItem
-from asyncrlhf.cluster.handles import RewardHandle, Runtime, WorkerLostError
+from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.state import Replica
-from asyncrlhf.types import GenerationRequest, Prompt, RewardResult, Rollout, SamplingParams
+from asyncrlhf.types import Annotation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 
 class HeldOut:
@@ -32,7 +33,7 @@ class HeldOut:
         self._next_id = -1
 
     async def accuracy(
-        self, replicas: list[Replica], rewards: list[RewardHandle], on_dead: Callable[[Replica, ReplicaError], None]
+        self, replicas: list[Replica], rewards: list[AnnotatorHandle], on_dead: Callable[[Replica, ReplicaError], None]
     ) -> float | None:
         """None without prompts, replicas or a single score. The share of a replica that dies goes to the living."""
         rollouts: list[Rollout] = []
@@ -57,15 +58,15 @@ class HeldOut:
             on_dead(replica, error)
             return [], prompts
 
-    async def _score(self, rollouts: list[Rollout], worker: RewardHandle) -> list[RewardResult]:
+    async def _score(self, rollouts: list[Rollout], worker: AnnotatorHandle) -> list[Annotation]:
         """One by one where the worker died of them together; one that it dies of alone has no score."""
         try:
-            return await worker.score(self._runtime.store(rollouts))
+            return await annotate(worker, self._runtime.store(rollouts))
         except WorkerLostError:
             raise
         except ReplicaError as error:
             if len(rollouts) == 1:
-                return [RewardResult(rollouts[0].rollout_id, None, error=str(error))]
+                return [Annotation(rollouts[0].rollout_id, None, error=str(error))]
         return [result for rollout in rollouts for result in await self._score([rollout], worker)]
 
     def _items(self, prompts: list[Prompt]) -> list[WorkItem]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.buffer.records import group_from_json, group_to_json
-from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
+from asyncrlhf.cluster.parts import reference_spec
+from asyncrlhf.cluster.remote import LONG_SECONDS
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.references import fingerprint
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.records.checkpoint import Saved
-from asyncrlhf.types import Payload, RolloutGroup
+from asyncrlhf.types import Payload, Rollout, RolloutGroup
 
 
 def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tuple[dict[str, Any], list[Payload]]:
@@ -45,6 +51,51 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
         ],
     }
     return document, [s.info.payload for s in finished]
+
+
+def fingerprint(config: RunConfig) -> dict[str, Any] | None:
+    """What decides over the reference log-probs that a checkpoint holds; None where it holds none."""
+    spec = reference_spec(config)
+    return None if spec is None else spec.fingerprint
+
+
+async def completed(saved: Saved, config: RunConfig, runtime: Runtime) -> Saved:
+    """The checkpoint, whose rollouts have what this run's learner expects: reference log-probs, values, or neither.
+
+    Log-probs are computed where they are missing, and anew where another model, temperature or precision gave them.
+    Values that are there are kept; where they are missing, the critic of the checkpoint gives them: call it when the
+    learner has loaded the checkpoint and nothing is published yet. Raises AsyncRLHFError when that fails for one.
+    """
+    rollouts = dict(saved.rollouts)
+    wanted = fingerprint(config)
+    if wanted is None:
+        rollouts = {i: replace(r, ref_logprobs=None) for i, r in rollouts.items()}
+    else:
+        fits = saved.state.get("reference") == wanted
+        lacking = [r for r in rollouts.values() if r.ref_logprobs is None or not fits]
+        rollouts |= await _annotated(lacking, runtime.references, runtime)
+    if not config.critic_served:
+        rollouts = {i: replace(r, values=None, critic_version=None) for i, r in rollouts.items()}
+    elif lacking := [r for r in rollouts.values() if r.values is None]:
+        await runtime.learner.snapshot(None)
+        ticket = await runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
+        rollouts |= await _annotated(lacking, runtime.critics, runtime, ticket)
+    return replace(saved, rollouts=rollouts)
+
+
+async def _annotated(
+    lacking: Sequence[Rollout], workers: Sequence[AnnotatorHandle], runtime: Runtime, ticket: Any = None
+) -> dict[int, Rollout]:
+    """The rollouts with what a worker computes of them, by rollout id."""
+    if not lacking:
+        return {}
+    stored = runtime.store(lacking)
+    places = []
+    for payload, given in zip(stored, await annotate(workers[0], stored, ticket), strict=True):
+        if given.arrays is None:
+            raise AsyncRLHFError(f"Rollout {given.rollout_id} of the checkpoint cannot be taken up: {given.error}")
+        places.append(replace(payload, annotations=(given.arrays,)))
+    return {rollout.rollout_id: rollout for rollout in await runtime.fetch(places)}
 
 
 def _settings(state: RunState) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.handles import Runtime
@@ -121,7 +121,7 @@ class RolloutLog:
     async def _write(self, ended: list[_Ended]) -> None:
         if not self._state.config.logging.rollouts:
             return  # nobody reads the arrays, so they are not fetched either
-        payloads: list[Payload] = [e.facts.payload for e in ended if e.facts is not None]
+        payloads: list[Payload] = [replace(e.facts.payload, annotations=()) for e in ended if e.facts is not None]
         arrays = {r.rollout_id: r for r in await self._runtime.fetch(payloads)} if payloads else {}
         self._recorder.record([self._row(e, arrays) for e in ended])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrlhf.buffer.admission import Gate
@@ -16,7 +16,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, Reader, ReadTotals
-from asyncrlhf.types import Payload, Prompt, ScoredRollout
+from asyncrlhf.types import Annotation, Prompt, ScoredRollout
 
 
 @dataclass
@@ -54,10 +54,8 @@ class GroupInProgress:
     unfinished: set[int]
     unscored: set[int]
     scored: list[ScoredRollout] = field(default_factory=list)
-    # By rollout id, what waits for another service: it has its reward, the reference's log-probs, the critic's values.
-    rewarded: dict[int, ScoredRollout] = field(default_factory=dict)
-    referenced: dict[int, tuple[Payload, float]] = field(default_factory=dict)
-    valued: dict[int, tuple[Payload, float]] = field(default_factory=dict)
+    # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
+    annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
 
 @dataclass
@@ -111,15 +109,9 @@ class RunState:
         self.changed.notify()
 
     def reading_ahead(
-        self,
-        who: str,
-        workers: Sequence[Reader],
-        given: Callable[[GroupInProgress], Container[int]],
-        totals: ReadTotals,
-        message: Callable[[str], None],
+        self, kind: str, workers: Sequence[Reader], totals: ReadTotals, message: Callable[[str], None]
     ) -> ReadAhead[Reader]:
-        """``given``: of a group under way, the rollouts that have what the workers give; the rest as of
-        :class:`ReadAhead`."""
+        """Of the annotators of ``kind``; the rest as of :class:`ReadAhead`."""
 
         def group_of(rollout_id: int) -> GroupInProgress | None:
             return self.groups.get(rollout_id // self.config.num_generations)
@@ -130,9 +122,11 @@ class RunState:
 
         def wanted(rollout_id: int) -> bool:
             group = group_of(rollout_id)
-            return group is not None and rollout_id in group.unscored and rollout_id not in given(group)
+            if group is None or rollout_id not in group.unscored:
+                return False
+            return rollout_id not in group.annotations[kind]
 
-        return ReadAhead(who, workers, under_way, wanted, totals, message, self.changed.notify)
+        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, message, self.changed.notify)
 
     def unfinished_versions(self) -> list[int]:
         """One entry a group in the making: the oldest version that it can carry."""

@@ -16,7 +16,7 @@ from asyncrlhf.rewards.model import SLOW_PASS, ModelSource, head_of
 from asyncrlhf.rewards.model_loading import policy_ids
 from asyncrlhf.rewards.reward import Score
 from asyncrlhf.rewards.scorer import Scorer
-from asyncrlhf.types import RewardResult, Rollout
+from asyncrlhf.types import Annotation, Rollout
 
 
 class ReadingModel(Readings):
@@ -74,7 +74,7 @@ class ReadingScorer:
                 scorer.sources[name] = part._replace(source=reading_model(part.source, cache_tokens, budget))
         self.readers = [source for source, _ in scorer.sources.values() if isinstance(source, ReadingModel)]
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[Annotation]:
         """As :meth:`Scorer.score`; what is scored, or failed by any part, is forgotten."""
         results = self._scorer.score(rollouts)
         for reader in self.readers:
@@ -85,3 +85,6 @@ class ReadingScorer:
         """Forget ``released``, then let the models that can read ``chunks`` ahead."""
         answers = [reader.prefill(released, chunks) for reader in self.readers]
         return Prefilled(bool(answers), sorted({i for answer in answers for i in answer.evicted}))
+
+    def close(self) -> None:
+        self._scorer.close()

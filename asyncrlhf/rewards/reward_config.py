@@ -16,7 +16,7 @@ from asyncrlhf.validation import check, check_choice, check_range
 GRANULARITIES = ("batch", "group", "rollout", "chunk")
 KINDS = ("task", "python", "model", "judge", "http")
 NORMALIZATIONS = ("none", "running", "batch", "group")
-# Names that RewardResult.parts gives to the penalties, so no part of the user's may have them.
+# Names that Annotation.parts gives to the penalties, so no part of the user's may have them.
 PENALTIES = ("missing_eos", "overlong")
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.types import RewardResult, Rollout
+from asyncrlhf.types import Annotation, Rollout
 
 
 class WeightedSource(NamedTuple):
@@ -40,7 +40,7 @@ class Scorer:
         target = f" reward.target={self._config.target}" if self._config.kind == "python" else ""
         return f"reward.kind={self._config.kind}{target}"
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[Annotation]:
         """One result a rollout, in order and with its id; a rollout without a valid score has ``error`` instead.
 
         A part scores all rollouts in one call if it can. After a call that failed as a whole it is asked for each
@@ -56,11 +56,11 @@ class Scorer:
                 else:
                     parts[i][name] = score
         return [
-            RewardResult(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
+            Annotation(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
             for i, rollout in enumerate(rollouts)
         ]
 
-    def _result(self, rollout: Rollout, parts: dict[str, float]) -> RewardResult:
+    def _result(self, rollout: Rollout, parts: dict[str, float]) -> Annotation:
         penalties: dict[str, float] = {}
         if self._config.missing_eos_penalty > 0:
             penalties["missing_eos"] = -self._config.missing_eos_penalty if rollout.finish_reason == "length" else 0.0
@@ -69,7 +69,7 @@ class Scorer:
                 len(rollout.response_ids), self._max_completion_length, self._config.overlong_buffer
             )
         reward = sum(self.sources[name].weight * score for name, score in parts.items()) + sum(penalties.values())
-        return RewardResult(rollout.rollout_id, reward, parts | penalties)
+        return Annotation(rollout.rollout_id, reward, parts | penalties)
 
     def close(self) -> None:
         for source, _ in self.sources.values():

@@ -15,14 +15,14 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.orchestrator.dispatch import request_seed
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, RewardResult, Rollout, SamplingParams
+from asyncrlhf.types import Annotation, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 
 class Scored(NamedTuple):
     """An answer with its reward; ``rollout.group_id`` is the index of its prompt."""
 
     rollout: Rollout
-    result: RewardResult
+    result: Annotation
 
     @property
     def reward(self) -> float:

@@ -24,7 +24,7 @@ from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE
 from asyncrlhf.stages.answers import sample_answers
 from asyncrlhf.stages.stage_record import run_folder
-from asyncrlhf.types import Prompt, RewardResult, Rollout
+from asyncrlhf.types import Annotation, Prompt, Rollout
 
 PREFERENCES_FILE = "preferences.jsonl"
 LABEL_STREAM = 1  # beside the seed, so that labels and answers share no random draws
@@ -119,7 +119,7 @@ def sample_groups(prepared: Prepared, prompts: Sequence[Prompt]) -> list[Rollout
     return sample_answers(asked, config.model, prepared.tokenizer, prompts, prepared.sampling)
 
 
-def score(config: RunConfig, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+def score(config: RunConfig, rollouts: Sequence[Rollout]) -> list[Annotation]:
     """One result a rollout by ``reward.*``; ``fusion.max_batch`` at a time, as time limits are meant for."""
     spec = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length)
     scorer = build_reward(spec)

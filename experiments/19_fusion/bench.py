@@ -19,29 +19,29 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from asyncrlhf.actors.generator import GeneratorSpec
-from asyncrlhf.actors.messages import Collected, WorkItem
+from asyncrlhf.actors.messages import Collected, WorkItem, resolved
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, bundle
+from asyncrlhf.cluster.ray_calls import START_SECONDS, addressed, ask
 from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.cluster.ray_runtime import MALLOC
-from asyncrlhf.cluster.ray_services import RayReward
+from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
-from asyncrlhf.orchestrator.assembly import Assembly
+from asyncrlhf.orchestrator.annotate import Collector, Rewards
+from asyncrlhf.orchestrator.assembly import Assembly, Waiting
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.run import Prepared, prepare
-from asyncrlhf.orchestrator.scoring import Scoring
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.rewards.reward_config import GRANULARITIES
-from asyncrlhf.types import RewardResult, Rollout, RolloutInfo
+from asyncrlhf.types import Annotation, Rollout, RolloutInfo
 
 SETTING = [
     *QUIET,
@@ -139,13 +139,13 @@ class Batch:
 class _Recording(Assembly):
     """Notes when each score came."""
 
-    scores: dict[int, tuple[RolloutInfo, RewardResult, float]]
+    scores: dict[int, tuple[RolloutInfo, Annotation, float]]
 
-    def scored(self, info: RolloutInfo, finished_at_version: int, result: RewardResult) -> None:
-        if result.reward is None:
-            raise AsyncRLHFError(f"A rollout got no score: {result.error}")
-        self.scores[info.rollout_id] = (info, result, self._state.now())
-        super().scored(info, finished_at_version, result)
+    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+        if annotation.reward is None:
+            raise AsyncRLHFError(f"A rollout got no score: {annotation.error}")
+        self.scores[annotation.rollout_id] = (waiting.info, annotation, self._state.now())
+        super().annotated(kind, waiting, annotation)
 
 
 class _Tailed:
@@ -180,7 +180,7 @@ class _Tailed:
 @dataclass(frozen=True)
 class _Pair:
     generator: RayGenerator
-    reward: RayReward
+    reward: RayAnnotator
 
 
 async def _measure(config: RunConfig, lengths: Sequence[int], repeats: int) -> list[dict[str, Batch]]:
@@ -220,7 +220,7 @@ async def _start(config: RunConfig, chunks: bool) -> _Pair:
         GeneratorSpec("generator-0", config.generator, config.model, "ray", config.weights, chunk_tokens)
     )
     spec = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length, cache_tokens)
-    reward = RayReward(spec, 0, {"num_cpus": 1}, start_seconds=120.0)
+    reward = RayAnnotator(spec, 0, {"num_cpus": 1}, start_seconds=120.0)
     await asyncio.gather(generator.ready(), reward.ready())
     cores = sorted(available_cores())
     if len(cores) > 1:
@@ -241,10 +241,11 @@ async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Se
     state.replicas.append(replica)
     assembly = _Recording(state, lambda *_: None, print)
     assembly.scores = {}
-    scoring = Scoring(state, assembly, [pair.reward], _fail)
+    rewards = Rewards(state, assembly, [pair.reward])
+    collector = Collector(state, assembly, [rewards], _fail)
     dispatcher = Dispatcher(state, prepared.task.train_source(config.seed), prepared.sampling, _fail)
     started = state.now()
-    loops = [dispatcher.run(), scoring.collect(replica), scoring.score(pair.reward)]
+    loops = [dispatcher.run(), collector.collect(replica), rewards.serve(pair.reward)]
     tasks = [asyncio.create_task(loop) for loop in loops]
     done = asyncio.create_task(state.changed.wait_for(lambda: len(assembly.scores) == config.batch_size))
     try:
@@ -271,9 +272,9 @@ async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Se
 
 
 async def _fetch(infos: Sequence[RolloutInfo]) -> list[Rollout]:
-    references, places = bundle([info.payload for info in infos])
-    bundles = await asyncio.gather(*(ask("the object store", r, LONG_SECONDS, "fetch") for r in references))
-    return [bundles[place][info.payload.index] for place, info in zip(places, infos, strict=True)]
+    addresses, references = addressed([info.payload for info in infos])
+    answers = (ask("the object store", reference, LONG_SECONDS, "fetch") for reference in references)
+    return resolved(addresses, await asyncio.gather(*answers))
 
 
 def _fail(replica: Replica, error: ReplicaError) -> None:

@@ -1,11 +1,9 @@
-"""Whole runs whose critic is a service: in step with the learner they train as with its own, and survive its deaths."""
+"""Whole runs whose critic is a service: in step with the learner they train as with its own, else by known versions."""
 
 from __future__ import annotations
 
-import asyncio
-import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrlhf.actors.critic import CriticWorker
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.cluster.handles import WorkerLostError
-from asyncrlhf.cluster.local_runtime import LocalCritic, fetch_local
-from asyncrlhf.cluster.parts import build_runtime, critic_spec
-from asyncrlhf.cluster.ray_runtime import RayRuntime
-from asyncrlhf.cluster.ray_services import RayCritic
+from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.data.pretrained import load_policy
-from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.companions import ServedCritic, ValueModel
+from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import StepPlan
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.snapshot import SnapshotHolder
-from asyncrlhf.types import Payload, Rollout, ServiceResult, TrainBatch
-from tests import loop, ray_run
-from tests.integration.test_local_loop import interrupt_after
+from asyncrlhf.types import Rollout, TrainBatch
+from tests import loop
 from tests.loop import FAKE, Finished
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import samples
@@ -93,7 +82,7 @@ def assert_trained_alike(a: Finished, b: Finished) -> None:
     "extra",
     [
         pytest.param((), id="alone"),
-        pytest.param((*KL, "reference=service"), id="behind the reference", marks=pytest.mark.thorough),
+        pytest.param((*KL, "reference=service"), id="beside the reference", marks=pytest.mark.thorough),
     ],
 )
 def test_in_step_the_training_is_that_of_the_learners_own_values(
@@ -190,25 +179,6 @@ def test_the_learner_waits_for_the_copy_of_its_critic_before_it_changes(
     worker.close()
 
 
-class Mortal:
-    """A worker that dies of some rollouts."""
-
-    def __init__(self, inner: LocalCritic, deadly: Callable[[Rollout], bool], lost: bool) -> None:
-        self.inner, self.deadly, self.lost = inner, deadly, lost
-
-    async def value(self, payloads: Sequence[Payload], ticket: Any) -> list[ServiceResult]:
-        if any(self.deadly(rollout) for rollout in fetch_local(payloads)):
-            raise (WorkerLostError if self.lost else ReplicaError)("critic-0 died: struck by the test.")
-        return await self.inner.value(payloads, ticket)
-
-
-def meddle_with(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[int, LocalCritic], Any]) -> None:
-    def action(runtime: Any) -> None:
-        runtime.critics[:] = [wrap(number, worker) for number, worker in enumerate(runtime.critics)]
-
-    loop.meddle(monkeypatch, action)
-
-
 def test_a_value_that_is_no_number_is_one_failed_rollout_and_never_a_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,122 +194,3 @@ def test_a_value_that_is_no_number_is_one_failed_rollout_and_never_a_zero(
     failed = done.rollouts[done.rollouts.state == "failed"]
     assert len(failed) >= 3 and set(failed.rollout_id % 20) == {3}
     assert failed.drop_reason.str.contains("The critic's values are not all finite").all()
-
-
-@pytest.mark.thorough
-def test_a_lost_worker_leaves_its_work_to_the_others_and_the_last_one_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meddle_with(
-        monkeypatch,
-        lambda number, worker: Mortal(worker, lambda r: r.rollout_id > 30, lost=True) if number == 1 else worker,
-    )
-    done = loop.run(tmp_path / "two", *SERVED, "steps=4", "critic.workers=2", "critic.token_budget=32")
-    done.assert_ledger_whole()
-    assert done.summary["ledger"]["trained"] == 4 * 16 and not done.summary["ledger"]["failed"]
-    meddle_with(monkeypatch, lambda _, worker: Mortal(worker, lambda r: r.rollout_id > 30, lost=True))
-    with pytest.raises(ReplicaError, match="No critic worker is left: critic-0 died: struck"):
-        loop.run(tmp_path / "one", *SERVED, "steps=4")
-
-
-@pytest.mark.thorough
-def test_resume_has_the_resumed_critic_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    common = (*SERVED, "async.mode=fixed_lag", "async.lag=1", "checkpoint.every=2", "steps=4")
-    whole = loop.run(tmp_path / "whole", *common)
-    folder = tmp_path / "parts"
-    interrupt_after(folder, 2, *common, "checkpoint.resume=auto")
-    resumed = loop.run(folder, *common, "checkpoint.resume=auto")
-
-    def told(done: Finished) -> list[dict[str, Any]]:
-        return [{k: v for k, v in row.items() if k != "mismatch_kl"} for row in done.untimed_metrics]
-
-    assert told(whole) == told(resumed)
-    assert whole.weights_digest() == resumed.weights_digest()
-
-
-@pytest.mark.parametrize("change", ["critic=service", pytest.param("critic=learner", marks=pytest.mark.thorough)])
-def test_what_a_checkpoint_lacks_is_computed_by_the_critic_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    """Rollouts in the buffer that no service has seen, or whose values nobody wants any more."""
-    asked: list[tuple[int, int]] = []
-    original = CriticWorker.value
-
-    def value(self: CriticWorker, rollouts: Sequence[Rollout], ticket: Any) -> Any:
-        asked.append((ticket.version, len(rollouts)))
-        return original(self, rollouts, ticket)
-
-    first = PPO if change == "critic=service" else SERVED
-    interrupt_after(tmp_path, 2, *first, "steps=4", "async.max_staleness=3")
-    held = pickle.loads(next(tmp_path.glob("checkpoints/*/rollouts.pkl")).read_bytes())
-    assert held, "the buffer was empty, so nothing is tried"
-    assert {r.values is None for r in held.values()} == {change == "critic=service"}
-    assert all((r.critic_version in (0, 1, 2)) == (change == "critic=learner") for r in held.values())
-    monkeypatch.setattr(CriticWorker, "value", value)
-    resumed = loop.run(tmp_path, *PPO, change, "steps=4", "async.max_staleness=3", "checkpoint.resume=auto")
-    resumed.assert_ledger_whole()
-    assert asked[:1] == ([(2, len(held))] if change == "critic=service" else [])
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("ray_local")
-def test_a_ray_worker_answers_like_a_local_one_and_again_after_its_death() -> None:
-    """Also with a version that comes later, from the learner's own sender."""
-    config = load_config([*SERVED, "runtime=ray"])
-    spec = critic_spec(config, config.weights)
-    assert spec is not None
-    rollouts = [sample.rollout for sample in samples(groups=2, size=2)]
-    model = ValueModel(load_policy(config.model, "cpu", dtype=torch.float32))
-    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    sender = build_sender(spec.weights.beside_the_policy("ray"), "ray", params)
-    plain = CriticWorker(replace(spec, runtime="local"), "local")
-
-    def publish(version: int) -> tuple[Any, list[np.ndarray]]:
-        with torch.no_grad():
-            torch.manual_seed(version)
-            model.head.weight.normal_()
-        sender.begin_snapshot(version, params)
-        sender.fence()
-        plain._critic.load(version, params)
-        return sender.ticket(), [r.values for r in plain._critic.answer(rollouts)]  # type: ignore[union-attr]
-
-    async def main() -> None:
-        worker = RayCritic(spec, 0, {"num_cpus": 1}, start_seconds=60.0)
-        store = RayRuntime.store(None, rollouts)  # type: ignore[arg-type]
-        published = [publish(version) for version in (3, 4)]
-        try:
-            for version, strike in ((3, False), (4, False), (3, True)):
-                ticket, expected = published[version - 3]
-                if strike:
-                    await ray_run.strike(worker.actor, 9)
-                results = await worker.value([store[2], store[0], store[3]], ticket)
-                assert [r.rollout_id for r in results] == [2, 0, 3]
-                found = await RayRuntime.fetch(None, [r.payload for r in results if r.payload])  # type: ignore[arg-type]
-                for rollout in found:
-                    assert rollout.critic_version == version
-                    assert_close(rollout.values, expected[rollout.rollout_id], atol=FLOAT32)
-        finally:
-            await worker.close()
-
-    asyncio.run(main())
-    ray_run.wait_until(lambda: not ray_run.part_processes(), "the end of the worker's process")
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("ray_local")
-def test_under_ray_a_killed_worker_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers, one of which dies in the midst of the run; and the training is that of the learner's own values."""
-    struck: list[RayCritic] = []
-
-    async def strike(worker: RayCritic, payloads: Sequence[Payload], ticket: Any) -> None:
-        if not struck and ticket.version == 1:
-            struck.append(worker)  # before the wait: the other one may be asked meanwhile
-            await ray_run.strike(worker.actor, 9)
-
-    ray_run.before(monkeypatch, RayCritic, "value", strike)
-    common = (*PPO, "async.mode=sync", "steps=3", "checkpoint.every=3")
-    served = ray_run.run(tmp_path / "ray", *common, "critic=service", "critic.workers=2")
-    assert len(struck) == 1
-    served.assert_ledger_whole()
-    assert not served.summary["ledger"]["failed"]
-    assert_trained_alike(loop.run(tmp_path / "local", *common), served)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from asyncrlhf.cluster.local_runtime import LocalReward, LocalRuntime, fetch_local
+from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalRuntime, fetch_local
 from asyncrlhf.cluster.parts import build_runtime
-from asyncrlhf.cluster.ray_services import RayReward
+from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
@@ -22,7 +22,7 @@ from asyncrlhf.readahead.reward import ReadingModel
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.reward_config import GRANULARITIES
 from asyncrlhf.rewards.service_config import RewardModelConfig
-from asyncrlhf.types import Payload, RewardResult, Rollout
+from asyncrlhf.types import Annotation, Payload, Rollout
 from tests import ray_run
 from tests.integration.test_local_loop import TAIL, kill_at
 from tests.loop import FAKE, meddle, run
@@ -59,7 +59,7 @@ class Checked:
         self._whole = whole
         self.rollouts: list[Rollout] = []
 
-    def check(self, rollouts: Sequence[Rollout], results: Sequence[RewardResult]) -> None:
+    def check(self, rollouts: Sequence[Rollout], results: Sequence[Annotation]) -> None:
         expected = self._whole.scores(rollouts)
         assert [r.rollout_id for r in results] == [r.rollout_id for r in rollouts]
         assert_close([r.reward for r in results], expected, atol=FLOAT32)
@@ -69,20 +69,20 @@ class Checked:
 @pytest.fixture
 def checked(whole: ModelSource, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checked]:
     seen = Checked(whole)
-    local, remote = LocalReward.score, RayReward.score
+    local, remote = LocalAnnotator.annotate, RayAnnotator.annotate
 
-    async def score_locally(self: LocalReward, payloads: Sequence[Payload]) -> list[RewardResult]:
+    async def annotate_locally(self: LocalAnnotator, payloads: Sequence[Payload], *_: Any) -> list[Annotation]:
         results = await local(self, payloads)
         seen.check(fetch_local(payloads), results)
         return results
 
-    async def score_remotely(self: RayReward, payloads: Sequence[Payload]) -> list[RewardResult]:
+    async def annotate_remotely(self: RayAnnotator, payloads: Sequence[Payload], *_: Any) -> list[Annotation]:
         results = await remote(self, payloads)
         seen.check([ray.get(p.ref)[p.index] for p in payloads], results)
         return results
 
-    monkeypatch.setattr(LocalReward, "score", score_locally)
-    monkeypatch.setattr(RayReward, "score", score_remotely)
+    monkeypatch.setattr(LocalAnnotator, "annotate", annotate_locally)
+    monkeypatch.setattr(RayAnnotator, "annotate", annotate_remotely)
     yield seen
     assert seen.rollouts, "nothing was scored"
 
@@ -92,7 +92,8 @@ def model_of(folder: Path) -> tuple[str, ...]:
 
 
 def readers_of(runtime: LocalRuntime) -> list[ReadingModel]:
-    return [reader for worker in runtime.rewards for reader in worker._scorer.readers]
+    workers: Any = runtime.rewards
+    return [reader for handle in workers for reader in handle.worker.scorer.readers]
 
 
 def test_the_four_granularities_give_the_same_rewards(tmp_path: Path, folder: Path, checked: Checked) -> None:
@@ -194,16 +195,16 @@ def test_under_ray_a_reward_worker_may_die_with_all_that_it_has_read(
 ) -> None:
     """Two workers; the first is killed as it is about to read ahead, then a generator dies in the midst of sampling."""
     struck: list[str] = []
-    original = RayReward.prefill
+    original = RayAnnotator.prefill
 
-    async def prefill(self: RayReward, released: Any, chunks: Any) -> Any:
+    async def prefill(self: RayAnnotator, released: Any, chunks: Any) -> Any:
         answer = await original(self, released, chunks)
         if chunks and self.name not in struck:
             struck.append(self.name)
             await ray_run.strike(self.actor, signal.SIGKILL)
         return answer
 
-    monkeypatch.setattr(RayReward, "prefill", prefill)
+    monkeypatch.setattr(RayAnnotator, "prefill", prefill)
     done = ray_run.run(
         tmp_path, *SHORT, *model_of(folder), "steps=6", "fusion=chunk", "fusion.chunk_tokens=8", "reward.workers=2",
         "generator.max_completion_length=96", "generator.ignore_eos=true", "model.path=tiny",

@@ -23,11 +23,15 @@ from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
-from asyncrlhf.types import RewardResult, Rollout
+from asyncrlhf.types import Annotation, Payload, Rollout
 from tests.loop import FAKE, QUIET
 
 SAMPLE, TRANSFER, LOAD, TRAIN = 2.0, 0.5, 0.25, 4.0  # seconds that each costs
+ANNOTATE = {"reward": 0.0, "reference": 1.0, "critic": 1.5}  # seconds of a call
 STEPS = 6
+SERVED = (
+    "algorithm=ppo", "algorithm.kl=reward", "algorithm.beta=0.1", "reference=service", "critic=service",
+)  # fmt: skip
 
 
 class Generator:
@@ -79,6 +83,8 @@ class Learner:
     def ticket(self) -> Any:
         return SimpleNamespace(version=self.version)
 
+    critic_ticket = ticket
+
     async def transfer(self, ticket: Any) -> None:
         await asyncio.sleep(TRANSFER)
 
@@ -88,9 +94,18 @@ class Learner:
         return StepResult({"loss": 0.0})
 
 
-class Reward:
-    def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult]:
-        return [RewardResult(r.rollout_id, float(r.rollout_id % 2)) for r in rollouts]
+class Annotator:
+    """Each call takes the seconds of its kind."""
+
+    def __init__(self, spec: Any, name: str) -> None:
+        self.kind = spec.kind
+
+    async def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], list[Any]]:
+        await asyncio.sleep(ANNOTATE[self.kind])
+        if self.kind == "reward":
+            return [Annotation(r.rollout_id, float(r.rollout_id % 2)) for r in rollouts], []
+        places = [Annotation(r.rollout_id, arrays=Payload(None, i)) for i, r in enumerate(rollouts)]
+        return places, [{} for _ in rollouts]
 
 
 def imitate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -102,7 +117,7 @@ def imitate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     view: Any = SimpleNamespace(begin=lambda: None, step=lambda metrics: None, message=lambda text: None)
 
     async def main() -> None:
-        workers = Workers(generator=Generator, learner=lambda spec: Learner(), reward=lambda spec: Reward())
+        workers = Workers(generator=Generator, learner=lambda spec: Learner(), annotator=Annotator)
         runtime = build_runtime(config, folder, workers)
         heldout = HeldOut([], prepared.sampling, runtime)
         source = prepared.task.train_source(config.seed)
@@ -123,10 +138,12 @@ def imitate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     [
         # One after the other: weights, a batch, the step.
         (("async.mode=sync",), TRANSFER + LOAD + SAMPLE + TRAIN),
+        # Reference and critic answer side by side: the slower one counts.
+        (("async.mode=sync", *SERVED), TRANSFER + LOAD + SAMPLE + max(ANNOTATE.values()) + TRAIN),
         # Generation and transfers run beside the step, which alone counts.
         (("async.mode=async", "async.max_staleness=2"), TRAIN),
     ],
-    ids=["sync", "async"],
+    ids=["sync", "served", "async"],
 )
 def test_the_steps_of_an_imitated_run_take_what_their_parts_cost(
     tmp_path: Path, mode: tuple[str, ...], step_seconds: float

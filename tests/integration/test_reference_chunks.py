@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from asyncrlhf.cluster.local_runtime import LocalReference, fetch_local
-from asyncrlhf.cluster.ray_services import RayReference
+from asyncrlhf.actors.messages import resolved
+from asyncrlhf.actors.reference import ReferenceWorker
+from asyncrlhf.cluster.local_runtime import LocalAnnotator, fetch_local
+from asyncrlhf.cluster.ray_calls import addressed
+from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.types import Payload, Rollout, ServiceResult
+from asyncrlhf.types import Annotation, Payload, Rollout
 from tests import loop, ray_run
 from tests.integration.test_fusion import SHORT
 from tests.integration.test_local_loop import kill_at
@@ -44,23 +48,32 @@ class Checked:
         self.answered += rollouts
 
 
+def _with(payloads: Sequence[Payload], results: Sequence[Annotation]) -> list[Payload]:
+    """The payloads of rollouts that got log-probs, with them."""
+    given = zip(payloads, results, strict=True)
+    return [replace(payload, annotations=(r.arrays,)) for payload, r in given if r.arrays is not None]
+
+
 @pytest.fixture
 def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checked]:
     seen = Checked(getattr(request, "param", HOT))
-    local, remote = LocalReference.complete, RayReference.complete
+    local, remote = LocalAnnotator.annotate, RayAnnotator.annotate
 
-    async def complete_locally(self: LocalReference, payloads: Sequence[Payload]) -> list[ServiceResult]:
+    async def annotate_locally(self: LocalAnnotator, payloads: Sequence[Payload], *_: Any) -> list[Annotation]:
         results = await local(self, payloads)
-        seen.check(fetch_local([r.payload for r in results if r.payload is not None]))
+        if isinstance(self.worker, ReferenceWorker):
+            seen.check(fetch_local(_with(payloads, results)))
         return results
 
-    async def complete_remotely(self: RayReference, payloads: Sequence[Payload]) -> list[ServiceResult]:
+    async def annotate_remotely(self: RayAnnotator, payloads: Sequence[Payload], *_: Any) -> list[Annotation]:
         results = await remote(self, payloads)
-        seen.check([ray.get(r.payload.ref)[r.payload.index] for r in results if r.payload is not None])
+        if self.name.startswith("reference"):
+            addresses, references = addressed(_with(payloads, results))
+            seen.check(resolved(addresses, ray.get(references)))
         return results
 
-    monkeypatch.setattr(LocalReference, "complete", complete_locally)
-    monkeypatch.setattr(RayReference, "complete", complete_remotely)
+    monkeypatch.setattr(LocalAnnotator, "annotate", annotate_locally)
+    monkeypatch.setattr(RayAnnotator, "annotate", annotate_remotely)
     yield seen
     assert seen.answered, "nothing was answered"
 
@@ -116,22 +129,22 @@ def test_under_ray_a_reference_worker_may_die_with_all_that_it_has_read(
 ) -> None:
     """Two workers: the first dies when it has read ahead, the other in the midst of the run, as it is to answer."""
     struck: list[str] = []
-    original = RayReference.prefill
+    original = RayAnnotator.prefill
 
-    async def prefill(self: RayReference, released: Any, chunks: Any) -> Any:
+    async def prefill(self: RayAnnotator, released: Any, chunks: Any) -> Any:
         answer = await original(self, released, chunks)
-        if chunks and not struck:
+        if chunks and not struck and self.name.startswith("reference"):
             struck.append(self.name)
             await ray_run.strike(self.actor, signal.SIGKILL)
         return answer
 
-    async def strike(self: RayReference, payloads: Sequence[Payload]) -> None:
-        if struck and self.name not in struck:
+    async def strike(self: RayAnnotator, *_: Any) -> None:
+        if struck and self.name.startswith("reference") and self.name not in struck:
             struck.append(self.name)
             await ray_run.strike(self.actor, signal.SIGKILL)
 
-    monkeypatch.setattr(RayReference, "prefill", prefill)
-    ray_run.before(monkeypatch, RayReference, "complete", strike)
+    monkeypatch.setattr(RayAnnotator, "prefill", prefill)
+    ray_run.before(monkeypatch, RayAnnotator, "annotate", strike)
     done = ray_run.run(
         tmp_path, *KL, "steps=6", "fusion=chunk", "fusion.chunk_tokens=8", "reference.workers=2",
         "generator.max_completion_length=96", "generator.ignore_eos=true", "model.path=tiny",

@@ -15,16 +15,14 @@ import ray
 from transformers import LlamaModel
 
 from asyncrlhf.actors.reward import RewardSpec
-from asyncrlhf.cluster import ray_services
-from asyncrlhf.cluster.local_runtime import LocalLearner, LocalReward
-from asyncrlhf.cluster.ray_services import RayReward
+from asyncrlhf.cluster.local_runtime import LocalLearner
+from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, ReplicaError, RewardError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, RewardError
 from asyncrlhf.rewards.reward import StuckError
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer
-from asyncrlhf.types import Payload, RewardResult
+from asyncrlhf.types import Annotation, Payload
 from tests import loop, ray_run
 from tests.hanging import Hanging
 from tests.integration.test_local_loop import interrupt_after
@@ -182,45 +180,6 @@ def test_running_statistics_go_on_after_a_resume(tmp_path: Path, monkeypatch: py
     assert seen == expected
 
 
-class Mortal:
-    """A reward worker that dies of some rollouts, and stands again each time, or not."""
-
-    def __init__(self, scorer: Scorer, deadly: Callable[[Any], bool], lost: bool) -> None:
-        self.scorer, self.deadly, self.lost = scorer, deadly, lost
-        self.calls: list[int] = []
-
-    async def score(self, payloads: Any) -> list[RewardResult]:
-        from asyncrlhf.cluster.handles import WorkerLostError
-
-        rollouts = [p.ref[p.index] for p in payloads]
-        self.calls.append(len(rollouts))
-        if any(self.deadly(r) for r in rollouts):
-            raise (WorkerLostError if self.lost else ReplicaError)("reward-0 died: struck by the test.")
-        return self.scorer.score(rollouts)
-
-    async def close(self) -> None: ...
-
-
-def replace_worker(monkeypatch: pytest.MonkeyPatch, number: int, deadly: Callable[[Any], bool], lost: bool) -> None:
-    def action(runtime: Any) -> None:
-        worker = runtime.rewards[number]
-        assert isinstance(worker, LocalReward)
-        runtime.rewards[number] = Mortal(worker._scorer, deadly, lost)
-
-    loop.meddle(monkeypatch, action)
-
-
-def test_a_rollout_that_kills_its_worker_fails_and_its_neighbours_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace_worker(monkeypatch, 0, lambda r: r.rollout_id >= 0 and r.rollout_id % 40 == 7, lost=False)
-    done = loop.run(tmp_path, *SHORT)
-    done.assert_ledger_whole()
-    failed = done.rollouts[done.rollouts.state == "failed"]
-    assert len(failed) >= 5 and set(failed.rollout_id % 40) == {7}
-    assert failed.drop_reason.str.contains("reward worker died 2 times with it").all()
-
-
 @pytest.mark.parametrize("granularity", ["rollout", "chunk"])
 def test_a_reward_model_that_hangs_costs_the_rollouts_that_it_hangs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: str
@@ -255,35 +214,22 @@ def test_a_reward_model_that_hangs_costs_the_rollouts_that_it_hangs_on(
     assert done.summary["ledger"]["trained"] > 0 and set(hanging.limits) == {77.0}
 
 
-def test_a_lost_worker_leaves_its_work_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_worker(monkeypatch, 1, lambda r: r.rollout_id > 100, lost=True)
-    done = loop.run(tmp_path, *SHORT, "reward.workers=2")
-    done.assert_ledger_whole()
-    assert done.summary["ledger"]["trained"] == 15 * 16 and not done.summary["ledger"]["failed"]
-
-
-def test_the_loss_of_the_last_worker_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_worker(monkeypatch, 0, lambda r: r.rollout_id > 100, lost=True)
-    with pytest.raises(ReplicaError, match=r"No reward worker is left: reward-0 died: struck"):
-        loop.run(tmp_path, *SHORT)
-    assert summary_of(tmp_path)["ledger"]["adds_up"]
-
-
 class Sticky:
-    """A reward actor whose model hangs in the first process, and works in the next."""
+    """A reward worker whose model hangs in the first process, and works in the next."""
 
-    def __init__(self, spec: RewardSpec) -> None:
-        mark = Path(spec.model.path)
+    def __init__(self, mark: Path) -> None:
         self._sticks = not mark.exists()
         mark.touch()
 
-    def ready(self) -> bool:
-        return True
-
-    def score(self, indices: Any, *bundles: Any) -> list[RewardResult]:
+    def annotate(self, rollouts: Any, ticket: Any) -> tuple[list[Annotation], None]:
         if self._sticks:
             raise StuckError("A pass of the reward model took longer than reward.model_timeout_seconds=300.")
-        return [RewardResult(bundles[bundle][index].rollout_id, 1.0) for bundle, index in indices]
+        return [Annotation(r.rollout_id, 1.0) for r in rollouts], None
+
+
+class StickySpec(RewardSpec):
+    def build(self, name: str) -> Any:
+        return Sticky(Path(self.model.path))
 
 
 def is_dead(actor: Any) -> bool:
@@ -296,15 +242,12 @@ def is_dead(actor: Any) -> bool:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("ray_local")
-async def test_under_ray_a_worker_whose_model_hangs_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_services, "RewardActor", Sticky)
-    spec = RewardSpec(RewardConfig(), TaskConfig(), ModelConfig(path=str(tmp_path / "mark")), 8)
-    worker = RayReward(spec, 0, {"num_cpus": 0}, 60.0)
+async def test_under_ray_a_worker_whose_model_hangs_is_replaced(tmp_path: Path) -> None:
+    spec = StickySpec(RewardConfig(), TaskConfig(), ModelConfig(path=str(tmp_path / "mark")), 8)
+    worker = RayAnnotator(spec, 0, {"num_cpus": 0}, 60.0)
     await worker.ready()
     first = worker.actor
-    assert await worker.score([Payload(ray.put([rollout(7, "a")]), 0)]) == [RewardResult(7, 1.0)]
+    assert await worker.annotate([Payload(ray.put([rollout(7, "a")]), 0)]) == [Annotation(7, 1.0)]
     assert worker.actor is not first
     await ray_run.until(lambda: is_dead(first), "the end of the actor that hung")
     await worker.close()
@@ -318,14 +261,12 @@ def test_under_ray_hanging_nonsense_and_killed_workers_are_all_counted(
     """Two workers, an endpoint that hangs and raves now and then, and a rollout that kills the process it is scored in:
     its worker is started again, and nothing is lost."""
     struck: list[int] = []
-    original = RayReward.score
 
-    async def score(self: RayReward, payloads: Any) -> Any:
-        if len(struck) < 1 and self.name == "reward-1":
-            struck.append(await ray_run.strike(self.actor, 9))
-        return await original(self, payloads)
+    async def strike(worker: RayAnnotator, *_: Any) -> None:
+        if not struck and worker.name == "reward-1":
+            struck.append(await ray_run.strike(worker.actor, 9))
 
-    monkeypatch.setattr(RayReward, "score", score)
+    ray_run.before(monkeypatch, RayAnnotator, "annotate", strike)
     with serving() as server:
 
         def answer(asked: dict[str, Any]) -> Any:

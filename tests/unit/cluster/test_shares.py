@@ -21,7 +21,7 @@ class Rank:
         self.sent: list[tuple[Any, ...]] = []
 
     def send(self, verb: str, chosen: Any, *references: Any) -> Any:
-        self.sent = [(references[bundle], index, reward) for (bundle, index), reward, _, _ in chosen]
+        self.sent = [(references[bundle], index, reward) for ((bundle, index),), reward, _, _ in chosen]
         self.references = set(references)
 
         async def answer() -> str:

@@ -117,7 +117,7 @@ def test_a_reference_worker_follows_the_learner(
     spec = reference_worker.ReferenceSpec(
         ReferenceConfig(where="service", dtype=dtype), ModelConfig(), 1.0, "bfloat16", True
     )
-    reference_worker.ReferenceWorker(spec).complete([sample.rollout for sample in samples(2)])
+    reference_worker.ReferenceWorker(spec).annotate([sample.rollout for sample in samples(2)])
     assert dtypes == {expected}
 
 

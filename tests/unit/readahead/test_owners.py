@@ -12,17 +12,17 @@ import pytest
 
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import WorkerLostError
-from asyncrlhf.cluster.ray_services import RayReader
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.annotate import Rewards
+from asyncrlhf.orchestrator.assembly import Waiting
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.scoring import Scoring, Waiting
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS, ReadAhead, ReadTotals
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.rewards.service_config import RewardModelConfig
-from asyncrlhf.types import Payload, Prompt, RewardResult, RolloutInfo
+from asyncrlhf.types import Annotation, Payload, Prompt, RolloutInfo
 
 SIZE = 4  # rollouts of a group
 TOKENS_PER_SECOND = 2000.0
@@ -40,11 +40,11 @@ class PaperWorker:
         self.error: ReplicaError | None = None
         self.answer = Prefilled(True)
 
-    async def score(self, payloads: Sequence[Payload]) -> list[RewardResult]:
+    async def annotate(self, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
         ids = [payload.index for payload in payloads]
         self.calls.append(("score", ids))
         await asyncio.sleep(self.score_seconds)
-        return [RewardResult(i, float(i)) for i in ids]
+        return [Annotation(i, float(i)) for i in ids]
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
         self.calls.append(("prefill", [chunk.rollout_id for chunk in chunks]))
@@ -69,9 +69,12 @@ class PaperAssembly:
         self.messages: list[str] = []
         self.message = self.messages.append
 
-    def scored(self, info: RolloutInfo, at_version: int, result: RewardResult) -> None:
-        self.scores[info.rollout_id] = float(result.reward or 0.0)
-        self._state.groups[info.group_id].unscored.discard(info.rollout_id)
+    def awaits(self, info: RolloutInfo) -> bool:
+        return info.group_id in self._state.groups and info.rollout_id in self._state.groups[info.group_id].unscored
+
+    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+        self.scores[annotation.rollout_id] = float(annotation.reward or 0.0)
+        self._state.groups[waiting.info.group_id].unscored.discard(annotation.rollout_id)
 
 
 class World:
@@ -93,10 +96,9 @@ class World:
         self.workers = [PaperWorker(f"reward-{i}") for i in range(workers)]
         self.alive: list[Any] = list(self.workers)
         self.assembly = PaperAssembly(self.state)
-        self.scoring = Scoring(self.state, self.assembly, self.alive, lambda *_: None)  # type: ignore[arg-type]
-        assert self.scoring._chunks is not None
-        self.chunks = self.scoring._chunks
-        self.tasks = [asyncio.create_task(self.scoring.score(worker)) for worker in self.workers]  # type: ignore[arg-type]
+        self.scoring = Rewards(self.state, self.assembly, self.alive)  # type: ignore[arg-type]
+        self.chunks = self.scoring._ahead
+        self.tasks = [asyncio.create_task(self.scoring.serve(worker)) for worker in self.workers]
 
     def arrive(self, *ids: int, start: int = 0, length: int = 10) -> None:
         self.chunks.arrived([ChunkInfo(i, start, length, Payload("chunks", i)) for i in ids])
@@ -105,8 +107,7 @@ class World:
         for i in ids:
             self.state.groups[i // SIZE].unfinished.discard(i)
             info = RolloutInfo(i, i // SIZE, "g", 3, 27, 0, 0, "stop", self.state.now(), Payload("rollouts", i))
-            self.scoring._held.append(Waiting(info, 0))
-        self.scoring._promote()
+            self.scoring.arrived([Waiting(info, 0)])
         self.state.progressed()
 
     async def idle(self) -> None:
@@ -340,29 +341,6 @@ def test_evictions_are_counted_and_count_as_not_read() -> None:
 
     state = play(story).state
     assert (state.prefill.evicted, state.prefill.early, state.prefill.scored) == (1, 10, 60)
-
-
-async def test_a_death_that_a_second_try_hid_is_told_to_who_reads_ahead() -> None:
-    """Or chunks would go to a worker that has not their beginning, and count as read."""
-
-    class Scripted(RayReader):
-        def __init__(self, *script: object) -> None:
-            super().__init__("reward-0", lambda: None, 1.0, 3, "reward.max_restarts")
-            self.script = list(script)
-
-        async def _once(self, call: Callable[[], Any]) -> Any:
-            found = self.script.pop(0)
-            if isinstance(found, ReplicaError):
-                raise found
-            return found
-
-    worker = Scripted(ReplicaError("reward-0 died."), "scores", Prefilled(True), "more scores", Prefilled(True))
-    assert await worker._twice(list) == "scores"
-    with pytest.raises(ReplicaError, match="reward-0 died"):
-        await worker.prefill([], [])
-    assert (await worker.prefill([], [])).taken
-    assert await worker._twice(list) == "more scores"
-    assert (await worker.prefill([], [])).taken
 
 
 async def test_without_workers_nothing_is_read_ahead() -> None:

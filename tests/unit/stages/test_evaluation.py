@@ -19,7 +19,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.stages.answers import Scored
 from asyncrlhf.stages.divergence import kl_figures, perplexity, response_logprobs
 from asyncrlhf.stages.evaluation import evaluate, win_rate
-from asyncrlhf.types import Prompt, RewardResult, Rollout
+from asyncrlhf.types import Annotation, Prompt, Rollout
 from tests.numeric import assert_close
 
 
@@ -102,7 +102,7 @@ def test_kl_of_a_model_from_itself_is_nothing() -> None:
 
 
 def scored(group: int, reward: float, text: str) -> Scored:
-    return Scored(rollout(group, [1], [2], text), RewardResult(0, reward))
+    return Scored(rollout(group, [1], [2], text), Annotation(0, reward))
 
 
 def test_win_rate_by_hand() -> None:

@@ -235,10 +235,10 @@ def test_scores_that_fail_are_counted_and_too_many_end_the_stage(
         honest = stage.score
 
         def score(config: Any, rollouts: list[Rollout]) -> list[Any]:
-            from asyncrlhf.types import RewardResult
+            from asyncrlhf.types import Annotation
 
             cut = int(share * len(rollouts))
-            lost = [RewardResult(r.rollout_id, None, error="the judge is asleep") for r in rollouts[:cut]]
+            lost = [Annotation(r.rollout_id, None, error="the judge is asleep") for r in rollouts[:cut]]
             return lost + honest(config, rollouts[cut:])
 
         return score
