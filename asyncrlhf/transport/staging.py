@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import changed_buckets, entries_by_bucket, verify_bucket
+from asyncrlhf.transport.checksum import changed_buckets, verify_bucket
+from asyncrlhf.transport.gather import entries_by_bucket
 from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import TensorEntry, WeightManifest
