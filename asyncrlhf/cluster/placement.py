@@ -154,7 +154,7 @@ def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
 
 
 def add_replica(plan: Plan, part: Part) -> Plan:
-    """The plan with devices of its own for a replica that comes later: it shares them with nobody."""
+    """The plan with devices of its own for a replica that comes later; no other part shares them."""
     if plan.placement == "auto":
         return replace(plan, seats={**plan.seats, part.name: _loose(part)})
     (block,) = _blocks([part], spread=False)

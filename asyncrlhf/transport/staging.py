@@ -28,7 +28,7 @@ class Staging:
         """The memory for ``ticket``, and the buckets that it does not hold yet.
 
         Raises WeightSyncError when the layout is another one than before: a run publishes one model, so that a changed
-        layout is somebody's mistake.
+        layout is a mistake.
         """
         self._buckets = self._fitting(ticket.manifest, device)
         wanted = changed_buckets(self._checksums, ticket.checksums) if ticket.delta else range(len(self._entries))
