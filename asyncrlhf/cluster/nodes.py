@@ -37,7 +37,8 @@ def shortage(plan: Plan, nodes: Sequence[Node]) -> str | None:
     kinds = sorted({"CPU", *wanted})
     offer = words({kind: there.get(kind, 0.0) for kind in kinds})
     has = f"Ray has {offer} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-    for name, piece in _pieces(plan):
+    loose = [(name, seat.demand()) for name, seat in plan.seats.items() if not seat.group]
+    for name, piece in [*_pieces(plan.groups), *loose]:
         if not any(_fits(piece, node.total) for node in nodes):
             return f"{name} needs {words(piece)} on one node, but {has}, and no node has as much."
     for kind in kinds:
@@ -55,13 +56,13 @@ def shortage(plan: Plan, nodes: Sequence[Node]) -> str | None:
     return None
 
 
-def _pieces(plan: Plan) -> list[tuple[str, Mapping[str, float]]]:
-    """What must lie on one node, and whose it is."""
-    found: list[tuple[str, Mapping[str, float]]] = []
-    for group in plan.groups:
-        whole = group.strategy == "STRICT_PACK"
-        found += [(group.name, piece) for piece in ([add_amounts(group.bundles)] if whole else group.bundles)]
-    return found + [(name, seat.demand()) for name, seat in plan.seats.items() if not seat.group]
+def _pieces(groups: Sequence[DeviceGroup]) -> list[tuple[str, Mapping[str, float]]]:
+    """What must lie on one node, and the name of its group."""
+    return [
+        (group.name, piece)
+        for group in groups
+        for piece in ([add_amounts(group.bundles)] if group.strategy == "STRICT_PACK" else group.bundles)
+    ]
 
 
 def keep_apart(plan: Plan, nodes: Sequence[Node]) -> dict[str, frozenset[str]]:
@@ -104,11 +105,8 @@ def _choose(
 def _pack(groups: Sequence[DeviceGroup], offers: Mapping[str, Mapping[str, float]]) -> frozenset[str] | None:
     """The nodes that first-fit, largest first, uses for the groups; None when they do not all go in."""
     left = {node: dict(offer) for node, offer in offers.items()}
-    pieces: list[Mapping[str, float]] = []
-    for group in groups:
-        pieces += [add_amounts(group.bundles)] if group.strategy == "STRICT_PACK" else group.bundles
     used = set()
-    for piece in sorted(pieces, key=_size, reverse=True):
+    for piece in sorted((piece for _, piece in _pieces(groups)), key=_size, reverse=True):
         node = next((n for n in left if _fits(piece, left[n])), None)
         if node is None:
             return None

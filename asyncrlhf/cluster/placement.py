@@ -114,13 +114,16 @@ def parts_of(
 ) -> list[Part]:
     """Every actor of a run, learner ranks first. ``reference``, ``critic``: where they are services that it asks."""
     ranks = [Part(f"learner-{i}", "learner", learner.threads, learner.gpus) for i in range(learner.ranks)]
-    rewards = [Part(f"reward-{i}", "reward", reward.threads, reward.gpus) for i in range(reward.workers)]
-    if reference is not None:
-        own = reference
-        rewards += [Part(f"reference-{i}", "reference", own.threads, own.gpus) for i in range(own.workers)]
-    if critic is not None:
-        rewards += [Part(f"critic-{i}", "critic", critic.threads, critic.gpus) for i in range(critic.workers)]
-    return [*ranks, *(generator_part(spec) for spec in generators), *rewards]
+    services: dict[Kind, RewardConfig | ReferenceConfig | CriticConfig | None] = {
+        "reward": reward, "reference": reference, "critic": critic,
+    }  # fmt: skip
+    workers = [
+        Part(f"{kind}-{i}", kind, own.threads, own.gpus)
+        for kind, own in services.items()
+        if own is not None
+        for i in range(own.workers)
+    ]
+    return [*ranks, *(generator_part(spec) for spec in generators), *workers]
 
 
 def generator_part(spec: GeneratorSpec) -> Part:
@@ -151,7 +154,7 @@ def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
 
 
 def add_replica(plan: Plan, part: Part) -> Plan:
-    """The plan with devices of its own for a replica that comes later: it shares them with nobody."""
+    """The plan with devices of its own for a replica that comes later; no other part shares them."""
     if plan.placement == "auto":
         return replace(plan, seats={**plan.seats, part.name: _loose(part)})
     (block,) = _blocks([part], spread=False)

@@ -70,7 +70,7 @@ class Engine(Protocol):
     def asleep(self) -> bool: ...
 
     def sleep(self) -> None:
-        """Sample nothing until :meth:`wake`, and leave the device's memory to whoever takes turns with this engine.
+        """Sample nothing until :meth:`wake`, and leave the device's memory to the learner that takes turns with it.
 
         In-flight sequences stay with the tokens they have; those whose KV cache was lost are prefilled anew after the
         wake, under the weights that the engine holds then. Requests, loads and scores are still taken: what a load or a

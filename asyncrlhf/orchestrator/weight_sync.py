@@ -107,7 +107,7 @@ class WeightPublisher:
             async with self._lock:
                 members = [r for r in self._state.replicas if r.alive]
                 await self._send(members)
-                await asyncio.gather(*(self._load(replica, version) for replica in members if replica.alive))
+                await asyncio.gather(*(self._load_in_turn(replica, version) for replica in members if replica.alive))
                 self._state.published_version = version
                 if offer.probe_logprobs is not None:
                     await self._audit(members, version, offer.probe_logprobs)
@@ -119,8 +119,8 @@ class WeightPublisher:
         self._state.progressed()
 
     async def _send(self, members: list[Replica]) -> None:
-        """Transfer the newest snapshot to all members. A member that dies or hangs on the way leaves ``members``, and
-        the rest is sent to anew; without anybody left there is nothing to send before a replica is back."""
+        """Transfer the newest snapshot to all members. A member that dies or hangs meanwhile leaves ``members``, and
+        the transfer begins again with the rest; it ends when none is left."""
         while members:
             failures = await self._form(members) or await self._transfer(members)
             self.waiting_for = ""
@@ -135,7 +135,8 @@ class WeightPublisher:
             members[:] = survivors
 
     async def _form(self, members: list[Replica]) -> list[BaseException]:
-        """Have the weight group be that of the members; returns what went wrong with those who were lost over it."""
+        """Form the weight group of ``members`` where another one stands; returns the errors of receivers that were lost
+        meanwhile."""
         handles = [r.handle for r in members]
         if self._group == handles:
             return []
@@ -150,8 +151,8 @@ class WeightPublisher:
         return []
 
     async def _transfer(self, members: list[Replica]) -> list[BaseException]:
-        """One attempt; returns what went wrong. Nobody is waited for whom the sender names as lost: a process that
-        hangs answers neither the sender nor its own handle."""
+        """Make one attempt and return its errors. Receivers that the sender names as lost are not waited for: a process
+        that hangs answers neither the sender nor its own handle."""
         ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
         self.waiting_for = f"weights to reach {_names(members)}"
         receiving = {asyncio.create_task(self._receive(r, ticket)): r for r in members}
@@ -172,7 +173,7 @@ class WeightPublisher:
         return failures
 
     async def _end_receiving(self, receiving: dict[asyncio.Task[None], Replica]) -> list[BaseException]:
-        """Wait for those still alive, within bounds; returns their failures."""
+        """Wait for the live receivers, at most ``weights.timeout_seconds`` and a grace; returns their errors."""
         seconds = self._seconds + GRACE_SECONDS
         awaited = [task for task, replica in receiving.items() if replica.alive]
         try:
@@ -186,7 +187,7 @@ class WeightPublisher:
         return [r for r in results if isinstance(r, Exception)]
 
     def _bury(self, members: list[Replica], error: LostReceiversError) -> None:
-        """A receiver that let the time-out pass is as good as dead, whether its process lives or not."""
+        """Report each receiver that ``error`` names as dead, whether its process lives or not."""
         for replica in members:
             reason = error.receivers.get(replica.name)
             if reason is not None:
@@ -203,21 +204,26 @@ class WeightPublisher:
         interrupt = not self._state.scheduled and self._state.config.async_.on_weight_update == "interrupt"
         return "recompute" if interrupt else "keep"
 
-    async def _load(self, replica: Replica, version: int) -> None:
-        """Load as ``async.on_weight_update`` says; only now does the gate count the replica at this version."""
+    async def _load_in_turn(self, replica: Replica, version: int) -> None:
+        """Load when ``async.on_weight_update`` allows it."""
         await self._wait_to_load(replica, version)
         try:
-            if replica.alive:
-                await replica.handle.call(self._seconds, GeneratorWorker.load, version, self._cache_mode)
-                replica.version = version
-        except ReplicaError as error:
-            self._replicas.died(replica, error)
+            await self._load(replica, version, self._cache_mode)
         finally:
             replica.draining = False
         self._state.progressed()
 
+    async def _load(self, replica: Replica, version: int, cache: CacheMode) -> None:
+        """Load what the replica received; from then on the gate counts it at ``version``."""
+        try:
+            if replica.alive:
+                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache)
+                replica.version = version
+        except ReplicaError as error:
+            self._replicas.died(replica, error)
+
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
-        """Where ``async.on_weight_update`` says so, until the replica has nothing in flight."""
+        """Wait until the replica has nothing in flight, where ``async.on_weight_update=drain`` asks for that."""
         mode = "drain" if self._state.scheduled else self._state.config.async_.on_weight_update
         if mode == "drain":
             # A scheduled batch must be generated whole by its version: wait for its admission as well as for its end.
@@ -234,10 +240,10 @@ class WeightPublisher:
         return nothing_due and not state.requeue and not any(r.in_flight for r in state.replicas)
 
     async def rejoin(self, replica: Replica) -> None:
-        """Bring a restarted replica to the version that the others hold. It may die over it, and is reported then."""
+        """Bring a restarted replica to the version that the others hold; a death meanwhile is reported as any other."""
         await self._state.changed.wait_for(lambda: not self._publishing)
         self.raise_if_failed()
-        # A snapshot newer than the last publish goes to all together first: nobody may get ahead of a schedule.
+        # A snapshot newer than the last publish goes to all together first: no replica may get ahead of a schedule.
         learner = self._runtime.learner
         while (await learner.call(LONG_SECONDS, LearnerWorker.ticket)).version != self._state.published_version:
             await self._state.changed.wait_for(lambda: self._publishing)
@@ -254,13 +260,7 @@ class WeightPublisher:
     async def _rejoin(self, replica: Replica, version: int) -> None:
         replica.alive = True
         await self._send([r for r in self._state.replicas if r.alive])
-        if not replica.alive:
-            return
-        try:
-            await replica.handle.call(self._seconds, GeneratorWorker.load, version, "keep")
-            replica.version = version
-        except ReplicaError as error:
-            self._replicas.died(replica, error)
+        await self._load(replica, version, "keep")
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.errors import CheckpointError, ConfigError
+from asyncrlhf.errors import CheckpointError
 from asyncrlhf.records.recorder import RecordMarker
 from asyncrlhf.types import Rollout
+from asyncrlhf.validation import check
 
 FOLDER = "checkpoints"
 STATE_FILE, ROLLOUTS_FILE, LEARNER_FOLDER = "controller.json", "rollouts.pkl", "learner"
@@ -77,34 +78,31 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(p for p in (run_dir / FOLDER).glob("step-*") if (p / STATE_FILE).is_file())
+def list_checkpoints(run_dir: Path, last_file: str = STATE_FILE) -> list[Path]:
+    """Complete checkpoints of a run, oldest first: those that hold ``last_file``, which is written last."""
+    found = (file.parent for file in (run_dir / FOLDER).glob(f"[!.]*-*/{last_file}"))
+    return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
-def find_checkpoint(resume: str, run_dir: Path | None, runs: Path) -> Path | None:
+def find_checkpoint(
+    resume: str, run_dir: Path | None, runs: Path, last_file: str = STATE_FILE, stage: str = ""
+) -> Path | None:
     """The checkpoint that ``checkpoint.resume`` means, or None when ``auto`` finds nothing to go on with.
 
     ``auto`` looks in ``run_dir`` where one is given, else in the newest run of ``runs`` (``runs/<name>``) that has one.
+    A stage that is not ``train`` gives its name and the file that is written last in its checkpoints.
     """
     if resume == "no":
         return None
     if resume != "auto":
         folder = Path(resume)
-        if (folder / STATE_FILE).is_file():
-            return folder
-        newest = list_checkpoints(folder)
-        if newest:
-            return newest[-1]
-        raise ConfigError(
-            f"checkpoint.resume={resume} holds no checkpoint; allowed: no, auto, or a checkpoint's folder."
-        )
-    candidates = [run_dir] if run_dir is not None else sorted(runs.glob("*"), reverse=True)
-    for candidate in candidates:
-        found = list_checkpoints(candidate)
-        if found:
-            return found[-1]
-    return None
+        found = [folder] if (folder / last_file).is_file() else list_checkpoints(folder, last_file)
+        what = f"checkpoint of {stage}" if stage else "checkpoint"
+        check(found, f"checkpoint.resume={resume} holds no {what}; allowed: no, auto, or a checkpoint's folder.")
+        return found[-1]
+    candidates = [run_dir] if run_dir is not None else sorted(runs.glob("*"))
+    every = [checkpoint for run in candidates for checkpoint in list_checkpoints(run, last_file)]
+    return every[-1] if every else None
 
 
 def read_checkpoint(folder: Path) -> Saved:

@@ -115,9 +115,7 @@ class RunRecorder:
         _cut_metrics(metrics_path, resume_from.metrics_lines)
         _cut_parts(folder, resume_from.parts)
         (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-        _write_atomically(
-            self.run_dir / CONFIG_FILE, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
-        )
+        write_atomically(self.run_dir / CONFIG_FILE, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
         self._lines = resume_from.metrics_lines
         self._metrics = metrics_path.open("a", encoding="utf-8")
         self._rows: list[RolloutRow] = []
@@ -150,7 +148,7 @@ class RunRecorder:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Bring everything to disk, then write summary.json. The recorder is closed afterwards."""
         self.close()
-        _write_atomically(self.run_dir / SUMMARY_FILE, json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")
+        write_atomically(self.run_dir / SUMMARY_FILE, json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Bring everything to disk and end the writer; a second call does nothing."""
@@ -285,7 +283,8 @@ def _cut_parts(folder: Path, parts: int) -> None:
             path.unlink()
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -6,6 +6,7 @@ import io
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,7 @@ def build_summary(
         "timings": timing_means(rows),
         "generators": replica_means(rows),
         "ledger": ledger_totals(ledger),
-        "git": git_state(Path(__file__).resolve().parent),
-        "packages": package_versions(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
+        **environment(),
     }
 
 
@@ -119,10 +117,7 @@ def replica_means(rows: Metrics) -> dict[str, dict[str, float]]:
     steps without work, because it was too late for the staleness bound; ``restarts`` the last count.
     """
     kept: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    previous = 0.0
-    for row in rows:
-        weight = max(0.0, (row.get("wall_time") or previous) - previous)
-        previous += weight
+    for row, weight in zip(rows, _step_seconds(rows), strict=True):
         for key, value in row.items():
             if key.startswith(REPLICA_PREFIX) and value is not None:
                 _, name, figure = key.split("/", 2)
@@ -132,9 +127,7 @@ def replica_means(rows: Metrics) -> dict[str, dict[str, float]]:
 
 def _replica_row(figures: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
     def weighted(figure: str) -> float:
-        pairs = figures.get(figure, [])
-        total = sum(weight for _, weight in pairs)
-        return sum(v * w for v, w in pairs) / total if total else mean([v for v, _ in pairs]) or 0.0
+        return _weighted_mean(figures.get(figure, [])) or 0.0
 
     return {
         "rollouts": sum(value for value, _ in figures.get("rollouts", [])),
@@ -150,15 +143,25 @@ def _replica_row(figures: Mapping[str, Sequence[tuple[float, float]]]) -> dict[s
 
 def time_weighted_mean(rows: Metrics, key: str) -> float | None:
     """Mean of ``key`` weighted by the wall time since the line before; a plain mean where times are missing."""
-    total = weight_sum = previous = 0.0
+    pairs = zip(rows, _step_seconds(rows), strict=True)
+    return _weighted_mean([(float(row[key]), weight) for row, weight in pairs if row.get(key) is not None])
+
+
+def _step_seconds(rows: Metrics) -> list[float]:
+    """Wall time of each line since the line before; 0 where it is missing."""
+    seconds, previous = [], 0.0
     for row in rows:
         now = row.get("wall_time")
-        weight = max(0.0, now - previous) if now is not None else 0.0
-        previous = now if now is not None else previous
-        if row.get(key) is not None:
-            total += weight * row[key]
-            weight_sum += weight
-    return total / weight_sum if weight_sum > 0 else mean(values(rows, key))
+        now = previous if now is None else now
+        seconds.append(max(0.0, now - previous))
+        previous = now
+    return seconds
+
+
+def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Mean of (value, weight) pairs, a plain one where all weights are 0; None without a pair."""
+    total = sum(weight for _, weight in pairs)
+    return sum(v * w for v, w in pairs) / total if total > 0 else mean([value for value, _ in pairs])
 
 
 def values(rows: Metrics, key: str) -> list[float]:
@@ -170,15 +173,19 @@ def mean(numbers: Sequence[float]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of the packages that decide what a run does; those not installed are left out."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def environment(*more: str) -> dict[str, Any]:
+    """What a summary says of the machine and of the packages that decide what a run does, ``more`` ones among them;
+    packages that are not installed are left out."""
+    packages = {}
+    for name in (*PACKAGES, *more):
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
+    return {
+        "git": git_state(Path(__file__).resolve().parent),
+        "packages": packages,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text, for HTML and for the terminal alike."""
+    """A table of text."""
 
     title: str
     header: list[str]

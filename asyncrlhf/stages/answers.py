@@ -15,7 +15,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.orchestrator.dispatch import request_seed
-from asyncrlhf.types import Annotation, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
+from asyncrlhf.types import Annotation, FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 
 class Scored(NamedTuple):
@@ -36,8 +36,9 @@ def sample_answers(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
+    each: int,
 ) -> list[Rollout]:
-    """``evaluation.num_generations`` answers of ``model`` to each prompt, in the order of the prompts.
+    """``each`` answers of ``model`` to each prompt, in the order of the prompts; ``group_id`` is a prompt's index.
 
     An answer that the engine could not make is missing. The fake engine has no model, so that hf stands in for it.
     """
@@ -49,7 +50,6 @@ def sample_answers(
         load_model=lambda wanted: load_model(wanted, device),
         vocab_size=len(tokenizer),
     )
-    each = config.evaluation.num_generations
     requests = [
         GenerationRequest(i, i // each, prompts[i // each].token_ids, request_seed(config.seed, i), sampling)
         for i in range(each * len(prompts))
@@ -62,10 +62,12 @@ def sample_answers(
     finally:
         engine.close()
     made.sort(key=lambda answer: answer.rollout_id)
-    return [_rollout(answer, answer.rollout_id // each, prompts, tokenizer) for answer in made]
+    decode = tokenizer.decode
+    texts = [str(decode(answer.response_ids.tolist(), skip_special_tokens=True)) for answer in made]
+    return [_rollout(a, text, a.rollout_id // each, prompts) for a, text in zip(made, texts, strict=True)]
 
 
-def _rollout(answer: Generation, group: int, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> Rollout:
+def _rollout(answer: Generation, text: str, group: int, prompts: Sequence[Prompt]) -> Rollout:
     return Rollout(
         rollout_id=answer.rollout_id,
         group_id=group,
@@ -74,7 +76,7 @@ def _rollout(answer: Generation, group: int, prompts: Sequence[Prompt], tokenize
         behavior_logprobs=answer.behavior_logprobs,
         policy_versions=answer.policy_versions,
         finish_reason=answer.finish_reason,
-        response_text=str(tokenizer.decode(answer.response_ids.tolist(), skip_special_tokens=True)),
+        response_text=text,
         generator_id="evaluate",
     )
 
@@ -87,38 +89,30 @@ def written(
     for number, (group, text, ended) in enumerate(texts):
         ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         ids = [*ids, tokenizer.eos_token_id] if ended else ids
-        rollouts.append(
-            Rollout(
-                rollout_id=number,
-                group_id=group,
-                prompt=prompts[group],
-                response_ids=np.asarray(ids, dtype=np.int64),
-                behavior_logprobs=np.zeros(len(ids), dtype=np.float32),
-                policy_versions=np.zeros(len(ids), dtype=np.int64),
-                finish_reason="stop" if ended else "length",
-                response_text=text,
-                generator_id="evaluate",
-            )
-        )
+        logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
+        reason: FinishReason = "stop" if ended else "length"
+        answer = Generation(number, np.asarray(ids, dtype=np.int64), logprobs, versions, reason)
+        rollouts.append(_rollout(answer, text, group, prompts))
     return rollouts
 
 
-def score_answers(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Scored]]:
-    """Each list with its rewards by ``reward.*``; an answer without one is missing. The services are started once, and
-    asked ``fusion.max_batch`` answers at a time, as their time limits are meant for."""
+def score(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Annotation]]:
+    """One result an answer by ``reward.*``, for each list. The services are started once, and asked
+    ``fusion.max_batch`` answers at a time, as their time limits are meant for."""
     scorer = build_reward(RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length))
     size = config.fusion.max_batch
     try:
         return [
-            [
-                Scored(rollout, result)
-                for start in range(0, len(rollouts), size)
-                for rollout, result in zip(
-                    rollouts[start : start + size], scorer.score(rollouts[start : start + size]), strict=True
-                )
-                if result.reward is not None
-            ]
-            for rollouts in answers
+            [result for start in range(0, len(part), size) for result in scorer.score(part[start : start + size])]
+            for part in answers
         ]
     finally:
         scorer.close()
+
+
+def score_answers(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Scored]]:
+    """Each list with its rewards, as :func:`score` gives them; an answer without one is missing."""
+    return [
+        [Scored(rollout, found) for rollout, found in zip(part, results, strict=True) if found.reward is not None]
+        for part, results in zip(answers, score(config, *answers), strict=True)
+    ]

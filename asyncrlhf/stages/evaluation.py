@@ -50,7 +50,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
             any(prompt.answer for prompt in prompts),
             f"evaluation.against={ANSWERS}, but no held-out prompt of task={config.task.kind} has an answer.",
         )
-    answers = sample_answers(config, config.model, prepared.tokenizer, prompts, sampling)
+    answers = sample_answers(config, config.model, prepared.tokenizer, prompts, sampling, settings.num_generations)
     theirs = _opponents(prepared, prompts, opponent, sampling)
     scored, scored_theirs = score_answers(config, answers, theirs)
     asked = settings.num_generations * len(prompts)
@@ -85,16 +85,17 @@ def _opponents(
 ) -> list[Rollout]:
     """The second model's answers, or the task's, in the policy's own tokens; none where there is no opponent."""
     config, tokenizer = prepared.config, prepared.tokenizer
+    each = config.evaluation.num_generations
     if config.evaluation.against == ANSWERS:
         return written([(i, p.answer, True) for i, p in enumerate(prompts) if p.answer], prompts, tokenizer)
     if opponent is None:
         return []
     own: PreTrainedTokenizerBase = load_tokenizer(opponent)
     if same_tokens(own, tokenizer):
-        return sample_answers(config, opponent, tokenizer, prompts, sampling)
+        return sample_answers(config, opponent, tokenizer, prompts, sampling, each)
     stop = (own.eos_token_id,) if sampling.stop_token_ids else ()
     asked = build_task(config.task, own).heldout()
-    made = sample_answers(config, opponent, own, asked, replace(sampling, stop_token_ids=stop))
+    made = sample_answers(config, opponent, own, asked, replace(sampling, stop_token_ids=stop), each)
     return written([(r.group_id, r.response_text, r.finish_reason == "stop") for r in made], prompts, tokenizer)
 
 

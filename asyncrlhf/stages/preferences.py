@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,16 @@ import numpy as np
 import torch
 import yaml
 
-from asyncrlhf.actors.reward import RewardSpec, build_reward
 from asyncrlhf.config.run_config import RunConfig, to_plain
-from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig
+from asyncrlhf.config.stage_config import PreferencesConfig
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.run import Prepared, prepare
-from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE
-from asyncrlhf.stages.answers import sample_answers
+from asyncrlhf.orchestrator.run import prepare
+from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE, write_atomically
+from asyncrlhf.stages.answers import sample_answers, score
 from asyncrlhf.stages.stage_record import run_folder
-from asyncrlhf.types import Annotation, Prompt, Rollout
+from asyncrlhf.types import Prompt, Rollout
 
 PREFERENCES_FILE = "preferences.jsonl"
 LABEL_STREAM = 1  # beside the seed, so that labels and answers share no random draws
@@ -59,12 +57,13 @@ def run_preferences(config: RunConfig) -> dict[str, Any]:
     folder = run_folder(config, "preferences")
     _claim(folder, config)
     torch.set_num_threads(max(1, config.generator.threads))
-    rollouts = sample_groups(prepared, prompts)
+    each = config.preferences.num_generations
+    rollouts = sample_answers(config, config.model, prepared.tokenizer, prompts, prepared.sampling, each)
     ended = [r for r in rollouts if r.finish_reason == "stop"]
     kept = [r for r in ended if r.response_text]
-    results = score(config, kept)
+    (results,) = score(config, kept)
     scored = [(r, s.reward) for r, s in zip(kept, results, strict=True) if s.reward is not None]
-    asked = len(prompts) * config.preferences.num_generations
+    asked = len(prompts) * each
     failed = asked - len(rollouts) + len(kept) - len(scored)
     if failed > config.max_failure_fraction * asked:
         cause = next((s.error for s in results if s.error), "the engine refused them")
@@ -76,7 +75,8 @@ def run_preferences(config: RunConfig) -> dict[str, Any]:
             f"generator.max_completion_length={config.generator.max_completion_length}, {len(ended) - len(kept)} were "
             f"empty, {failed} have no reward, and {ties} pairs have equal rewards."
         )
-    _write_lines(folder / PREFERENCES_FILE, (_line(pair, config.task) for pair in pairs))
+    lines = (json.dumps(_line(pair, config.task), ensure_ascii=False) + "\n" for pair in pairs)
+    write_atomically(folder / PREFERENCES_FILE, "".join(lines))
     summary = {
         "run_dir": str(folder),
         "preferences": str(folder / PREFERENCES_FILE),
@@ -91,7 +91,7 @@ def run_preferences(config: RunConfig) -> dict[str, Any]:
         **describe(pairs, [reward for _, reward in scored]),
         "settings": asdict(config.preferences),
     }
-    _write(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    write_atomically(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -108,26 +108,6 @@ def draw_prompts(source: PromptSource, count: int) -> list[Prompt]:
             f"preferences.num_prompts={count} is more than the task's training prompts; allowed: at most {len(found)}."
         )
     return list(found.values())
-
-
-def sample_groups(prepared: Prepared, prompts: Sequence[Prompt]) -> list[Rollout]:
-    """Answers to each prompt by the engine of ``generator.*``, in the prompts' order, without those that it could not
-    make. ``group_id`` counts the prompts."""
-    config = prepared.config
-    how = EvaluationConfig(temperature=config.generator.temperature, num_generations=config.preferences.num_generations)
-    asked = replace(config, evaluation=how)
-    return sample_answers(asked, config.model, prepared.tokenizer, prompts, prepared.sampling)
-
-
-def score(config: RunConfig, rollouts: Sequence[Rollout]) -> list[Annotation]:
-    """One result a rollout by ``reward.*``; ``fusion.max_batch`` at a time, as time limits are meant for."""
-    spec = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length)
-    scorer = build_reward(spec)
-    size = config.fusion.max_batch
-    try:
-        return [r for i in range(0, len(rollouts), size) for r in scorer.score(rollouts[i : i + size])]
-    finally:
-        scorer.close()
 
 
 def make_pairs(scored: Sequence[tuple[Rollout, float]], config: PreferencesConfig, seed: int) -> tuple[list[Pair], int]:
@@ -196,17 +176,6 @@ def _claim(folder: Path, config: RunConfig) -> None:
         raise ConfigError(f"run_dir={folder} already holds {PREFERENCES_FILE}; give another run_dir.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / CONFIG_FILE, yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
+        write_atomically(folder / CONFIG_FILE, yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise ConfigError(f"run_dir={folder} cannot be written: {error}.") from error
-
-
-def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    _write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def _write(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

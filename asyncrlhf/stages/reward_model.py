@@ -17,9 +17,11 @@ from asyncrlhf.stages.training import (
     QuietTrainer,
     adapter_settings,
     heldout_ends,
+    interrupted_words,
     model_source,
     prepare_job,
     refuse,
+    refuse_without_template,
     run_trainer,
     trainer_arguments,
 )
@@ -52,11 +54,7 @@ def run_reward_model(config: RunConfig) -> dict[str, Any]:
     settings = config.reward_model
     table, conversational = read_pairs(settings.path, settings.split)
     job = prepare_job(config, settings, KEY, STAGE)
-    refuse(
-        conversational and not job.tokenizer.chat_template,
-        job,
-        f"holds conversations, but the tokenizer of model.path={config.model.path} has no chat template.",
-    )
+    refuse_without_template(job, conversational)
     choose_padding(job.tokenizer)
     split = hold_out(table, settings, KEY, lambda name: read_pairs(settings.path, name)[0], about)
     pairs = tokenise(job, split)
@@ -144,7 +142,7 @@ def score_ids(folder: Path, texts: Sequence[Sequence[int]], config: RunConfig) -
 def plain_words(summary: Mapping[str, Any]) -> str:
     """What came of it, for a terminal."""
     if summary["exit_reason"] != "done":
-        return f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."
+        return interrupted_words(summary)
     data, found = summary["data"], summary["heldout"]
     left = ", ".join(f"{data[name]} {name.replace('_', ' ')}" for name in ("identical", "too_long") if data[name])
     lines = [f"Done: {summary['steps']} steps on {data['train']} pairs{f' ({left} left out)' if left else ''}."]

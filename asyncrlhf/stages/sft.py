@@ -14,9 +14,11 @@ from asyncrlhf.stages.training import (
     QuietTrainer,
     adapter_settings,
     heldout_ends,
+    interrupted_words,
     model_source,
     prepare_job,
     refuse,
+    refuse_without_template,
     run_trainer,
     trainer_arguments,
 )
@@ -37,11 +39,7 @@ def run_sft(config: RunConfig) -> dict[str, Any]:
     columns = check_columns(table, FORMATS, f"{KEY}.path", settings.path)
     conversational = check_rows(table, columns, f"{KEY}.path", settings.path)
     job = prepare_job(config, settings, KEY, STAGE)
-    refuse(
-        conversational and not job.tokenizer.chat_template,
-        job,
-        f"holds conversations, but the tokenizer of model.path={config.model.path} has no chat template.",
-    )
+    refuse_without_template(job, conversational)
     refuse(
         settings.assistant_only_loss and columns != ("messages",),
         job,
@@ -89,7 +87,7 @@ def _facts(history: list[dict[str, Any]]) -> dict[str, Any]:
 def plain_words(summary: Mapping[str, Any]) -> str:
     """What came of it, for a terminal."""
     if summary["exit_reason"] != "done":
-        return f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."
+        return interrupted_words(summary)
     lines = [f"Done: {summary['steps']} steps on {summary['data']['train']} rows."]
     ends = summary["heldout"]
     if ends:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,13 @@ from rich.console import Console
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import new_run_dir
+from asyncrlhf.records.checkpoint import FOLDER
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, RecordMarker, RunRecorder
-from asyncrlhf.records.summary import git_state, package_versions
+from asyncrlhf.records.summary import environment
 from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.validation import check
 
 MODEL_FOLDER = "model"
-CHECKPOINTS_FOLDER = "checkpoints"
 # Figures of a line that are shown, in this order.
 SHOWN = ("loss", "heldout_loss", "accuracy", "heldout_accuracy", "mean_token_accuracy", "heldout_mean_token_accuracy")
 
@@ -88,7 +86,7 @@ class StageRecord:
             return
         for name in (METRICS_FILE, CONFIG_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
-        for folder in (self.run_dir / ROLLOUTS_FOLDER, self.run_dir / CHECKPOINTS_FOLDER, self.run_dir):
+        for folder in (self.run_dir / ROLLOUTS_FOLDER, self.run_dir / FOLDER, self.run_dir):
             with suppress(OSError):
                 folder.rmdir()
 
@@ -113,10 +111,6 @@ class StageRecord:
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write the summary and end W&B; returns the summary."""
-        packages = package_versions()
-        for name in ("trl", "peft", "datasets"):
-            with suppress(metadata.PackageNotFoundError):
-                packages[name] = metadata.version(name)
         summary = {
             "run_dir": str(self.run_dir),
             "stage": self.stage,
@@ -125,14 +119,11 @@ class StageRecord:
             "wall_seconds": time.monotonic() - self._started,
             "seed": self._seed,
             **facts,
-            "git": git_state(Path(__file__).resolve().parent),
-            "packages": packages,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
+            **environment("trl", "peft", "datasets"),
         }
         if self._recorder is not None:
             self._recorder.finish(summary)
-            for name in (ROLLOUTS_FOLDER, CHECKPOINTS_FOLDER):  # made in any case, and empty in most
+            for name in (ROLLOUTS_FOLDER, FOLDER):  # made in any case, and empty in most
                 with suppress(OSError):
                     (self.run_dir / name).rmdir()
         if self._wandb is not None:

@@ -21,8 +21,9 @@ from asyncrlhf.config.stage_config import TrainerConfig
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer, resolve
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import RUNS
+from asyncrlhf.records.checkpoint import FOLDER, find_checkpoint
 from asyncrlhf.records.recorder import RecordMarker
-from asyncrlhf.stages.stage_record import CHECKPOINTS_FOLDER, MODEL_FOLDER, StageRecord, is_main, run_folder
+from asyncrlhf.stages.stage_record import MODEL_FOLDER, StageRecord, is_main, run_folder
 from asyncrlhf.validation import check
 
 MARKER_FILE = "records.json"
@@ -57,31 +58,11 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, key: str, stage: str
         f"{key}.mixed_precision=float16 needs a GPU; allowed here: none, bfloat16.",
     )
     check_model(config.model)
-    resume = find_resume(config, stage)
+    given = Path(config.run_dir) if config.run_dir else None
+    resume = find_checkpoint(config.checkpoint.resume, given, RUNS / f"{config.name}-{stage}", MARKER_FILE, stage)
     folder = resume.parents[1] if resume is not None and not config.run_dir else run_folder(config, stage)
     limit = min(settings.max_length, context_length(config.model))
     return Job(config, settings, key, folder, load_tokenizer(config.model), limit, resume)
-
-
-def find_resume(config: RunConfig, stage: str) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` means, or None when ``auto`` finds nothing to go on with."""
-    wanted = config.checkpoint.resume
-    if wanted == "no":
-        return None
-    if wanted != "auto":
-        named = Path(wanted)
-        found = [named] if (named / MARKER_FILE).is_file() else _checkpoints(named)
-        check(found, f"checkpoint.resume={wanted} holds no checkpoint of {stage}; allowed: no, auto, or its folder.")
-        return found[-1]
-    runs = [Path(config.run_dir)] if config.run_dir else sorted((RUNS / f"{config.name}-{stage}").glob("*"))
-    every = [checkpoint for run in runs for checkpoint in _checkpoints(run)]
-    return every[-1] if every else None
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Whole ones, oldest first: the marker is written last."""
-    found = run.glob(f"{CHECKPOINTS_FOLDER}/checkpoint-*/{MARKER_FILE}")
-    return sorted((marker.parent for marker in found), key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
@@ -89,7 +70,7 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
     settings, config = job.settings, job.config
     every, between = config.checkpoint.every, config.eval_every
     return {
-        "output_dir": str(job.run_dir / CHECKPOINTS_FOLDER),
+        "output_dir": str(job.run_dir / FOLDER),
         "seed": config.seed,
         "num_train_epochs": settings.num_train_epochs,
         "max_steps": settings.max_steps,
@@ -308,3 +289,17 @@ def refuse(condition: Any, job: Job, problem: str) -> None:
     """Raise ConfigError about the stage's data when ``condition`` holds."""
     if condition:
         raise ConfigError(f"{job.key}.path={job.settings.path} {problem}")
+
+
+def refuse_without_template(job: Job, conversational: bool) -> None:
+    """Raise ConfigError for conversations that the model's tokenizer cannot write."""
+    refuse(
+        conversational and not job.tokenizer.chat_template,
+        job,
+        f"holds conversations, but the tokenizer of model.path={job.config.model.path} has no chat template.",
+    )
+
+
+def interrupted_words(summary: Mapping[str, Any]) -> str:
+    """What the terminal shows of a stage that did not come to its end."""
+    return f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."

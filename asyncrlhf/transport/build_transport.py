@@ -48,7 +48,7 @@ def _cast(config: WeightsConfig) -> torch.dtype | None:
 
 def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch.Tensor]) -> WeightSender:
     """The learner's side, for the tensors that every publish will carry. ``weights.dtype=auto`` means their own here:
-    whoever knows the engines has resolved it before."""
+    the caller, which knows the engines, resolves it before."""
     kind = resolve_transport(config, runtime)
     cast = _cast(config)
     wire = Wire(cast, config.verifies, config.delta)

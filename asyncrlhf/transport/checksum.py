@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.gather import entries_by_bucket
 from asyncrlhf.transport.manifest import as_bytes
 from asyncrlhf.types import TensorEntry, WeightManifest
 
@@ -15,14 +16,6 @@ NAMES_SHOWN = 10
 CHUNK_WORDS = 1 << 20  # of 8 bytes: bounds the memory of a sum on an accelerator
 _MASK = (1 << 64) - 1
 _FACTOR = 6364136223846793005  # odd, so that no chunk is lost in the product; below 2^63, as int64 wants it
-
-
-def entries_by_bucket(manifest: WeightManifest) -> list[list[TensorEntry]]:
-    """The entries of each bucket, in the manifest's order."""
-    found: list[list[TensorEntry]] = [[] for _ in manifest.bucket_bytes]
-    for entry in manifest.tensors:
-        found[entry.bucket].append(entry)
-    return found
 
 
 def bucket_checksum(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> int:

@@ -1,6 +1,7 @@
 """The control line between a sender and its receivers: one TCP connection each, a JSON object a line.
 
-It tells what a stream of weights cannot: who is there, who refused, and, by the end of a connection, who died.
+It tells what the transfer itself cannot: which receivers are there, which refused, and, by a connection's end, which
+died.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises LineClosedError when nobody is there any more."""
+        """Raises LineClosedError when the other side has closed the line."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:

@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import entries_by_bucket
 from asyncrlhf.transport.disk_files import (
     ANSWERS,
     MANIFEST,
@@ -29,6 +28,7 @@ from asyncrlhf.transport.disk_files import (
     take_over,
     write_json,
 )
+from asyncrlhf.transport.gather import entries_by_bucket
 from asyncrlhf.transport.manifest import copy_tensors
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, TransferStats
 from asyncrlhf.transport.snapshot import SnapshotHolder, Wire

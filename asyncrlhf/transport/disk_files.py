@@ -44,8 +44,8 @@ def bucket_file(bucket: int, buckets: int) -> str:
 
 
 def take_over(root: Path) -> IO[str]:
-    """Make ``root`` this sender's: nobody else writes there, and what a crashed one left is removed. The returned file
-    holds the claim until it is closed.
+    """Make ``root`` this sender's: no other sender writes there, and what a crashed one left is removed. The returned
+    file holds the claim until it is closed.
 
     Raises WeightSyncError when the folder cannot be written or belongs to a run that lives.
     """

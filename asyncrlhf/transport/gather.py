@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from asyncrlhf.types import WeightManifest
+from asyncrlhf.types import TensorEntry, WeightManifest
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.shards import Shards
 
 Names = tuple[str, ...]
-
-
-class Shards(Protocol):
-    """What a sharded learner gives, as ``learner.shards.Shards`` says."""
-
-    def layout(self) -> Mapping[str, torch.Tensor]: ...
-
-    def gather(self, names: Names) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
 
 
 class ShardedParams(Mapping[str, torch.Tensor]):
@@ -46,12 +41,17 @@ def held(params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     return params if isinstance(params, ShardedParams) else dict(params)
 
 
-def bucket_names(manifest: WeightManifest) -> list[Names]:
-    """The tensors of each bucket, in order."""
-    names: list[list[str]] = [[] for _ in manifest.bucket_bytes]
+def entries_by_bucket(manifest: WeightManifest) -> list[list[TensorEntry]]:
+    """The entries of each bucket, in the manifest's order."""
+    found: list[list[TensorEntry]] = [[] for _ in manifest.bucket_bytes]
     for entry in manifest.tensors:
-        names[entry.bucket].append(entry.name)
-    return [tuple(bucket) for bucket in names]
+        found[entry.bucket].append(entry)
+    return found
+
+
+def bucket_names(manifest: WeightManifest) -> list[Names]:
+    """The names of each bucket's tensors, in order."""
+    return [tuple(entry.name for entry in entries) for entries in entries_by_bucket(manifest)]
 
 
 def portions(manifest: WeightManifest, params: Mapping[str, torch.Tensor]) -> Sequence[Names]:

@@ -24,7 +24,7 @@ class Membership:
 
     def __init__(self, timeout_seconds: float, device: torch.device) -> None:
         self.device = device
-        self.group: BroadcastGroup | None = None  # None with nobody in it
+        self.group: BroadcastGroup | None = None  # None without receivers
         self.connected = False
         self._timeout_seconds = timeout_seconds
         self._host = ""
@@ -48,7 +48,7 @@ class Membership:
         self.connected = True
 
     def tell(self, message: Message, what: str) -> None:
-        """Send to all; ``what`` begins the sentence when somebody is lost."""
+        """Send to all; ``what`` begins the sentence about receivers that are lost."""
         lost = {}
         for name, line in self._lines.items():
             try:

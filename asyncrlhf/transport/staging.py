@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import changed_buckets, entries_by_bucket, verify_bucket
+from asyncrlhf.transport.checksum import changed_buckets, verify_bucket
+from asyncrlhf.transport.gather import entries_by_bucket
 from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import TensorEntry, WeightManifest
@@ -27,7 +28,7 @@ class Staging:
         """The memory for ``ticket``, and the buckets that it does not hold yet.
 
         Raises WeightSyncError when the layout is another one than before: a run publishes one model, so that a changed
-        layout is somebody's mistake.
+        layout is a mistake.
         """
         self._buckets = self._fitting(ticket.manifest, device)
         wanted = changed_buckets(self._checksums, ticket.checksums) if ticket.delta else range(len(self._entries))

@@ -23,11 +23,10 @@ def best_of_n(base: Base, prompts: int) -> list[dict[str, Any]]:
     Out of ANSWERS answers a prompt, by the unbiased estimator of Nakano et al. 2021 (2112.09332, appendix I); the KL to
     the SFT model is log n - (n - 1) / n nats an answer, as in Gao et al. 2022.
     """
-    settings = ["evaluation.temperature=1", f"evaluation.num_generations={ANSWERS}", f"model.path={base.sft_model}"]
-    config = load_config([*base.common, *settings, *base.rewards(1.0, 0.0)])
+    config = load_config([*base.common, f"model.path={base.sft_model}", *base.rewards(1.0, 0.0)])
     prepared = prepare(config)
     asked = draw_prompts(prepared.task.train_source(base.seed), prompts)
-    answers = sample_answers(config, config.model, prepared.tokenizer, asked, prepared.sampling)
+    answers = sample_answers(config, config.model, prepared.tokenizer, asked, prepared.sampling, ANSWERS)
     (scored,) = score_answers(config, answers)
     groups: dict[int, list[tuple[float, float]]] = {}
     for answer in scored:

@@ -209,7 +209,7 @@ def test_the_presets_are_labellers(preset: str, expected: PreferencesConfig) -> 
     ],
 )
 def test_nonsense_is_one_sentence(typed: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "sample_groups", lambda *_: pytest.fail("answers were sampled"))
+    monkeypatch.setattr(stage, "sample_answers", lambda *_: pytest.fail("answers were sampled"))
     with pytest.raises(ConfigError) as caught:
         run_preferences(load_config([*SMALL, *typed.split()]))
     assert words in str(caught.value)
@@ -234,12 +234,12 @@ def test_scores_that_fail_are_counted_and_too_many_end_the_stage(
     def failing(share: float) -> Any:
         honest = stage.score
 
-        def score(config: Any, rollouts: list[Rollout]) -> list[Any]:
+        def score(config: Any, rollouts: list[Rollout]) -> list[list[Any]]:
             from asyncrlhf.types import Annotation
 
             cut = int(share * len(rollouts))
             lost = [Annotation(r.rollout_id, None, error="the judge is asleep") for r in rollouts[:cut]]
-            return lost + honest(config, rollouts[cut:])
+            return [lost + honest(config, rollouts[cut:])[0]]
 
         return score
 

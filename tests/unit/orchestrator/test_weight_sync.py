@@ -1,0 +1,75 @@
+"""The publisher orders its own snapshot, at once, with the probe where an audit is due; a death is filed once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrlhf.actors.messages import Offer
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.controller import build_state
+from asyncrlhf.orchestrator.replicas import Replicas
+from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.weight_sync import PROBE_TEXTS, WeightPublisher
+
+
+class Learner:
+    """Notes what it is asked for, in order; its snapshots are ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.ready = asyncio.Event()
+
+    def snapshot(self, probe: Any) -> Any:
+        self.asked.append(("snapshot", None if probe is None else len(probe)))
+
+        async def offer() -> Offer:
+            await self.ready.wait()
+            return Offer(seconds=0.5, probe_logprobs=None)
+
+        return offer()
+
+
+async def nothing_else() -> None:
+    return None
+
+
+def made(*overrides: str) -> tuple[RunState, Learner, WeightPublisher]:
+    state = build_state(load_config(["runtime=local", *overrides]))
+    learner = Learner()
+    runtime: Any = SimpleNamespace(learner=learner)
+    replicas = Replicas(state, lambda text: None)
+    return state, learner, WeightPublisher(state, runtime, 20, replicas, nothing_else)
+
+
+async def test_the_snapshot_is_ordered_before_publish_returns() -> None:
+    state, learner, publisher = made("weights.audit_every=2")
+    for version, probe in ((0, PROBE_TEXTS), (1, None), (2, PROBE_TEXTS)):
+        publisher.publish(version)
+        assert learner.asked[-1] == ("snapshot", probe) and publisher.busy
+        with pytest.raises(AssertionError, match="still under way"):
+            publisher.publish(version)
+        assert len(learner.asked) == version + 1
+        learner.ready.set()
+        await publisher.idle()
+        assert state.published_version == version and publisher.snapshot_seconds == 0.5
+        learner.ready.clear()
+
+
+async def test_a_death_is_filed_once() -> None:
+    state, _, _ = made()
+    said: list[str] = []
+    replicas = Replicas(state, said.append)
+    replica = Replica(SimpleNamespace(name="generator-0"), version=3)  # type: ignore[arg-type]
+    state.replicas.append(replica)
+    assert replicas.any_left
+    replicas.died(replica, ReplicaError("struck"))
+    replicas.died(replica, ReplicaError("struck again"))
+    assert (replica.alive, replica.version) == (False, -1) and len(said) == 1
+    assert replicas.any_left, "its restart is still to come"
+    assert await replicas.next_dead() is replica
+    assert not replicas.any_left
