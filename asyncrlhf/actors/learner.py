@@ -20,11 +20,9 @@ from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy, load_tokenizer
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.distributed import init_process_group
-from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.gather import ShardedParams, take_part
@@ -33,21 +31,14 @@ from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import TrainSample
 
 
-@dataclass(frozen=True)
-class LearnerSpec:
+@dataclass(frozen=True, kw_only=True)
+class LearnerSpec(BackendSpec):
     """Everything a rank needs to start on any machine."""
 
-    learner: LearnerConfig
-    algorithm: AlgorithmConfig
     model: ModelConfig
     runtime: str
     weights: WeightsConfig
-    temperature: float
-    max_completion_length: int
-    steps: int
     seed: int
-    reference_served: bool = False  # rollouts come with the reference's log-probs
-    critic_served: bool = False  # and with the critic's values, by workers that get its weights
 
 
 class LearnerWorker:
@@ -62,16 +53,11 @@ class LearnerWorker:
         if ranks > 1:
             init_process_group(rank, ranks, address, device=device)
         torch.manual_seed(spec.seed)
+        # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
+        place = "cpu" if spec.learner.sharded else device
         self.backend = build_learner(
-            spec.learner,
-            spec.algorithm,
-            # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
-            lambda: load_policy(spec.model, "cpu" if spec.learner.sharded else device, dtype=torch.float32),
-            steps=spec.steps,
-            temperature=spec.temperature,
-            max_completion_length=spec.max_completion_length,
-            reference_served=spec.reference_served,
-            critic_served=spec.critic_served,
+            spec,
+            lambda: load_policy(spec.model, place, dtype=torch.float32),
             rank=rank,
             ranks=ranks,
             device=device,

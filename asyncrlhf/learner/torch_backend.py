@@ -16,13 +16,11 @@ from asyncrlhf.algorithms.step_size import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner import checkpoint, lookahead
-from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.companions import EmaPolicy, ValueModel
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
 from asyncrlhf.learner.forward import PackedPolicy, TokenFacts, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
-from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.optim import Updater, schedule_factor
@@ -45,41 +43,30 @@ class TorchBackend:
 
     Args:
         model: a loaded causal language model; it becomes float32 and moves to ``device``.
-        reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``.
-        reference_served: batches come with the reference's log-probs, so that no such model is needed.
-        critic_served: batches come with the critic's values, so that it makes no pass of its own for them.
-        steps: learner steps of the whole run, for the learning-rate schedule.
-        temperature: the generator's sampling temperature; policy log-probs are taken at the same one, so that policy
-            and behavior log-probs speak of one distribution; filters of the sampler come with the batch, as the sets
-            of tokens that they kept. 0, greedy, counts as 1.
-        max_completion_length: the constant of ``algorithm.aggregate=const``.
+        reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``, unless its
+            log-probs are served.
         rank, ranks: with ``ranks > 1`` torch.distributed must have been initialised, see ``init_process_group``.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        config: LearnerConfig,
-        algorithm: AlgorithmConfig,
+        spec: BackendSpec,
         *,
-        steps: int,
         reference: PreTrainedModel | None = None,
-        temperature: float = 1.0,
-        max_completion_length: int | None = None,
-        reference_served: bool = False,
-        critic_served: bool = False,
         rank: int = 0,
         ranks: int = 1,
         device: str | torch.device = "cpu",
     ) -> None:
-        if algorithm.needs_reference and reference is None and not reference_served:
+        config, algorithm = spec.learner, spec.algorithm
+        if algorithm.needs_reference and reference is None and not spec.reference_served:
             what = f"anchor={algorithm.anchor}" if algorithm.kl == "none" else f"kl={algorithm.kl}"
             raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
-        self.config, self.algorithm, self.steps = config, algorithm, steps
+        self.config, self.algorithm, self.steps = config, algorithm, spec.steps
         self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
         self._peers, self.sequence_peers = deal_out(rank, ranks, config.sequence_parallel_size)
-        self.temperature = temperature or 1.0
-        self.constant_length = float(max_completion_length) if max_completion_length else None
+        self.temperature = spec.temperature or 1.0
+        self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
         self._losses = MicrobatchLosses(algorithm, UserLoss(algorithm.loss.target) if algorithm.loss.target else None)
         self.model = model.float().train()
         if config.float32_head:
@@ -98,7 +85,7 @@ class TorchBackend:
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self._version = 0
         self._skipped_in_a_row = 0
-        self._critic_served = critic_served
+        self._critic_served = spec.critic_served
 
     @property
     def policy_version(self) -> int:

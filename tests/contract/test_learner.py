@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import LearnerBackend
+from asyncrlhf.learner.backend import BackendSpec, LearnerBackend
 from asyncrlhf.learner.build_learner import BACKENDS, build_learner
 from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.learner_config import LearnerConfig
@@ -55,7 +55,8 @@ SETTINGS = {
 def make(request: pytest.FixtureRequest) -> Make:
     def build(algorithm: AlgorithmConfig | None = None, **learner: object) -> LearnerBackend:
         config = LearnerConfig(**({"learning_rate": 1e-2, "token_budget": 40} | SETTINGS[request.param] | learner))
-        return build_learner(config, algorithm or AlgorithmConfig(), llama, steps=20)
+        spec = BackendSpec(learner=config, algorithm=algorithm or AlgorithmConfig(), steps=20)
+        return build_learner(spec, llama)
 
     return build
 

@@ -13,6 +13,7 @@ from asyncrlhf.data.packing import pack
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
@@ -51,10 +52,8 @@ def test_the_learner_takes_the_same_step(tmp_path: Path) -> None:
     samples = [TrainSample(r, float(r.rollout_id % 2)) for r in rollouts(sample("cpu"), np.arange(3, 9))]
     weights = {}
     for device in ("cpu", "cuda"):
-        config = LearnerConfig(learning_rate=1e-3)
-        learner = build_learner(
-            config, AlgorithmConfig(), lambda d=device: load_model(ModelConfig(), d), steps=1, device=device
-        )
+        spec = BackendSpec(learner=LearnerConfig(learning_rate=1e-3), algorithm=AlgorithmConfig(), steps=1)
+        learner = build_learner(spec, lambda d=device: load_model(ModelConfig(), d), device=device)
         learner.train_step(pack(samples))
         weights[device] = {name: tensor.cpu() for name, tensor in learner.parameters().items()}
     for name, tensor in weights["cpu"].items():

@@ -15,6 +15,7 @@ import torch
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import select
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
@@ -46,7 +47,8 @@ def batches() -> list[TrainBatch]:
 def train(name: str, rank: int = 0, ranks: int = 1, folder: Path | None = None) -> dict[str, Any]:
     algorithm = ALGORITHMS[name]
     reference = llama(seed=4) if algorithm.needs_reference else None
-    trained = TorchBackend(llama(), LEARNER, algorithm, steps=10, reference=reference, rank=rank, ranks=ranks)
+    spec = BackendSpec(learner=LEARNER, algorithm=algorithm, steps=10)
+    trained = TorchBackend(llama(), spec, reference=reference, rank=rank, ranks=ranks)
     metrics = [trained.train_step(share(batch, rank, ranks)).metrics for batch in batches()]
     weights = {key: tensor.numpy().copy() for key, tensor in trained.parameters().items()}
     broken = random_batch(4, 3)

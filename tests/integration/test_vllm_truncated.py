@@ -13,6 +13,7 @@ import torch
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import pack
 from asyncrlhf.engines.weights import named_weights
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import SamplingParams
@@ -76,9 +77,8 @@ def test_ratios_are_1_at_equal_weights_under_top_k(tiny: TinyVllm, name: str) ->
         algorithm = load_config([f"algorithm={name}"]).algorithm
         reference_model = copy.deepcopy(tiny.model) if algorithm.needs_reference else None
         learner = LearnerConfig(learning_rate=0.0)
-        trained = TorchBackend(
-            copy.deepcopy(tiny.model), learner, algorithm, steps=1, temperature=0.6, reference=reference_model
-        )
+        spec = BackendSpec(learner=learner, algorithm=algorithm, steps=1, temperature=0.6)
+        trained = TorchBackend(copy.deepcopy(tiny.model), spec, reference=reference_model)
         found.append(trained.train_step(given).metrics)
     assert found[0]["behavior_log_ratio_abs_max"] < AGREE and found[0]["clip_fraction"] == 0
     assert found[1]["behavior_log_ratio_abs_max"] > 50 * AGREE and "truncation_mass" not in found[1]

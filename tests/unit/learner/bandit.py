@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from asyncrlhf.data.packing import pack
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
@@ -143,7 +144,8 @@ def sampled(
 def course(steps: int, rate: float, seed: int = 0, spread: float = 0.1) -> tuple[list[Table], LlamaForCausalLM]:
     """A policy before each of ``steps`` learner steps on random rewards and behind the last, and the model of that."""
     model, shadow = policy(seed, spread), policy(seed, spread)
-    trained = TorchBackend(model, LearnerConfig(learning_rate=rate), RLOO, steps=steps)
+    spec = BackendSpec(learner=LearnerConfig(learning_rate=rate), algorithm=RLOO, steps=steps)
+    trained = TorchBackend(model, spec)
     draws, tables = np.random.default_rng(seed), []
     rewards = draws.uniform(0, 1, len(ANSWERS))
     for version in range(steps + 1):

@@ -16,7 +16,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import select
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import LearnerBackend
+from asyncrlhf.learner.backend import BackendSpec, LearnerBackend
 from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import LearnerConfig
@@ -49,7 +49,8 @@ def batches(steps: int = STEPS) -> list[TrainBatch]:
 
 def build(rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = None, **learner: Any) -> LearnerBackend:
     config = LearnerConfig(ranks=ranks, **(COMMON | learner))
-    return build_learner(config, algorithm or AlgorithmConfig(), tiny, steps=STEPS, rank=rank, ranks=ranks)
+    spec = BackendSpec(learner=config, algorithm=algorithm or AlgorithmConfig(), steps=STEPS)
+    return build_learner(spec, tiny, rank=rank, ranks=ranks)
 
 
 def curve(trained: LearnerBackend, given: list[TrainBatch], rank: int = 0, ranks: int = 1) -> list[dict[str, float]]:

@@ -10,6 +10,7 @@ import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import Table, policy, sampled
@@ -32,7 +33,8 @@ def divergences(
     with torch.no_grad():
         goal = Table.of(reference)
     rates = LearnerConfig(learning_rate=rate, critic_learning_rate=10 * rate, lr_schedule=schedule)
-    trained = TorchBackend(policy(seed, SPREAD), rates, algorithm, steps=STEPS, reference=reference)
+    spec = BackendSpec(learner=rates, algorithm=algorithm, steps=STEPS)
+    trained = TorchBackend(policy(seed, SPREAD), spec, reference=reference)
     draws, tables, found = np.random.default_rng(seed), [], []
     for version in range(STEPS):
         shadow.load_state_dict(trained.model.state_dict())

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import ANSWERS, PROMPT, Table, V, copied, course, enumerated
@@ -36,7 +37,7 @@ def learned_values(algorithm: AlgorithmConfig, lag: int) -> torch.Tensor:
     weighted by its chance there; the policy stands still."""
     tables, now = policies()
     rates = LearnerConfig(learning_rate=0.0, critic_learning_rate=1e-2, lr_schedule="linear", max_grad_norm=0.0)
-    trained = TorchBackend(copied(now), rates, algorithm, steps=STEPS)
+    trained = TorchBackend(copied(now), BackendSpec(learner=rates, algorithm=algorithm, steps=STEPS))
     batch = enumerated(tables[-1 - lag], REWARDS)
     for _ in range(STEPS):
         trained.train_step(batch)

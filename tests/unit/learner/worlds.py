@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from asyncrlhf.data.packing import pack, select, sequence_lengths, share_out
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
@@ -78,8 +79,10 @@ def backend(
 ) -> TorchBackend:
     """A backend whose steps do not move the weights unless ``learner`` says so: gradients can be read afterwards."""
     still = LearnerConfig(learning_rate=0.0, max_grad_norm=0.0)
+    place = {name: options.pop(name) for name in ("reference", "rank", "ranks", "device") if name in options}
     model = options.pop("model", None) or llama()
-    return TorchBackend(model, learner or still, algorithm or AlgorithmConfig(), **({"steps": 100} | options))
+    known = {"learner": learner or still, "algorithm": algorithm or AlgorithmConfig(), "steps": 100}
+    return TorchBackend(model, BackendSpec(**(known | options)), **place)
 
 
 def gradients(trained: TorchBackend) -> dict[str, torch.Tensor]:
