@@ -85,3 +85,6 @@ class ReadingScorer:
         """Forget ``released``, then let the models that can read ``chunks`` ahead."""
         answers = [reader.prefill(released, chunks) for reader in self.readers]
         return Prefilled(bool(answers), sorted({i for answer in answers for i in answer.evicted}))
+
+    def close(self) -> None:
+        self._scorer.close()
