@@ -239,6 +239,7 @@ def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: 
     for cache_tokens, made in ((4096, Seven()), (0, source)):
         whole = ReadingScorer(Scorer({"score": WeightedSource(made)}, RewardConfig(), 64), cache_tokens, 4096)
         assert not whole.prefill([], []).taken and not whole.readers
+        whole.close()
 
 
 @pytest.mark.parametrize(("make", "packed"), [(gpt_neox, True), (gpt2, True), (opt, True), (bloom, False)])
