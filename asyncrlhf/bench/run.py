@@ -50,6 +50,12 @@ def _fusion(arguments: Sequence[str]) -> object:
     return fusion.run(arguments)
 
 
+def _control_plane(arguments: Sequence[str]) -> object:
+    from asyncrlhf.bench import control_plane
+
+    return control_plane.run(arguments)
+
+
 BENCHMARKS: dict[str, Callable[[Sequence[str]], object]] = {
     "overlap": _overlap,
     "trl": _trl,
@@ -58,6 +64,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], object]] = {
     "replicas": _replicas,
     "generation": _generation,
     "fusion": _fusion,
+    "control_plane": _control_plane,
 }
 
 
