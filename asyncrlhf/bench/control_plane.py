@@ -47,19 +47,21 @@ LOGPROBS = np.zeros(1, dtype=np.float32)
 
 
 class Meter:
-    """Takes the CPU times when ``first`` and when ``last`` rollouts have ended, or when ``limit`` CPU seconds of the
-    measurement are spent."""
+    """Takes the CPU times when ``first`` and when ``last`` rollouts have ended; both the way to the first time and that
+    to the second end after ``limit`` CPU seconds, however far they came."""
 
     def __init__(self, first: int, last: int, limit: float) -> None:
         self._first, self._last, self._limit = first, last, limit
         self._began: tuple[int, float, float] | None = None
+        self._started = time.process_time()
         self.ended = 0
         self.done = asyncio.Event()
         self.result: dict[str, float] = {}
 
     def count(self, ended: int) -> None:
         self.ended += ended
-        if self.ended < self._first or self.done.is_set():
+        warm = self.ended >= self._first or time.process_time() - self._started > self._limit
+        if self.done.is_set() or not (warm or self._began):
             return
         if self._began is None:
             self._began = (self.ended, time.process_time(), time.thread_time())
@@ -97,9 +99,7 @@ class TimerGenerator:
             heapq.heappush(self._running, (now + seconds, item.request.rollout_id, self._version, item))
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = (
-            asyncio.get_running_loop().call_at(self._running[0][0], self._end) if self._running else None
-        )
+        self._timer = asyncio.get_running_loop().call_at(self._running[0][0], self._end) if self._running else None
 
     def _end(self) -> None:
         now = asyncio.get_running_loop().time()

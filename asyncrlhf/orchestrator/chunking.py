@@ -78,7 +78,7 @@ class Chunking(Generic[Reader]):
         for waiting in self._waiting.values():
             while waiting and not self._is_under_way(waiting[0].rollout_id):
                 waiting.popleft()
-        self._state.changed.notify()
+        self._state.queue.notify()
 
     def _is_under_way(self, rollout_id: int) -> bool:
         group = self._state.groups.get(rollout_id // self._state.config.num_generations)
@@ -104,7 +104,7 @@ class Chunking(Generic[Reader]):
         """These rollouts are at their end: look again when patience with their owners is over."""
         if len(self._workers) > 1 and any(info.rollout_id in self._owner for info in infos):
             # A little later than that: a clock's difference may come out a rounding error too short.
-            asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self._state.changed.notify)
+            asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self._state.queue.notify)
 
     def has_work(self, worker: Reader) -> bool:
         """Chunks at once; what is to be forgotten is looked for now and then, for that takes a look at everything."""

@@ -63,19 +63,20 @@ class Scoring(Service[RewardHandle, RewardResult]):
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:
-                replica.in_flight.discard(failure.rollout_id)
+                replica.end(failure.rollout_id, self._state.now(), finished=False)
                 group_id = failure.rollout_id // self._state.config.num_generations
                 self._assembly.failed(failure.rollout_id, group_id, failure.error, None)
             self.chunks_arrived(collected.chunks)
             if self._first is not None:
                 self._first.chunks_arrived(collected.chunks)
             for info in collected.finished:
-                replica.in_flight.discard(info.rollout_id)
+                replica.end(info.rollout_id, self._state.now(), finished=True)
                 if self._assembly.generated(info):
                     self._take(Waiting(info, self._finished_at(info)))
             if collected.finished or collected.failed:
                 self._promote()
-                self._state.progressed()
+                # A replica that is empty may be what a publish waits for.
+                self._state.touch(replica, self._state.queue if replica.in_flight else self._state.changed)
 
     def _take(self, waiting: Waiting) -> None:
         self._held.append(waiting)

@@ -65,7 +65,7 @@ class Service(ABC, Generic[Worker, Result]):
         """One worker, call by call. Returns when it is lost and others are left; raises ReplicaError when it was the
         last one."""
         while True:
-            await self._state.changed.wait_for(
+            await self._state.queue.wait_for(
                 lambda: self._suspects or self._mine(worker) or self._may_read_ahead(worker)
             )
             batch = await self._next_batch(worker)
@@ -161,7 +161,7 @@ class Service(ABC, Generic[Worker, Result]):
         for waiting in batch:
             self._deaths.pop(waiting.info.rollout_id, None)
             self._accept(waiting, results[waiting.info.rollout_id])
-        self._state.progressed()
+        self._state.progressed(self._state.queue)
 
     def _lose(self, worker: Worker, batch: list[Waiting], error: ReplicaError) -> None:
         """Go on with the workers that are left."""

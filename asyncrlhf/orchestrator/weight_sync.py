@@ -263,7 +263,7 @@ class WeightPublisher:
             self._on_dead(replica, error)
         finally:
             replica.draining = False
-        self._state.progressed()
+        self._state.touch(replica)
 
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
         """Where ``async.on_weight_update`` says so, until the replica has nothing in flight."""
