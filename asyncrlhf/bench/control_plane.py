@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ SLOTS = 128
 SIZE = 8  # rollouts a prompt
 MEDIAN_SECONDS = 400.0  # of a rollout: 16,000 tokens at 40 a second
 SIGMA = 0.3  # of the logarithm of a rollout's seconds
-WARM_UP = 1.0  # batches that end before the measurement begins
+WARM_UP = 0.9  # batches that end before the measurement begins, so that it begins with a learner step
 TOKENS = np.zeros(1, dtype=np.int64)
 LOGPROBS = np.zeros(1, dtype=np.float32)
 
@@ -197,6 +198,7 @@ class TimerRuntime:
     def __init__(self, replicas: int, meter: Meter) -> None:
         self.generators: list[Any] = [TimerGenerator(f"generator-{i}", meter) for i in range(replicas)]
         self.rewards: list[Any] = [Coin()]
+        self._writer = ThreadPoolExecutor(1)
         self.learner: Any = TimerLearner(0.3 * MEDIAN_SECONDS)  # generation is the slower side
 
     async def start(self) -> None:
@@ -207,6 +209,11 @@ class TimerRuntime:
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         return [p.ref[p.index] for p in payloads]
+
+    def write_part(self, target: Path, rows: Sequence[Any], payloads: Sequence[Payload | None]) -> Any:
+        from asyncrlhf.records.recorder import write_part  # which an older version lacks; it has ``fetch`` instead
+
+        return self._writer.submit(write_part, target, rows, [p.ref[p.index] if p else None for p in payloads])
 
     async def close(self) -> None:
         for generator in self.generators:

@@ -51,6 +51,14 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+async def off_loop(action: Callable[[], T]) -> T:
+    """Run what blocks, such as file I/O, in a thread beside the event loop. On the virtual clock it runs in place,
+    where it takes no time and the order of events stays that of the program."""
+    if isinstance(asyncio.get_running_loop(), VirtualClockLoop):
+        return action()
+    return await asyncio.to_thread(action)
+
+
 class Signal:
     """Wakes every waiter whenever something changed; each tests its own condition. Single-threaded, no lost wake-up.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.records.recorder import RolloutRow
 from asyncrlhf.rewards.chunked_messages import ChunkInfo, Prefilled
 from asyncrlhf.types import FloatArray, Payload, RewardResult, Rollout, ServiceResult
 
@@ -181,6 +183,11 @@ class Runtime(Protocol):
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         """The rollouts behind references."""
+        ...
+
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+        """Write a Parquet file of record rows, each with text and arrays of the rollout behind its payload. Returns at
+        once, and the arrays never pass the controller's process."""
         ...
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:

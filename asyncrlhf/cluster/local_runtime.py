@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.records.recorder import RolloutRow, write_part
 from asyncrlhf.rewards.chunked_messages import Chunk, ChunkInfo, Prefilled, describe_chunks
 from asyncrlhf.rewards.scorer import Scorer
 from asyncrlhf.transport.protocol import Ticket, TransferStats
@@ -284,6 +286,7 @@ class LocalRuntime:
         self._reward_spec = reward
         self._reference_spec, self._critic_spec = reference, critic
         self._epoch = 0
+        self._records = ThreadPoolExecutor(max_workers=1, thread_name_prefix="records")
         self.generators: list[GeneratorHandle] = []
         self.rewards: list[LocalReward] = []
         self.references: list[LocalReference] = []
@@ -320,11 +323,16 @@ class LocalRuntime:
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         return fetch_local(payloads)
 
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+        rollouts = [None if p is None else p.ref[p.index] for p in payloads]
+        return self._records.submit(write_part, target, rows, rollouts)
+
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = list(rollouts)
         return [Payload(kept, i) for i in range(len(kept))]
 
     async def close(self) -> None:
+        self._records.shutdown()
         for generator in self.generators:
             await generator.close()
         if hasattr(self, "learner"):

@@ -8,28 +8,32 @@ import signal
 import socket
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import RolloutBundle
+from asyncrlhf.actors.records import RecordActor
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.cluster.handles import CriticHandle, GeneratorHandle, ReferenceHandle, RewardHandle
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.placement import Plan, generator_part, make_plan, parts_of
-from asyncrlhf.cluster.ray_calls import ask, bundle
+from asyncrlhf.cluster.ray_calls import addressed, ask, bundle
 from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
 from asyncrlhf.cluster.ray_services import RayCritic, RayReference, RayReward
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
+from asyncrlhf.records.recorder import RolloutRow
 from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.types import Payload, Rollout
 
@@ -91,6 +95,7 @@ class RayRuntime:
         self._placer: Placer
         self._owns_ray = False
         self._cores_before: frozenset[int] = frozenset()
+        self._records: Any = None  # the record writer's actor, once there is something to write
         self._endpoint = ""
         self._epoch = 0
         self.sharing: frozenset[str] = frozenset()
@@ -275,6 +280,17 @@ class RayRuntime:
         bundles = await asyncio.gather(*(ask("the object store", r) for r in references))
         return [bundles[place][p.index] for place, p in zip(places, payloads, strict=True)]
 
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+        if self._records is None:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self._records = ray.remote(RecordActor).options(num_cpus=0, scheduling_strategy=here).remote()
+        held = [p for p in payloads if p is not None]
+        found, references = addressed(held)
+        order = iter(found)
+        places = [None if p is None else next(order) for p in payloads]
+        written: Future[None] = self._records.write.remote(str(target.resolve()), rows, places, *references).future()
+        return written
+
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = RolloutBundle(rollouts)
         reference = ray.put(kept)
@@ -286,6 +302,8 @@ class RayRuntime:
         services: list[Any] = [*self.rewards, *self.references, *self.critics]
         parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
         await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
+        if self._records is not None:
+            ray.kill(self._records)
         if hasattr(self, "_placer"):
             self._placer.close()
         if self._owns_ray:

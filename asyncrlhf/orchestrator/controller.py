@@ -16,7 +16,6 @@
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
     Recovery         a dead replica                                       whichever loop met the death
     Growth           nothing: it looks now and then whether the cluster has room for a replica more
-    RolloutLog       rollouts at their end                                LearnLoop
     watch            nothing: it looks now and then whether anything moved
 
         ┌──────────▶ Dispatcher ──submit──▶ replicas ──collect──▶ Scoring ──▶ Assembly ──▶ ReplayBuffer ──┐
@@ -33,12 +32,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.buffer.admission import build_gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
@@ -168,7 +169,6 @@ class Controller:
         self._tasks.add(main)
         self._spawn(dispatcher.run(), "dispatch")
         self._spawn(self._recovery.run(self._publisher, self._turns), "recovery")
-        self._spawn(self._log.run(), "records")
         self._spawn(self._watch(learn), "watch")
         for replica in self.state.replicas:
             self._spawn(scoring.collect(replica), f"collect {replica.name}")
@@ -198,6 +198,7 @@ class Controller:
         await self._evaluate()
         self._assembly.abandon(sorted(self.state.groups), "shutdown")
         self._assembly.clear_buffer()
+        self._log.mark()
         await self._log.flush()
         self.state.ledger.check()
         return "done"
@@ -221,8 +222,8 @@ class Controller:
         step = int(metrics["step"])
         if self._evaluates(step):
             metrics["heldout_accuracy"] = await self._evaluate()
-        self._recorder.log_step(metrics)
-        self._view.step(metrics)
+        await off_loop(partial(self._recorder.log_step, metrics))
+        await off_loop(partial(self._view.step, metrics))
         self.state.ledger.check()
         if self._saves(step):
             await self._save()
@@ -246,13 +247,12 @@ class Controller:
             await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
         writer = CheckpointWriter(Path(self._recorder.run_dir), state.version, self.config.checkpoint.keep)
         await self._runtime.learner.save(writer.learner)
-        while self._log.behind:
-            await self._log.flush()
         # No await between these two: what the document counts as ended is what the records hold.
         document, payloads = snapshot_state(state, self._source, self._log)
-        marker = self._recorder.checkpoint()
+        marker = self._log.mark()
+        await self._log.flush()
         rollouts = await self._runtime.fetch(payloads)
-        writer.commit(document, {r.rollout_id: r for r in rollouts}, marker)
+        await off_loop(partial(writer.commit, document, {r.rollout_id: r for r in rollouts}, marker))
         state.progressed()
 
     async def close(self) -> None:
@@ -261,6 +261,11 @@ class Controller:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            self._log.mark()
+            await self._log.flush()
+        except AsyncRLHFError as error:  # the recorder's end says it again, unless the run fails for another cause
+            self._view.message(failure_sentence(error))
 
     async def _watch(self, learn: LearnLoop) -> None:
         """A run in which nothing moves ends with the name of what everybody waits for."""
