@@ -63,6 +63,7 @@ class GeneratorActor:
     """
 
     POLL_SECONDS = 0.5
+    COLLECT_SECONDS = 10.0  # how long a collect waits for news at most: an answer without any costs both sides
     # Between two answers with results: a message costs both sides some milliseconds. What finishes alone goes at once.
     RESULT_SECONDS = 0.03
     LINGER_SECONDS = 0.003  # for what finishes at the same moment
@@ -193,7 +194,7 @@ class GeneratorActor:
         """The facts and the payload, which stays in the object store; with ``chunk_tokens`` the chunks as a third."""
         with self._results:
             self._results.wait_for(
-                lambda: self._outbox.has_results or self._outbox.chunks or self._died is not None, self.POLL_SECONDS
+                lambda: self._outbox.has_results or self._outbox.chunks or self._died is not None, self.COLLECT_SECONDS
             )
             company = self._outbox.has_results and self._worker.has_work()
         time.sleep(self._linger(time.monotonic()) if company else 0.0)
