@@ -65,8 +65,8 @@ from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
 
-# With 1,000 replicas millions of small objects live for as long as a rollout. With Python's own thresholds a fifth of the
-# controller's time is spent on looking for cycles among them.
+# With 1,000 replicas millions of small objects live for as long as a rollout. With Python's own thresholds a fifth of
+# the controller's time is spent on looking for cycles among them.
 GC_THRESHOLDS = (100_000, 20, 100)
 
 
