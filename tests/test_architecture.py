@@ -329,8 +329,105 @@ def test_yaml_holds_only_known_keys(path: Path) -> None:
     assert len(text.splitlines()) <= 60, "a file in conf/ holds what differs from the typed defaults, so it is short"
 
 
+# Methods that change something, by name: what waits calls none of them in its condition.
+MUTATORS = frozenset(
+    (
+        *("abandon", "add", "admit", "append", "begin", "cancel", "clear", "create_task", "discard", "drop", "end"),
+        *("evict", "extend", "fail", "insert", "notify", "pop", "popleft", "progressed", "purge", "put", "put_nowait"),
+        *("release", "remove", "requeue", "reserve", "set_result", "start", "take", "touch", "update"),
+    )
+)
+# Calls that wait for a disk. The run's own classes and methods that do are named too.
+FILE_CALLS = frozenset(
+    (
+        *("open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "unlink", "rmtree", "fsync"),
+        *("write_table", "CheckpointWriter", "commit", "log_step", "sync_metrics"),
+    )
+)
+
+
+def called_name(call: ast.Call) -> str:
+    """`f` of `f(...)` and of `x.y.f(...)`."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def own_calls(node: ast.AST) -> Iterator[str]:
+    """Names that `node` calls on `self` or in its module; what `off_loop` is given runs elsewhere."""
+    for call in calls_of(node):
+        on_self = isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") == "self"
+        if on_self or isinstance(call.func, ast.Name):
+            yield called_name(call)
+
+
+def calls_of(node: ast.AST) -> Iterator[ast.Call]:
+    if isinstance(node, ast.Call):
+        yield node
+        if called_name(node) == "off_loop":
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from calls_of(child)
+
+
+def reached(tree: ast.Module, start: ast.AST) -> list[ast.AST]:
+    """`start` and the functions of the module that it calls, directly or through others."""
+    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found = [start]
+    for node in found:
+        found += [f for name in own_calls(node) if (f := functions.get(name)) is not None and f not in found]
+    return found
+
+
+def impure_waits(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, what it does) of each condition given to a signal's `wait_for` that does more than look."""
+    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and called_name(n) == "wait_for"):
+        if getattr(getattr(call.func, "value", None), "id", "") == "asyncio":
+            continue
+        given = call.args[0]
+        condition = functions.get(getattr(given, "attr", getattr(given, "id", "")), given)
+        for part in reached(tree, condition):
+            for node in ast.walk(part):
+                targets = getattr(node, "targets", [getattr(node, "target", None)])
+                if isinstance(node, ast.Nonlocal | ast.Global | ast.Delete):
+                    yield call.lineno, type(node).__name__.lower()
+                elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and any(
+                    isinstance(t, ast.Attribute | ast.Subscript) for t in targets
+                ):
+                    yield call.lineno, f"assigns on line {node.lineno}"
+                elif isinstance(node, ast.Call) and called_name(node) in MUTATORS:
+                    yield call.lineno, f"calls {called_name(node)}"
+
+
+def file_calls_on_the_loop(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of calls that wait for a disk, in coroutines and in what they call in their module."""
+    for start in (n for n in ast.walk(tree) if isinstance(n, ast.AsyncFunctionDef)):
+        for part in reached(tree, start):
+            yield from ((c.lineno, called_name(c)) for c in calls_of(part) if called_name(c) in FILE_CALLS)
+
+
+def of_orchestrator() -> Iterator[tuple[Path, ast.Module]]:
+    return ((path, tree) for path, tree in modules().items() if part_of(name_of(path)) == "orchestrator")
+
+
+def test_conditions_that_loops_wait_for_only_look() -> None:
+    problems = [(path, line, what) for path, tree in of_orchestrator() for line, what in impure_waits(tree)]
+    complain([f"{where(path, line)}: the condition {what}; act after the wait." for path, line, what in problems])
+
+
+def test_no_file_is_written_or_read_on_the_event_loop() -> None:
+    problems = {(path, line, name) for path, tree in of_orchestrator() for line, name in file_calls_on_the_loop(tree)}
+    complain([f"{where(path, line)}: {name} runs on the event loop; use off_loop." for path, line, name in problems])
+
+
 def test_the_checker_itself_sees_what_it_should() -> None:
     """The rules above are worth something only if a breach is found."""
+    waits = "class A:\n async def f(self): await self.s.wait_for(self._look)\n def _look(self): return self._more()\n"
+    assert list(impure_waits(ast.parse(waits + " def _more(self): return self.buffer.take(1)")))
+    assert list(impure_waits(ast.parse(waits + " def _more(self): self.seen = 1")))
+    assert not list(impure_waits(ast.parse(waits + " def _more(self): return self.buffer.ready(1)")))
+    file = "class A:\n async def f(self): self._g()\n def _g(self): self.path.write_text('')\n"
+    assert list(file_calls_on_the_loop(ast.parse(file))) == [(3, "write_text")]
+    assert not list(file_calls_on_the_loop(ast.parse("async def f(): await off_loop(lambda: open('a'))")))
     tree = ast.parse("try:\n    pass\nexcept (ValueError, Exception):\n    pass\n")
     assert list(broad_excepts(tree)) == [3]
     assert list(broad_excepts(ast.parse("try:\n    pass\nexcept BaseException:\n    raise\n"))) == []

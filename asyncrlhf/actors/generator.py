@@ -37,6 +37,7 @@ class GeneratorActor(PartActor):
 
     BESIDE = frozenset({"connect", "receive"})  # the worker's methods that run beside the engine's steps
     POLL_SECONDS = 0.5
+    COLLECT_SECONDS = 10.0  # the longest wait of a collect for news: an answer without any costs both sides
     # Between two answers with results: a message costs both sides some milliseconds. A lone result is sent at once.
     RESULT_SECONDS = 0.03
     LINGER_SECONDS = 0.003  # for what finishes at the same moment
@@ -131,7 +132,9 @@ class GeneratorActor(PartActor):
         """The facts and the payload, which stays in the object store; with ``chunk_tokens`` the chunks as a third."""
         worker, box = self._worker, self._worker.outbox
         with box.changed:
-            box.changed.wait_for(lambda: box.has_results or box.has_chunks or self._died is not None, self.POLL_SECONDS)
+            box.changed.wait_for(
+                lambda: box.has_results or box.has_chunks or self._died is not None, self.COLLECT_SECONDS
+            )
             company = box.has_results and worker.has_work()
         time.sleep(self._linger(time.monotonic()) if company else 0.0)
         self._raise_if_dead()

@@ -12,8 +12,9 @@ import numpy as np
 
 from asyncrlhf.buffer.admission import resolve_capacity, scheduled_versions
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.held import Held, HeldGroups, Standing
 from asyncrlhf.buffer.records import group_from_json, group_to_json
-from asyncrlhf.buffer.sampling import CHOOSERS, PRIORITY, correction, groups_due, must_wait, spread
+from asyncrlhf.buffer.sampling import PRIORITY, correction, groups_due, must_wait, priority, spread
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import DropReason, Payload, RolloutGroup
 
@@ -39,14 +40,6 @@ class Evicted:
     uses_left: int
 
 
-@dataclass(eq=False)
-class _Held:
-    group: RolloutGroup
-    arrival: int
-    scheduled_step: int | None
-    uses: int = 0
-
-
 class ReplayBuffer:
     """Counts places by rollout: ``held + reserved <= capacity``, reserved being what is in flight.
 
@@ -66,7 +59,7 @@ class ReplayBuffer:
         self._replay_groups = config.replay_groups(self._groups_per_step)
         self._num_generations = num_generations
         self.capacity = resolve_capacity(config, async_config, batch_size)
-        self._groups: dict[int, _Held] = {}
+        self._groups = HeldGroups(self._standing)
         self._closed: Counter[int] = Counter()  # groups of a scheduled step that will never come
         self._reserved = 0
         self._arrivals = 0
@@ -78,7 +71,7 @@ class ReplayBuffer:
     @property
     def held(self) -> int:
         """Finished rollouts in the buffer."""
-        return sum(len(item.group) for item in self._groups.values())
+        return self._groups.rollouts
 
     @property
     def reserved(self) -> int:
@@ -91,7 +84,7 @@ class ReplayBuffer:
 
     def groups(self) -> list[RolloutGroup]:
         """The held groups by group id."""
-        return [self._groups[i].group for i in sorted(self._groups)]
+        return sorted((item.group for item in self._groups), key=lambda group: group.group_id)
 
     def reserve(self, rollouts: int) -> None:
         """Keep places for rollouts about to start; raises LedgerError beyond ``free``."""
@@ -126,7 +119,7 @@ class ReplayBuffer:
             if scheduled_step is not None:
                 self.close_group(group.group_id, scheduled_step)
             return "untrainable"
-        self._groups[group.group_id] = _Held(group, self._arrivals, scheduled_step)
+        self._groups.add(Held(group, self._arrivals, scheduled_step))
         self._arrivals += 1
         return None
 
@@ -148,13 +141,9 @@ class ReplayBuffer:
         ``max_age``, and trained groups leave, the one with the oldest token first, where they fill over half the
         buffer: fresh ones need the other half.
         """
-        gone = [
-            item
-            for item in self._groups.values()
-            if self._is_over(item, version) and (self._over_stale != "wait" or item.uses > 0)
-        ]
+        gone = self._all(version, "over", *(() if self._over_stale == "wait" else ("late",)))
         if self._config.replays:
-            kept = sorted(self._trained(version), key=lambda i: (-i.group.min_version, -i.arrival))
+            kept = sorted(self._all(version, "replay"), key=lambda i: (-i.oldest, -i.arrival))
             room = itertools.accumulate(
                 (len(i.group) for i in kept), lambda left, n: left - n, initial=self.capacity // 2
             )
@@ -163,23 +152,32 @@ class ReplayBuffer:
 
     def purge(self, version: int) -> list[Evicted]:
         """Remove every group with a token older than ``version``: ``stale``. A scheduled mode keeps all."""
-        old = [item for item in self._groups.values() if item.group.min_version < version]
-        return [] if self._scheduled else self._remove(old)
+        return [] if self._scheduled else self._remove([item for item in self._groups if item.oldest < version])
 
-    def _remove(self, gone: list[_Held]) -> list[Evicted]:
+    def _remove(self, gone: list[Held]) -> list[Evicted]:
         for item in gone:
-            del self._groups[item.group.group_id]
+            self._groups.remove(item)
         return [Evicted(item.group, "stale", max(0, self._config.places - item.uses)) for item in gone]
 
     def replayed_by(self, version: int) -> int:
         """Places that replay filled in all batches so far, with those it will fill in the batch of ``version``."""
-        coming = 0 if version <= self._last_taken else min(self._due_replay(version), len(self._trained(version)))
+        coming = 0 if version <= self._last_taken else self._to_replay(version)
         return self._replayed + coming
+
+    def ready(self, version: int, in_flight_versions: Iterable[int] = ()) -> bool:
+        """Whether :meth:`take` would give a batch, or raise. Changes nothing, and does not look at every group."""
+        if self._scheduled:
+            return self._groups.of_step[version] + self._closed[version] >= self._groups_per_step
+        counts = self._groups.counts(version, self._bound)
+        enough = counts["open"] + self._to_replay(version) >= self._groups_per_step
+        if self._over_stale != "wait" or not (enough or counts["late"]):
+            return enough
+        return not must_wait(version, in_flight_versions, self._bound, self._groups_per_step)
 
     def take(self, version: int, in_flight_versions: Iterable[int] = ()) -> list[Taken] | None:
         """The batch that moves the policy from ``version`` to ``version + 1``, by group id; None while it is not there.
 
-        ``in_flight_versions``, read by ``over_stale=wait`` only, are those of ``waiting.must_wait``. An empty list
+        ``in_flight_versions``, read by ``over_stale=wait`` only, are those of ``sampling.must_wait``. An empty list
         (scheduled modes only) says that every group of this step failed. Groups with no uses left leave the buffer.
         Raises LedgerError when a version is taken twice.
         """
@@ -188,7 +186,7 @@ class ReplayBuffer:
         if self._scheduled:
             chosen = self._choose_scheduled(version)
         else:
-            chosen = self._choose_free(version, list(in_flight_versions))
+            chosen = self._choose_free(version, Counter(in_flight_versions))
         if chosen is None:
             return None
         self._last_taken = version
@@ -223,16 +221,16 @@ class ReplayBuffer:
                     "scheduled_step": item.scheduled_step,
                     "uses": item.uses,
                 }
-                for item in self._groups.values()
+                for item in self._groups
             ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], payloads: Mapping[int, Payload], version: int) -> None:
         """Restore. ``payloads`` by rollout id; ``version`` is the policy version of the checkpoint."""
-        self._groups = {}
+        self._groups = HeldGroups(self._standing)
         for row in state["groups"]:
             group = group_from_json(row["group"], payloads)
-            self._groups[group.group_id] = _Held(group, row["arrival"], row["scheduled_step"], row["uses"])
+            self._groups.add(Held(group, row["arrival"], row["scheduled_step"], row["uses"]))
         self._closed = Counter(dict(state["closed"]))
         self._reserved, self._arrivals = state["reserved"], state["arrivals"]
         self._last_taken, self._resumed_at = state["last_taken"], version
@@ -243,16 +241,21 @@ class ReplayBuffer:
                 f"the checkpoint's buffer does not fit: {-self.free} places over capacity {self.capacity}."
             )
 
-    def _is_over(self, item: _Held, version: int) -> bool:
+    def _standing(self, item: Held, version: int, bound: int) -> Standing:
+        if self._is_over(item, version, bound):
+            return "over" if item.uses else "late"
+        return "replay" if self._config.replays and item.uses else "open"
+
+    def _is_over(self, item: Held, version: int, bound: int) -> bool:
         """``wait`` measures an unused group by the bound of the settings: none was promised less when it began."""
-        age, used = item.group.staleness(version), item.uses > 0
+        age, used = version - item.oldest, item.uses > 0
         if used and self._config.replays:
-            return age > min(self._config.max_age or self._bound, self._bound)
+            return age > min(self._config.max_age or bound, bound)
         if self._scheduled or self._over_stale == "downweight":
             return False
         if self._over_stale == "mask":
-            return all(r.info.max_version < version - self._bound for r in item.group.rollouts)
-        return age > (self._hard_bound if self._over_stale == "wait" and not used else self._bound)
+            return all(r.info.max_version < version - bound for r in item.group.rollouts)
+        return age > (self._hard_bound if self._over_stale == "wait" and not used else bound)
 
     def _allowed_versions(self, entry: Taken, version: int) -> tuple[int, int]:
         """Versions that may reach the loss in this entry; from 0 where its mask or its weight holds old ones back."""
@@ -266,65 +269,61 @@ class ReplayBuffer:
     def _staleness_weight(self, group: RolloutGroup, version: int) -> float:
         return min(1.0, (self._bound + 1) / (group.staleness(version) + 1))
 
-    def _choose_scheduled(self, step: int) -> list[tuple[_Held, float]] | None:
-        ready = [item for item in self._groups.values() if item.scheduled_step == step]
+    def _choose_scheduled(self, step: int) -> list[tuple[Held, float]] | None:
+        ready = [item for item in self._groups if item.scheduled_step == step]
         if len(ready) + self._closed[step] < self._groups_per_step:
             return None
         del self._closed[step]
         return [(item, 1.0) for item in ready]
 
-    def _choose_free(self, version: int, in_flight: list[int]) -> list[tuple[_Held, float]] | None:
+    def _choose_free(self, version: int, in_flight: Counter[int]) -> list[tuple[Held, float]] | None:
         """Groups with the weights that correct for how they were drawn."""
-        # By group id, so that a draw depends on what is held and not on the order in which it came.
-        open_groups = [self._groups[i] for i in sorted(self._groups) if not self._is_over(self._groups[i], version)]
-        urgent: list[_Held] = []
+        urgent: list[Held] = []
         if self._over_stale == "wait":
             if must_wait(version, in_flight, self._bound, self._groups_per_step):
                 return None
             urgent = self._urgent(version, in_flight)
-        trained = self._trained(version)
-        replayed = min(self._due_replay(version), len(trained), self._groups_per_step - len(urgent))
-        rest = [i for i in open_groups if i not in urgent and not (self._config.replays and i.uses > 0)]
+        replayed = min(self._to_replay(version), self._groups_per_step - len(urgent))
+        first = set(urgent)
+        rest = [item for item in self._all(version, "open") if item not in first]
         count = self._groups_per_step - len(urgent) - replayed
         if len(rest) < count:
             return None
         sampling = "fifo" if self._config.replays else self._config.sampling
         fresh = [(item, 1.0) for item in urgent] + self._draw(sampling, rest, count, version)
         return self._corrected(fresh) + self._corrected(
-            self._draw(self._config.sampling, trained, replayed, version) if replayed else []
+            self._draw(self._config.sampling, self._all(version, "replay"), replayed, version) if replayed else []
         )
 
-    def _draw(self, sampling: str, items: list[_Held], count: int, version: int) -> list[tuple[_Held, float]]:
-        """``count`` of the items, each with the probability that it was to be drawn."""
+    def _draw(self, sampling: str, items: list[Held], count: int, version: int) -> list[tuple[Held, float]]:
+        """``count`` of the items, given in the order of arrival, each with the probability that it was to be drawn."""
+        if sampling in ("fifo", "lifo"):
+            return [(item, 1.0) for item in (items if sampling == "fifo" else items[::-1])[:count]]
+        # By group id, so that a draw depends on what is held and not on the order in which it came.
+        items = sorted(items, key=lambda item: item.group.group_id)
+        if sampling == "uniform":
+            return [(items[i], 1.0) for i in self._rng.permutation(len(items))[:count]]
         measure = PRIORITY[self._config.priority]
-        picked = CHOOSERS[sampling](
-            [item.arrival for item in items],
-            [measure(item.group, version) for item in items],
-            count,
-            self._rng,
-        )
+        picked = priority([measure(item.group, version) for item in items], count, self._rng)
         return [(items[i], p) for i, p in picked]
 
-    def _due_replay(self, version: int) -> int:
-        return self._replay_groups if version >= self._config.warmup_steps else 0
+    def _to_replay(self, version: int) -> int:
+        """Groups of a batch at ``version`` that come from replay: as many as are due, as far as held."""
+        due = self._replay_groups if version >= self._config.warmup_steps else 0
+        return min(due, self._groups.counts(version, self._bound)["replay"])
 
-    def _trained(self, version: int) -> list[_Held]:
-        """What may be replayed at ``version``, by group id."""
-        if not self._config.replays:
-            return []
-        held = [self._groups[i] for i in sorted(self._groups)]
-        return [item for item in held if item.uses > 0 and not self._is_over(item, version)]
+    def _all(self, version: int, *standings: Standing) -> list[Held]:
+        """In the order of arrival."""
+        return [item for item in self._groups if self._standing(item, version, self._bound) in standings]
 
-    def _urgent(self, version: int, in_flight: list[int]) -> list[_Held]:
+    def _urgent(self, version: int, in_flight: Counter[int]) -> list[Held]:
         """Groups, oldest first, that must go now so that every later step can still meet the bound. Those that a
         shrunken bound left behind go as early as batches allow, and never over the bound of the settings."""
         size = self._groups_per_step
-        unused = sorted(
-            (i for i in self._groups.values() if i.uses == 0), key=lambda i: (i.group.min_version, i.arrival)
-        )
-        begun = [item.group.min_version for item in unused] + in_flight
+        unused = sorted((i for i in self._groups if i.uses == 0), key=lambda i: (i.oldest, i.arrival))
+        begun = Counter(item.oldest for item in unused) + in_flight
         need = groups_due(version, begun, self._hard_bound, size)
-        late = [item.group.group_id for item in unused if self._is_over(item, version)]
+        late = [item.group.group_id for item in unused if self._is_over(item, version, self._bound)]
         if late or need > size:
             raise StaleBatchError(
                 f"over_stale=wait cannot keep async.max_staleness={self._hard_bound} at version {version}: "
@@ -332,15 +331,15 @@ class ReplayBuffer:
             )
         return unused[: min(size, max(need, groups_due(version, begun, self._bound, size)))]
 
-    def _corrected(self, chosen: list[tuple[_Held, float]]) -> list[tuple[_Held, float]]:
+    def _corrected(self, chosen: list[tuple[Held, float]]) -> list[tuple[Held, float]]:
         weights = correction([p for _, p in chosen], self._config.sampling_correction)
         return [(item, weight) for (item, _), weight in zip(chosen, weights, strict=True)]
 
-    def _use(self, item: _Held, weight: float, version: int) -> Taken:
-        item.uses += 1
+    def _use(self, item: Held, weight: float, version: int) -> Taken:
+        self._groups.use(item)
         left = self._config.max_reuse - item.uses
         if left == 0:
-            del self._groups[item.group.group_id]
+            self._groups.remove(item)
         masked, free_running = 0, not self._scheduled
         if free_running and self._over_stale == "mask":
             masked = max(0, version - self._bound)

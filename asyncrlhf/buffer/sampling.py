@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +15,7 @@ PRIORITY_EPS = 1e-3  # so that a group without spread keeps a small chance of be
 Chosen = list[tuple[int, float]]  # (index, probability of being taken; 1 where nothing has to be corrected)
 
 
-def fifo(arrivals: Sequence[int], priorities: Sequence[float], count: int, rng: np.random.Generator) -> Chosen:
-    order = sorted(range(len(arrivals)), key=lambda i: arrivals[i])
-    return [(i, 1.0) for i in order[:count]]
-
-
-def lifo(arrivals: Sequence[int], priorities: Sequence[float], count: int, rng: np.random.Generator) -> Chosen:
-    order = sorted(range(len(arrivals)), key=lambda i: -arrivals[i])
-    return [(i, 1.0) for i in order[:count]]
-
-
-def uniform(arrivals: Sequence[int], priorities: Sequence[float], count: int, rng: np.random.Generator) -> Chosen:
-    return [(int(i), 1.0) for i in rng.permutation(len(arrivals))[:count]]
-
-
-def priority(arrivals: Sequence[int], priorities: Sequence[float], count: int, rng: np.random.Generator) -> Chosen:
+def priority(priorities: Sequence[float], count: int, rng: np.random.Generator) -> Chosen:
     """Draw without replacement, in proportion to ``priorities``, as a race of exponential clocks.
 
     The first ``count`` clocks win. Given the time t at which the next one would have rung, item i was inside with
@@ -41,14 +28,6 @@ def priority(arrivals: Sequence[int], priorities: Sequence[float], count: int, r
     order = np.argsort(rings, kind="stable")
     threshold = rings[order[count]] if count < len(rates) else np.inf
     return [(int(i), float(-np.expm1(-rates[i] * threshold))) for i in order[:count]]
-
-
-CHOOSERS: dict[str, Callable[[Sequence[int], Sequence[float], int, np.random.Generator], Chosen]] = {
-    "fifo": fifo,
-    "lifo": lifo,
-    "uniform": uniform,
-    "priority": priority,
-}
 
 
 def spread(group: RolloutGroup) -> float:
@@ -93,22 +72,25 @@ def must_wait(version: int, in_flight: Iterable[int], bound: int, groups_per_ste
     left after this one, for any k. (k = 0 alone is not enough: when fresher groups overtake, several batches of
     stragglers would reach the bound at one step.)
 
-    ``in_flight`` holds one entry for each unfinished group: the lowest version its replicas held when it was admitted
-    or begun.
+    ``in_flight`` holds one entry for each unfinished group, or is a Counter of them: the lowest version its replicas
+    held when it was admitted or begun.
     """
-    pending = sorted(v for v in in_flight if v <= version)
-    return any(
-        position + 1 > max(0, begun - (version - bound)) * groups_per_step for position, begun in enumerate(pending)
-    )
+    pending = 0
+    for begun, groups in sorted(Counter(in_flight).items()):
+        pending += groups
+        if begun <= version and pending > max(0, begun - (version - bound)) * groups_per_step:
+            return True
+    return False
 
 
-def groups_due(version: int, begun: list[int], bound: int, groups_per_step: int) -> int:
-    """How many of the groups begun at these versions must go now so that every later step can still meet the bound.
+def groups_due(version: int, begun: Mapping[int, int], bound: int, groups_per_step: int) -> int:
+    """How many of the groups begun must go now so that every later step can still meet the bound. ``begun`` counts
+    them by version.
 
     The last look-ahead, over all that is in play, needs no choice: any full batch meets it.
     """
     due = 0
     for steps_left in range(max(1, bound)):
         limit = version - bound + steps_left
-        due = max(due, sum(v <= limit for v in begun) - steps_left * groups_per_step)
+        due = max(due, sum(n for v, n in begun.items() if v <= limit) - steps_left * groups_per_step)
     return due

@@ -20,7 +20,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf evaluate [overrides]   held-out reward, win rate and KL of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf report RUN...          draw the curves of one run or several
-  asyncrlhf bench NAME             fusion, generation, overlap, replicas, straggler, trl, weights: ratios side by side
+  asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
 Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupted."""

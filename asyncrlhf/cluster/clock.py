@@ -51,19 +51,40 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-class Signal:
-    """Wakes every waiter whenever something changed; each tests its own condition. Single-threaded, no lost wake-up."""
+async def off_loop(action: Callable[[], T]) -> T:
+    """Run what blocks, such as file I/O, in a thread beside the event loop. On the virtual clock it runs in place,
+    where it takes no time and the order of events stays that of the program."""
+    if isinstance(asyncio.get_running_loop(), VirtualClockLoop):
+        return action()
+    return await asyncio.to_thread(action)
 
-    def __init__(self) -> None:
+
+class Signal:
+    """Wakes every waiter whenever something changed; each tests its own condition. Single-threaded, no lost wake-up.
+
+    ``parts``: narrower signals, which are notified with this one. ``count``: notifications so far.
+    """
+
+    def __init__(self, *parts: Signal) -> None:
+        self.count = 0
+        self._parts = parts
         self._waiters: list[asyncio.Future[None]] = []
 
     def notify(self) -> None:
+        self.count += 1
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        for part in self._parts:
+            part.notify()
+
+    async def wait_past(self, count: int) -> None:
+        """Until there was a notification after the first ``count``."""
+        await self.wait_for(lambda: self.count > count)
 
     async def wait_for(self, condition: Callable[[], object]) -> None:
+        """``condition`` only looks: it may be called any number of times and must change nothing."""
         while not condition():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from asyncrlhf.cluster.remote import Remote
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
+from asyncrlhf.records.recorder import RolloutRow
 from asyncrlhf.types import Annotation, Payload, Rollout
 
 
@@ -117,6 +119,11 @@ class Runtime(Protocol):
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         """The rollouts behind references, with the arrays of their annotations."""
+        ...
+
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+        """Write a Parquet file of record rows, each with text and arrays of the rollout behind its payload. Returns at
+        once, and the arrays never pass the controller's process."""
         ...
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -25,6 +26,7 @@ from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
+from asyncrlhf.records.recorder import RolloutRow, write_part
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, Payload, Rollout
 
@@ -212,6 +214,7 @@ class LocalRuntime:
         self._reward_spec = reward
         self._reference_spec, self._critic_spec = reference, critic
         self._epoch = 0
+        self._records = ThreadPoolExecutor(max_workers=1, thread_name_prefix="records")
         self.generators: list[GeneratorHandle] = []
         self.rewards: list[AnnotatorHandle] = []
         self.references: list[AnnotatorHandle] = []
@@ -251,10 +254,15 @@ class LocalRuntime:
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         return fetch_local(payloads)
 
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+        rollouts = [None if p is None else p.ref[p.index] for p in payloads]
+        return self._records.submit(write_part, target, rows, rollouts)
+
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         return [Payload(rollouts, i) for i in range(len(rollouts))]
 
     async def close(self) -> None:
+        self._records.shutdown()
         for generator in self.generators:
             await generator.close()
         if hasattr(self, "learner"):

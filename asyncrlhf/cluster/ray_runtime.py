@@ -8,17 +8,20 @@ import signal
 import socket
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrlhf.actors.annotator import AnnotatorSpec
 from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
+from asyncrlhf.actors.records import RecordActor
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
@@ -32,6 +35,7 @@ from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
+from asyncrlhf.records.recorder import RolloutRow
 from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.types import Payload, Rollout
 
@@ -93,6 +97,7 @@ class RayRuntime:
         self._placer: Placer
         self._owns_ray = False
         self._cores_before: frozenset[int] = frozenset()
+        self._records: Any = None  # the record writer's actor, once there is something to write
         self._endpoint = ""
         self._epoch = 0
         self.sharing: frozenset[str] = frozenset()
@@ -276,6 +281,16 @@ class RayRuntime:
         answers = (ask("the object store", reference, LONG_SECONDS, "fetch") for reference in references)
         return resolved(addresses, await asyncio.gather(*answers))
 
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+        if self._records is None:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            self._records = ray.remote(RecordActor).options(num_cpus=0, scheduling_strategy=here).remote()
+        found, references = addressed([replace(p, annotations=()) for p in payloads if p is not None])
+        order = iter(found)
+        places = [None if p is None else next(order) for p in payloads]
+        written: Future[None] = self._records.write.remote(str(target.resolve()), rows, places, *references).future()
+        return written
+
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = RolloutBundle(rollouts)
         reference = ray.put(kept)
@@ -287,6 +302,8 @@ class RayRuntime:
         services: list[Any] = [*self.rewards, *self.references, *self.critics]
         parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
         await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
+        if self._records is not None:
+            ray.kill(self._records)
         if hasattr(self, "_placer"):
             self._placer.close()
         if self._owns_ray:

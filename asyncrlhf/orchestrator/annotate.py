@@ -78,7 +78,7 @@ class Annotator:
         """Call one worker again and again. Returns when it is lost and others are left; raises ReplicaError when it was
         the last one."""
         while True:
-            await self._state.changed.wait_for(lambda: self._has_work(worker))
+            await self._state.queue.wait_for(lambda: self._has_work(worker))
             batch = await self._next_batch(worker)
             if not batch:
                 if not await self._read_ahead(worker):
@@ -173,7 +173,7 @@ class Annotator:
         for waiting in batch:
             self._deaths.pop(waiting.info.rollout_id, None)
             self._accept(waiting, by_id[waiting.info.rollout_id])
-        self._state.progressed()
+        self._state.progressed(self._state.queue)
 
     def _accept(self, waiting: Waiting, annotation: Annotation) -> None:
         self._assembly.annotated(self.kind, waiting, annotation)
@@ -288,20 +288,21 @@ class Collector:
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:
-                replica.in_flight.discard(failure.rollout_id)
+                replica.end(failure.rollout_id, self._state.now(), finished=False)
                 group_id = failure.rollout_id // self._state.config.num_generations
                 self._assembly.failed(failure.rollout_id, group_id, failure.error, None)
             for annotator in self._annotators:
                 annotator.chunks_arrived(collected.chunks)
             finished = []
             for info in collected.finished:
-                replica.in_flight.discard(info.rollout_id)
+                replica.end(info.rollout_id, self._state.now(), finished=True)
                 if self._assembly.generated(info):
                     finished.append(Waiting(info, self._finished_at(info)))
             for annotator in self._annotators:
                 annotator.arrived(finished)
             if collected.finished or collected.failed:
-                self._state.progressed()
+                # A replica that is empty may be what a publish waits for.
+                self._state.touch(replica, self._state.queue if replica.in_flight else self._state.changed)
 
     def _finished_at(self, info: RolloutInfo) -> int:
         """The learner's version now; in the scheduled modes the version that the schedule has the generators at,

@@ -94,6 +94,7 @@ class Assembly:
             return
         self._state.ledger.fail(rollout_id, error)
         self._state.buffer.release(1)
+        self._state.room.notify()
         self._discard(rollout_id, group_id, facts, "failed", error)
         group.unfinished.discard(rollout_id)
         group.unscored.discard(rollout_id)
@@ -132,7 +133,7 @@ class Assembly:
             refused = self._state.buffer.add(whole, group.scheduled_step)
             if refused is not None:
                 self._give_up(whole, refused, None)
-        self._state.progressed()
+        self._state.progressed(self._state.batch if self._state.groups else self._state.changed)
 
     def _give_up(self, group: RolloutGroup, reason: DropReason, uses_left: int | None) -> None:
         """Drop a whole group whose places in the buffer are free already; ``uses_left`` is what the gate gets back."""
@@ -140,6 +141,7 @@ class Assembly:
             self._state.ledger.drop(scored.info.rollout_id, reason)
             self._discard(scored.info.rollout_id, group.group_id, scored, "dropped", reason)
         self._state.gate.release(uses_left)
+        self._state.room.notify()
 
     def evict(self) -> None:
         """File what the buffer will not train any more at the present version and under the present bound."""

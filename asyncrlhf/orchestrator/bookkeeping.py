@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.orchestrator.evaluation import HeldOut
@@ -66,8 +68,8 @@ class Bookkeeping:
         step = int(metrics["step"])
         if self._evaluates(step):
             metrics["heldout_accuracy"] = await self.evaluate()
-        self._recorder.log_step(metrics)
-        self._view.step(metrics)
+        await off_loop(partial(self._recorder.log_step, metrics))
+        await off_loop(partial(self._view.step, metrics))
         self._state.ledger.check()
         if self._saves(step):
             await self.save()
@@ -90,14 +92,14 @@ class Bookkeeping:
         if state.scheduled:
             await self._publisher.idle()
             await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
-        writer = CheckpointWriter(Path(self._recorder.run_dir), state.version, state.config.checkpoint.keep)
+        folder, keep = Path(self._recorder.run_dir), state.config.checkpoint.keep
+        writer = await off_loop(partial(CheckpointWriter, folder, state.version, keep))
         await self._runtime.learner.save(writer.learner)
-        self._normalizer.save(writer.learner)
-        while self._log.behind:
-            await self._log.flush()
+        await off_loop(partial(self._normalizer.save, writer.learner))
         # No await between these two: what the document counts as ended is what the records hold.
         document, payloads = snapshot_state(state, self._source, self._log)
-        marker = self._recorder.checkpoint()
+        marker = self._log.mark()
+        await self._log.flush()
         rollouts = await self._runtime.fetch(payloads)
-        writer.commit(document, {r.rollout_id: r for r in rollouts}, marker)
+        await off_loop(partial(writer.commit, document, {r.rollout_id: r for r in rollouts}, marker))
         state.progressed()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from functools import partial
 
 from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.data.sources import PromptSource
@@ -15,6 +14,7 @@ from asyncrlhf.orchestrator.state import GroupInProgress, Replica, RunState
 from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
 
 FIRST_PROBE_ID = -(2**40)  # far below the ids of evaluations, which count down from -1
+Plan = dict[str, tuple[Replica, list[WorkItem]]]  # by the replica's name
 
 
 def request_seed(seed: int, rollout_id: int) -> int:
@@ -42,12 +42,14 @@ class Dispatcher:
         self._next_probe_id = FIRST_PROBE_ID
 
     async def run(self) -> None:
-        """Wait for room, then hand out all that fits at once."""
+        """Hand out all that fits at once, whenever something moved that may have made room."""
+        room = self._state.room
         try:
             while True:
-                plan: dict[str, list[WorkItem]] = {}
-                await self._state.changed.wait_for(partial(self._plan, plan))
-                await asyncio.gather(*(self._submit(r, plan[r.name]) for r in self._state.replicas if r.name in plan))
+                seen = room.count
+                plan = self._plan()
+                await asyncio.gather(*(self._submit(replica, items) for replica, items in plan.values()))
+                await room.wait_past(seen)
         finally:
             self._pacing.close()
 
@@ -57,32 +59,41 @@ class Dispatcher:
         except ReplicaError as error:
             self._on_dead(replica, error)
 
-    def _plan(self, plan: dict[str, list[WorkItem]]) -> bool:
-        """Admit all that has room now and write it into ``plan``; the ledger knows of it before any replica does."""
+    def _plan(self) -> Plan:
+        """Admit all that has room now, as work by replica; the ledger knows of it before any replica does."""
+        plan: Plan = {}
         self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
-            return False  # a schedule is finished even so, for a resume could not make up for the version that is gone
+            return plan  # a schedule is finished even so, for a resume could not make up for the version that is gone
         self._plan_requeued(plan)
         while (replica := self._choose()) is not None and self._has_room(replica):
             self._admit_group(replica, plan)
-        return bool(plan)
+        return plan
 
-    def _plan_requeued(self, plan: dict[str, list[WorkItem]]) -> None:
-        """Rollouts of a dead replica go first, to one no older than the gate admitted them for; in the scheduled modes
-        to one that holds the very version."""
-        scheduled = self._state.scheduled
-        for rollout_id in list(self._state.requeue):
+    def _plan_requeued(self, plan: Plan) -> None:
+        """Rollouts of a dead replica go first."""
+        requeue = self._state.requeue
+        for _ in range(len(requeue)):
+            rollout_id = requeue.popleft()
             group = self._state.groups[rollout_id // self._state.config.num_generations]
-            able = [
-                r
-                for r in self._state.replicas
-                if r.takes_work and (r.version == group.version if scheduled else r.version >= group.version)
-            ]
-            replica = _most_free(able) if scheduled else self._pacing.choose(able, 1)
+            replica = self._choose_again(group.version)
             if replica is None:
-                continue
-            self._state.requeue.remove(rollout_id)
-            self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
+                requeue.append(rollout_id)  # after as many turns as there are rollouts their order is what it was
+            else:
+                self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
+
+    def _choose_again(self, version: int) -> Replica | None:
+        """A replica no older than the gate admitted the rollout for; in the scheduled modes one that holds the very
+        version."""
+        if not self._state.scheduled:
+            chosen = self._pacing.choose(1)
+            if chosen is None or chosen.version >= version:
+                return chosen
+        able = [r for r in self._state.replicas if r.takes_work]
+        if self._state.scheduled:
+            return max((r for r in able if r.version == version), key=lambda r: r.free_slots, default=None)
+        able = [r for r in able if r.version >= version and self._pacing.may_take(r, 1)]
+        return max(able, key=lambda r: r.free_slots, default=None)
 
     def _has_room(self, replica: Replica) -> bool:
         size = self._state.config.num_generations
@@ -92,13 +103,13 @@ class Dispatcher:
         """The replica with most free slots among those that can finish in time. A scheduled batch goes round robin
         instead, beyond the slots if need be: which sequences share an engine's batch must not depend on how fast a
         replica was."""
+        if not self._state.scheduled:
+            return self._pacing.choose(self._state.config.num_generations)
         able = [r for r in self._state.replicas if r.takes_work]
-        if self._state.scheduled:
-            everyone = len(able) == sum(r.alive for r in self._state.replicas) and len({r.version for r in able}) == 1
-            return able[self._state.next_group_id % len(able)] if everyone else None
-        return self._pacing.choose(able, self._state.config.num_generations)
+        everyone = len(able) == sum(r.alive for r in self._state.replicas) and len({r.version for r in able}) == 1
+        return able[self._state.next_group_id % len(able)] if everyone else None
 
-    def _admit_group(self, replica: Replica, plan: dict[str, list[WorkItem]]) -> None:
+    def _admit_group(self, replica: Replica, plan: Plan) -> None:
         state, size = self._state, self._state.config.num_generations
         group_id, now = state.next_group_id, state.now()
         state.next_group_id += 1
@@ -111,15 +122,12 @@ class Dispatcher:
             state.ledger.admit(rollout_id, group_id, prompt, now)
             self._assign(replica, rollout_id, group_id, prompt, plan)
 
-    def _assign(
-        self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: dict[str, list[WorkItem]]
-    ) -> None:
+    def _assign(self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: Plan) -> None:
         seed = request_seed(self._state.config.seed, rollout_id)
         request = GenerationRequest(rollout_id, group_id, prompt.token_ids, seed, self._sampling)
         self._state.ledger.start(rollout_id, replica.name, replica.version)
-        replica.in_flight.add(rollout_id)
-        replica.pace.begin(rollout_id, self._state.now(), self._state.version - replica.version)
-        plan.setdefault(replica.name, []).append(WorkItem(request, prompt))
+        replica.begin(rollout_id, self._state.now(), self._state.version - replica.version)
+        plan.setdefault(replica.name, (replica, []))[1].append(WorkItem(request, prompt))
 
     async def _probe(self, replica: Replica) -> bool:
         """One rollout outside of the ledger, as an evaluation's are: nothing waits for it and nothing trains on it."""
@@ -135,7 +143,3 @@ class Dispatcher:
         except ReplicaError as error:
             self._on_dead(replica, error)
             return False
-
-
-def _most_free(replicas: list[Replica]) -> Replica | None:
-    return max(replicas, key=lambda r: r.handle.slots - len(r.in_flight), default=None)

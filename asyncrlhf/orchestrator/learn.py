@@ -73,31 +73,35 @@ class LearnLoop:
     async def _next_batch(self) -> list[Taken] | None:
         """The next batch, or None when the run is stopping. A publish that was put off is caught up here, for without
         it nobody would ever be admitted again."""
-        taken: list[Taken] | None = None
-
-        def look() -> bool:
-            nonlocal taken
-            if self._state.stopping:
-                return True
-            self._purge_if_published()
-            taken = self._state.buffer.take(self._state.version, self._state.unfinished_versions())
-            failed = self._publisher.failure is not None
-            return taken is not None or failed or (self._publish_due and not self._publisher.busy)
-
+        state, buffer = self._state, self._state.buffer
         while True:
-            await self._state.changed.wait_for(look)
+            await state.batch.wait_for(self._has_work)
             self._publisher.raise_if_failed()
-            if taken is not None or self._state.stopping:
+            if state.stopping:
+                return None
+            if self._purge_is_due():
+                self._purged_for = state.published_version
+                self._assembly.purge(state.published_version)
+                state.changed.notify()
+            elif (taken := buffer.take(state.version, state.unfinished_versions())) is not None:
+                state.room.notify()
                 return taken
-            self._publish()
+            elif self._may_publish():
+                self._publish()
 
-    def _purge_if_published(self) -> None:
+    def _has_work(self) -> bool:
+        """Whether there is a reason to stop waiting for a batch: the batch, or something that comes before it."""
+        state = self._state
+        if state.stopping or self._publisher.failure is not None or self._purge_is_due() or self._may_publish():
+            return True
+        return state.buffer.ready(state.version, state.unfinished_versions())
+
+    def _purge_is_due(self) -> bool:
         """No batch is taken between a publish and the purge that it asks for."""
-        published = self._state.published_version
-        if self._state.config.algorithm.purge_on_publish and published > self._purged_for:
-            self._purged_for = published
-            self._assembly.purge(published)
-            self._state.changed.notify()
+        return self._state.config.algorithm.purge_on_publish and self._state.published_version > self._purged_for
+
+    def _may_publish(self) -> bool:
+        return self._publish_due and not self._publisher.busy
 
     async def _step(self, taken: list[Taken], waited: float) -> None:
         state, version = self._state, self._state.version
@@ -197,7 +201,8 @@ class LearnLoop:
         for replica in state.replicas:
             mine = sorted(ids & replica.in_flight)
             if mine:
-                replica.in_flight.difference_update(mine)
+                for rollout_id in mine:
+                    replica.end(rollout_id, state.now(), finished=False)
                 task = asyncio.create_task(replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, mine))
                 task.add_done_callback(_swallow_death)
 

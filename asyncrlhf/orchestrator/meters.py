@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from asyncrlhf.buffer.replay import Taken
+from asyncrlhf.cluster.clock import VirtualClockLoop
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.replica_meters import ReplicaMeters
 from asyncrlhf.orchestrator.state import RunState
@@ -23,6 +25,33 @@ class StepTimes:
     snapshot: float
 
 
+LAG_SECONDS = 0.05  # between two looks at the event loop's delay
+
+
+class LoopLag:
+    """How late the event loop runs what is due, in seconds. On the virtual clock nothing is ever late, and nothing is
+    measured."""
+
+    def __init__(self) -> None:
+        self._lags: list[float] = []
+        self._loop = asyncio.get_running_loop()
+        if not isinstance(self._loop, VirtualClockLoop):
+            self._look_again()
+
+    def _look_again(self) -> None:
+        due = self._loop.time() + LAG_SECONDS
+        self._loop.call_at(due, self._look, due)
+
+    def _look(self, due: float) -> None:
+        self._lags.append(max(0.0, self._loop.time() - due))
+        self._look_again()
+
+    def step(self) -> dict[str, float]:
+        """The 99th percentile since the last call; nothing without a look."""
+        lags, self._lags = self._lags, []
+        return {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
+
+
 class Meters:
     """Turns a step's raw figures into the logged ones; remembers only what rates need."""
 
@@ -31,6 +60,7 @@ class Meters:
         self._last = state.now()
         self._started = self._last - state.elapsed  # a resumed run's clock goes on where the first one stopped
         self._replicas = ReplicaMeters(state)
+        self._lag = LoopLag()
         readers = (
             ("", state.config.reward_reads_ahead, state.prefill),
             ("reference_", state.config.reference_reads_ahead, state.reference_prefill),
@@ -73,6 +103,7 @@ class Meters:
             **self._prefilled(),
             **self._buffer(),
             "rollouts_in_flight": sum(len(r.in_flight) for r in self._state.replicas),
+            **self._lag.step(),
             **self._replicas.step(elapsed),
         }
         self._last = now

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 REMEMBERED = 16  # rollouts that ended last; the median of them speaks of the replica and not of one long response
@@ -14,14 +15,14 @@ def median_time(finished: Iterable[float], cut_off: Iterable[float]) -> float | 
     """Median of the seconds that rollouts take, by Kaplan and Meier (1958): ``finished`` took so long, ``cut_off``
     longer than this (they run still, or were cancelled). Where too few finished to tell, the longest time seen, which
     is a lower bound; None without any."""
-    events = sorted([(t, False) for t in finished] + [(t, True) for t in cut_off])
+    ended, open_ = sorted(finished), sorted(cut_off)
     surviving = 1.0
-    for place, (seconds, censored) in enumerate(events):
-        if not censored:
-            surviving *= 1 - 1 / (len(events) - place)
+    for place, seconds in enumerate(ended):
+        at_risk = len(ended) - place + len(open_) - bisect_left(open_, seconds)
+        surviving *= 1 - 1 / at_risk
         if surviving <= 0.5 + 1e-9:
             return seconds
-    return events[-1][0] if events else None
+    return max(ended[-1:] + open_[-1:], default=None)
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Pace:
     _started: dict[int, float] = field(default_factory=dict)
     _ended: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _fresh_until: float = 0.0
+    _news: int = 0  # rollouts that finished since the last estimate
+    _stale: bool = False  # something ended since then
 
     @property
     def held_back(self) -> bool:
@@ -52,25 +55,25 @@ class Pace:
         self._started[rollout_id] = now
         self.version_lag += LAG_SMOOTHING * (version_lag - self.version_lag)
 
-    def observe(self, in_flight: Set[int], is_live: Callable[[int], bool], now: float) -> int:
-        """Take note of what left ``in_flight`` since the last look: the ledger's ``is_live`` tells what was finished
-        from what was cancelled. Returns how many rollouts finished."""
-        ended = self._started.keys() - in_flight
-        finished = 0
-        for rollout_id in sorted(ended):
-            done = is_live(rollout_id)
-            self._ended.append((now - self._started.pop(rollout_id), not done))
-            finished += done
+    def end(self, rollout_id: int, now: float, *, finished: bool) -> None:
+        """A rollout left the replica; not ``finished``: it failed or was cancelled."""
+        started = self._started.pop(rollout_id, None)
+        if started is None:
+            return
+        self._ended.append((now - started, not finished))
+        self._stale = True
         self.finished += finished
-        if ended or now >= self._fresh_until:
-            self._estimate(now)
-        return finished
+        self._news += finished
 
-    def _estimate(self, now: float) -> None:
-        done = [t for t, censored in self._ended if not censored]
-        open_ = [t for t, censored in self._ended if censored] + [now - t for t in self._started.values()]
-        self.latency = median_time(done, open_)
-        self._fresh_until = now + (self.latency or 0.0) / 4
+    def estimate(self, now: float) -> int:
+        """Bring ``latency`` up to date; returns how many rollouts finished since the last call."""
+        if self._stale or now >= self._fresh_until:
+            done = [t for t, censored in self._ended if not censored]
+            open_ = [t for t, censored in self._ended if censored] + [now - t for t in self._started.values()]
+            self.latency = median_time(done, open_)
+            self._fresh_until = now + (self.latency or 0.0) / 4
+        finished, self._news, self._stale = self._news, 0, False
+        return finished
 
     def probed(self, seconds: float) -> None:
         """One rollout on the idle replica took so long: what was seen before counts no more."""

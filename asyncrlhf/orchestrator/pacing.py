@@ -14,9 +14,11 @@ the others: the learner never waits for a slow replica while fast ones could hav
 from __future__ import annotations
 
 import asyncio
+import heapq
 import statistics
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.orchestrator.pace import Pace
@@ -32,17 +34,101 @@ PHASE = 0.5
 PROBE_REST = 4.0  # a replica that is held back spends at most a fifth of its time on probes
 
 
+class Rates:
+    """Latencies and rollouts a second of all replicas whose pace is known, so that each can be held against the
+    others without a look at all of them."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[float, float]] = {}  # by name: (latency, rollouts a second)
+        self._latencies: list[float] = []  # sorted
+        self._rate = 0.0
+
+    def note(self, replica: Replica) -> None:
+        """The replica's latency is what its ``pace`` says now."""
+        before = self._of.pop(replica.name, None)
+        if before is not None:
+            del self._latencies[bisect_left(self._latencies, before[0])]
+            self._rate -= before[1]
+        latency = replica.pace.latency
+        if latency:
+            self._of[replica.name] = (latency, replica.handle.slots / latency)
+            insort(self._latencies, latency)
+            self._rate += self._of[replica.name][1]
+
+    def reference(self, replica: Replica, batch_size: int) -> float | None:
+        """Seconds of a rollout on the fastest other replica, and at least what the others need for a batch. None
+        where no other is known."""
+        own = self._of.get(replica.name)
+        fastest = 1 if own is not None and own[0] == self._latencies[0] else 0
+        rate = self._rate - (own[1] if own is not None else 0.0)
+        if len(self._latencies) <= fastest or rate <= 0:
+            return None
+        return max(self._latencies[fastest], batch_size / rate)
+
+
+class FreeSlots:
+    """The replicas that may be given work, in heaps by their free slots; slow ones apart, for they share a quota.
+
+    An entry counts only while ``_offered`` says the same; what it says of the replica is tested when it comes to the
+    top. So free slots may become fewer, and a replica unable, without a word; :meth:`offer` tells of more.
+    """
+
+    def __init__(self, able: Callable[[Replica], bool]) -> None:
+        self._able = able
+        self._places: dict[str, int] = {}  # of equals the first one is chosen
+        self._replicas: dict[int, Replica] = {}
+        self._offered: dict[int, tuple[bool, int]] = {}
+        self._heaps: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+
+    def clear(self) -> None:
+        """Forget all offers."""
+        self._offered = {}
+        self._heaps = {False: [], True: []}
+
+    def offer(self, replica: Replica) -> None:
+        """The replica may have become able, faster or slower, or have more free slots than it had."""
+        place = self._places.setdefault(replica.name, len(self._places))
+        self._replicas[place] = replica
+        slow = replica.pace.slow
+        entry = (slow, -replica.free_slots)
+        if self._able(replica) and self._offered.get(place) != entry:
+            self._offered[place] = entry
+            heapq.heappush(self._heaps[slow], (entry[1], place))
+
+    def most(self, *, slow: bool) -> tuple[int, int, Replica] | None:
+        """Of the slow or of the other replicas the one with most free slots, behind its key: the least is best."""
+        heap = self._heaps[slow]
+        while heap:
+            key, place = heap[0]
+            replica = self._replicas[place]
+            if self._offered.get(place) == (slow, key):
+                if replica.pace.slow == slow and replica.free_slots == -key and self._able(replica):
+                    return key, place, replica
+                del self._offered[place]
+                heapq.heappop(heap)
+                self.offer(replica)
+            else:
+                heapq.heappop(heap)
+        return None
+
+
 class Pacing:
-    """Judges the replicas whenever the dispatcher looks. In the scheduled modes it only times them, for their
-    work is fixed beforehand."""
+    """Judges the replicas whose work moved since the dispatcher's last look, and now and then all of them. In the
+    scheduled modes it only times them, for their work is fixed beforehand."""
 
     def __init__(self, state: RunState, probe: Callable[[Replica], Awaitable[bool]]) -> None:
         self._state = state
         self._probe = probe
+        self._rates = Rates()
+        self._slots = FreeSlots(self._able)
+        self._looked_at = -1  # state.changed's count when all replicas were looked at
+        self._touches = 0  # of single replicas since then
+        self._slow: dict[str, Replica] = {}
         self._known: dict[str, GeneratorHandle] = {}
         self._version = state.version
         self._stepped_at: float | None = None
         self._intervals: deque[float] = deque(maxlen=STEPS_REMEMBERED)
+        self._interval: float | None = None  # their median, in seconds
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}  # the next cut of a window, or the next probe
 
@@ -50,46 +136,63 @@ class Pacing:
         for task in self._probes.values():
             task.cancel()
 
-    def choose(self, replicas: Sequence[Replica], size: int) -> Replica | None:
-        """The one with most free slots among those that may take ``size`` more rollouts."""
-        able = [r for r in replicas if self._may_take(r, size)]
-        return max(able, key=lambda r: r.handle.slots - len(r.in_flight), default=None)
+    def choose(self, size: int) -> Replica | None:
+        """The replica with most free slots among those that may take ``size`` more rollouts."""
+        best = self._slots.most(slow=False)
+        slow = self._slots.most(slow=True)
+        if slow is not None and (best is None or slow[:2] < best[:2]) and self._slow_may_take(size):
+            best = slow
+        return best[-1] if best is not None else None
 
-    def _may_take(self, replica: Replica, size: int) -> bool:
+    def _able(self, replica: Replica) -> bool:
+        """Whether the replica may be given work, as far as itself is concerned."""
         pace, limit = replica.pace, replica.handle.slots * (1 + QUEUE_SHARE)
         if pace.window is not None:
             limit = min(limit, pace.window)
-        if pace.held_back or len(replica.in_flight) >= limit:
-            return False
-        if not pace.slow:
-            return True
-        held = sum(len(r.in_flight) for r in self._state.replicas if r.pace.slow)
+        return replica.takes_work and not pace.held_back and len(replica.in_flight) < limit
+
+    def may_take(self, replica: Replica, size: int) -> bool:
+        """Whether this replica may be given ``size`` rollouts."""
+        return self._able(replica) and (not replica.pace.slow or self._slow_may_take(size))
+
+    def _slow_may_take(self, size: int) -> bool:
+        held = sum(len(r.in_flight) for r in self._slow.values())
         return held + size <= self._state.bound * self._state.config.batch_size
 
     def look(self) -> None:
-        """Take note of what happened since the last look, and judge every replica anew."""
-        now = self._state.now()
-        self._note_step(now)
-        alive = [r for r in self._state.replicas if r.alive]
-        finished = {r.name: self._observe(r, now) for r in alive}
-        if self._state.scheduled:
+        """Take note of what happened since the last look: judge the replicas that were touched. All are judged after
+        seldom events, such as a step or a death, and after as many touches as there are replicas."""
+        state, now = self._state, self._state.now()
+        touched, state.touched = state.touched, {}
+        self._touches += len(touched)
+        everyone = state.changed.count != self._looked_at or self._touches >= len(state.replicas)
+        if everyone:
+            self._note_step(now)
+            self._looked_at, self._touches, self._rates, self._slow = state.changed.count, 0, Rates(), {}
+            touched = {r.name: r for r in state.replicas}
+            self._slots.clear()
+        alive = [r for r in touched.values() if r.alive]
+        finished = [self._observe(r, now) for r in alive]
+        if state.scheduled:
             return
-        rates = {r.name: r.handle.slots / r.pace.latency for r in alive if r.pace.latency}
-        known = sorted(r.pace.latency for r in alive if r.pace.latency)
         for replica in alive:
-            own = replica.pace.latency
-            others = known[1:] if known and own == known[0] else known
-            rate = sum(rates.values()) - rates.get(replica.name, 0.0)
-            batch = self._state.config.batch_size
-            self._judge(replica, max(others[0], batch / rate) if others and rate > 0 else None)
-            self._set_window(replica, finished[replica.name], now)
+            self._rates.note(replica)
+        for replica, ended in zip(alive, finished, strict=True):
+            self._judge(replica, self._rates.reference(replica, state.config.batch_size))
+            self._set_window(replica, ended, now)
             self._probe_if_due(replica, now)
+            if replica.pace.slow:
+                self._slow[replica.name] = replica
+            else:
+                self._slow.pop(replica.name, None)
+            self._slots.offer(replica)
 
     def _note_step(self, now: float) -> None:
         if self._state.version == self._version:
             return
         if self._stepped_at is not None:
             self._intervals.append((now - self._stepped_at) / (self._state.version - self._version))
+            self._interval = statistics.median(self._intervals)
         self._version, self._stepped_at = self._state.version, now
 
     def _observe(self, replica: Replica, now: float) -> int:
@@ -98,14 +201,13 @@ class Pacing:
             replica.pace = Pace(finished=replica.pace.finished)
             for rollout_id in replica.in_flight:
                 replica.pace.begin(rollout_id, now, 0)
-        return replica.pace.observe(replica.in_flight, lambda i: self._state.ledger.get(i) is not None, now)
+        return replica.pace.estimate(now)
 
     def _allowed(self, pace: Pace) -> float | None:
         """Seconds until what begins now could only be trained over the bound; None before steps have been timed."""
-        if not self._intervals:
+        if self._interval is None:
             return None
-        steps = self._state.bound + PHASE - pace.version_lag
-        return max(0.0, steps) * statistics.median(self._intervals)
+        return max(0.0, self._state.bound + PHASE - pace.version_lag) * self._interval
 
     def _judge(self, replica: Replica, reference: float | None) -> None:
         """``reference``: seconds of the fastest other, and at least what the others need for a batch."""
@@ -153,4 +255,4 @@ class Pacing:
         allowed = self._allowed(replica.pace)
         if allowed is None or now - started <= allowed:
             replica.pace.window = 1.0
-        self._state.changed.notify()
+        self._state.touch(replica)

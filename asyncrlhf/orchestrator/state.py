@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +41,21 @@ class Replica:
     def takes_work(self) -> bool:
         return self.alive and not self.draining and self.version >= 0
 
+    @property
+    def free_slots(self) -> int:
+        """Negative where rollouts wait in the replica's queue."""
+        return self.handle.slots - len(self.in_flight)
+
+    def begin(self, rollout_id: int, now: float, version_lag: int) -> None:
+        """The rollout is given to the replica, whose weights are ``version_lag`` behind the learner's."""
+        self.in_flight.add(rollout_id)
+        self.pace.begin(rollout_id, now, version_lag)
+
+    def end(self, rollout_id: int, now: float, *, finished: bool) -> None:
+        """The rollout left the replica; not ``finished``: it failed or was cancelled. A second call does nothing."""
+        self.in_flight.discard(rollout_id)
+        self.pace.end(rollout_id, now, finished=finished)
+
 
 @dataclass
 class GroupInProgress:
@@ -58,16 +73,41 @@ class GroupInProgress:
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
 
+class Groups(dict[int, GroupInProgress]):
+    """Groups in the making by id. ``versions`` counts them by ``GroupInProgress.version``, which never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: Counter[int] = Counter()
+
+    def __setitem__(self, group_id: int, group: GroupInProgress) -> None:
+        assert group_id not in self, f"group {group_id} is in the making already"
+        super().__setitem__(group_id, group)
+        self.versions[group.version] += 1
+
+    def __delitem__(self, group_id: int) -> None:
+        version = self[group_id].version
+        super().__delitem__(group_id)
+        self.versions[version] -= 1
+        if not self.versions[version]:
+            del self.versions[version]
+
+
 @dataclass
 class RunState:
-    """Owned by the controller; every loop gets it and none of them keeps state of its own that must survive."""
+    """Owned by the controller; every loop gets it and none of them keeps state of its own that must survive.
+
+    Each loop waits for the signal of what concerns it: ``room`` (the dispatcher: places at the gate, in the buffer or
+    on a replica), ``batch`` (the learner: groups in the buffer), ``queue`` (the services: rollouts for their workers).
+    ``changed`` is for all that happens seldom, such as a step, a publish or a death, and wakes the others too.
+    """
 
     config: RunConfig
     ledger: Ledger
     gate: Gate
     buffer: ReplayBuffer
     replicas: list[Replica] = field(default_factory=list)
-    groups: dict[int, GroupInProgress] = field(default_factory=dict)
+    groups: Groups = field(default_factory=Groups)
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
     version: int = 0
     published_version: int = -1
@@ -75,13 +115,18 @@ class RunState:
     elapsed: float = 0.0  # seconds of the run up to the last step, earlier sessions of a resumed run included
     stopping: bool = False
     last_progress: float = 0.0
-    changed: Signal = field(default_factory=Signal)
+    room: Signal = field(default_factory=Signal)
+    batch: Signal = field(default_factory=Signal)
+    queue: Signal = field(default_factory=Signal)
+    changed: Signal = field(init=False)
+    touched: dict[str, Replica] = field(default_factory=dict)  # by name, what the dispatcher has to look at anew
     prefill: ReadTotals = field(default_factory=ReadTotals)  # by the reward model
     reference_prefill: ReadTotals = field(default_factory=ReadTotals)
     adaptive: AdaptiveBound = field(init=False)
 
     def __post_init__(self) -> None:
         self.adaptive = AdaptiveBound(self.config.async_)
+        self.changed = Signal(self.room, self.batch, self.queue)
 
     @property
     def scheduled(self) -> bool:
@@ -103,10 +148,16 @@ class RunState:
         """Seconds of the run's clock."""
         return asyncio.get_running_loop().time()
 
-    def progressed(self) -> None:
-        """Something moved: restart the stall watch and let every loop look again."""
+    def progressed(self, *concerned: Signal) -> None:
+        """Something moved: restart the stall watch and wake those concerned; without a signal every loop looks."""
         self.last_progress = self.now()
-        self.changed.notify()
+        for signal in concerned or (self.changed,):
+            signal.notify()
+
+    def touch(self, replica: Replica, *concerned: Signal) -> None:
+        """Something about this replica moved that the dispatcher must see; ``concerned`` are woken beside it."""
+        self.touched[replica.name] = replica
+        self.progressed(self.room, *concerned)
 
     def reading_ahead(
         self, kind: str, workers: Sequence[Reader], totals: ReadTotals, message: Callable[[str], None]
@@ -126,8 +177,8 @@ class RunState:
                 return False
             return rollout_id not in group.annotations[kind]
 
-        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, message, self.changed.notify)
+        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, message, self.queue.notify)
 
-    def unfinished_versions(self) -> list[int]:
-        """One entry a group in the making: the oldest version that it can carry."""
-        return [g.version for g in self.groups.values()]
+    def unfinished_versions(self) -> Counter[int]:
+        """The groups in the making, counted by the oldest version that they can carry."""
+        return self.groups.versions

@@ -211,7 +211,7 @@ class WeightPublisher:
             await self._load(replica, version, self._cache_mode)
         finally:
             replica.draining = False
-        self._state.progressed()
+        self._state.touch(replica)
 
     async def _load(self, replica: Replica, version: int, cache: CacheMode) -> None:
         """Load what the replica received; from then on the gate counts it at ``version``."""

@@ -1,7 +1,7 @@
 """Writes a run's directory: config.yaml, metrics.jsonl, rollouts/*.parquet and summary.json.
 
-A crash loses no metrics line, since each one is flushed as it is written. Rollout rows are written by a thread, in
-whole files that appear under their name only when complete. :meth:`RunRecorder.checkpoint` returns a marker; a
+A crash loses no metrics line, since each one is flushed as it is written. Rollout rows are written elsewhere (a thread,
+an actor), in whole files that appear under their name only when complete. :meth:`RunRecorder.mark` returns a marker; a
 recorder opened with that marker cuts everything written after it, so that a resumed run records each step once.
 """
 
@@ -11,8 +11,8 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ import yaml
 
 from asyncrlhf.config.logging_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.types import Payload, Rollout
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 ROLLOUTS_FOLDER = "rollouts"
-_MAX_WAITING = 4  # lists of rows that may wait for the disk before the run waits with them
+MAX_WAITING = 4  # parts that may wait for the disk before the run waits with them
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -53,7 +54,7 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RolloutRow:
     """One trained, dropped or failed rollout, as ``rollouts/*.parquet`` holds it; None where it never got so far.
 
@@ -78,6 +79,15 @@ class RolloutRow:
     scored_at: float | None = None
     consumed_at: float | None = None
 
+    def fill(self, rollout: Rollout) -> None:
+        """Take text and arrays from the finished rollout."""
+        self.prompt, self.response = rollout.prompt.text, rollout.response_text
+        self.policy_versions, self.behavior_logprobs = rollout.policy_versions, rollout.behavior_logprobs
+
+
+# Writes (file, rows, where each row's rollout lies or None): see :func:`write_part`.
+SubmitPart = Callable[[Path, Sequence[RolloutRow], Sequence[Payload | None]], Future[None]]
+
 
 @dataclass(frozen=True)
 class RecordMarker:
@@ -91,7 +101,8 @@ class RecordMarker:
 
 
 class RunRecorder:
-    """Owns the files of ``run_dir``. Not thread-safe; ``log_step`` writes at once, ``record`` hands rows to a thread.
+    """Owns the files of ``run_dir``. ``log_step`` writes at once; ``record`` and ``mark`` hand rows to a writer and do
+    no I/O. Not thread-safe, but for ``log_step`` and ``sync_metrics``, which may run in one other thread.
 
     With ``resume_from`` the files are first cut back to that marker. Without it a folder that already holds a run is a
     ConfigError: nothing is overwritten by accident.
@@ -119,7 +130,13 @@ class RunRecorder:
         self._lines = resume_from.metrics_lines
         self._metrics = metrics_path.open("a", encoding="utf-8")
         self._rows: list[RolloutRow] = []
+        self._payloads: list[Payload | None] = []
         self._writer = _PartWriter(folder, resume_from.parts)
+
+    def write_with(self, submit: SubmitPart) -> None:
+        """Have all further parts written by ``submit``, which returns at once. Without this a thread writes rows that
+        are complete."""
+        self._writer.submit = submit
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; NaN and infinity become null. Raises ValueError without a ``step``."""
@@ -129,21 +146,41 @@ class RunRecorder:
         self._metrics.flush()
         self._lines += 1
 
-    def record(self, rows: Iterable[RolloutRow]) -> None:
-        """Keep rows for the next Parquet part. Blocks when the writer is behind; raises what the writer met."""
+    def record(self, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None] | None = None) -> None:
+        """Keep rows for the next Parquet part; ``payloads``: where the rollout of each row lies, None for a row that
+        has none. Raises what the writer met before."""
         if not self._logging.rollouts:
             return
         self._rows.extend(rows)
+        self._payloads.extend(payloads if payloads is not None else [None] * len(rows))
         while len(self._rows) >= self._logging.flush_every:
-            self._writer.put(self._rows[: self._logging.flush_every])
-            self._rows = self._rows[self._logging.flush_every :]
+            self._put(self._logging.flush_every)
+
+    def mark(self) -> RecordMarker:
+        """Where the records stand, with all rows so far in numbered parts. They are on disk once the ``unwritten`` are
+        done."""
+        self._put(len(self._rows))
+        return RecordMarker(metrics_lines=self._lines, parts=self._writer.parts)
+
+    def unwritten(self, allowed: int = 0) -> list[Future[None]]:
+        """The parts that must be written before at most ``allowed`` are not."""
+        return self._writer.unwritten(allowed)
+
+    def raise_if_failed(self) -> None:
+        """Raise AsyncRLHFError if a part that is done could not be written."""
+        self._writer.collect()
+
+    def sync_metrics(self) -> None:
+        """Block until all lines of metrics.jsonl are on disk."""
+        os.fsync(self._metrics.fileno())
 
     def checkpoint(self) -> RecordMarker:
         """Bring everything to disk, and return where the records stand."""
-        self._flush_rows()
-        self._writer.drain()
-        os.fsync(self._metrics.fileno())
-        return RecordMarker(metrics_lines=self._lines, parts=self._writer.parts)
+        marker = self.mark()
+        wait(self.unwritten())
+        self.raise_if_failed()
+        self.sync_metrics()
+        return marker
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Bring everything to disk, then write summary.json. The recorder is closed afterwards."""
@@ -156,49 +193,57 @@ class RunRecorder:
             return
         self._metrics.close()
         try:
-            self._flush_rows()
+            self._put(len(self._rows))
         finally:
             self._writer.close()
 
-    def _flush_rows(self) -> None:
-        rows, self._rows = self._rows, []
-        if rows:
-            self._writer.put(rows)
+    def _put(self, count: int) -> None:
+        """The first ``count`` rows as one part."""
+        if not count:
+            return
+        self._writer.put(self._rows[:count], self._payloads[:count])
+        self._rows, self._payloads = self._rows[count:], self._payloads[count:]
 
 
 class _PartWriter:
-    """A thread that turns lists of rows into numbered Parquet parts, in order; at most a few lists wait for it."""
+    """Numbers Parquet parts and has them written in order, by a thread unless ``submit`` is exchanged."""
 
     def __init__(self, folder: Path, parts: int) -> None:
-        self.parts = parts  # numbers given out; on disk they are once drained
+        self.parts = parts  # numbers given out; on disk they are once collected
         self._folder = folder
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
+        self.submit: SubmitPart = lambda target, rows, _: self._pool.submit(write_part, target, rows)
         self._pending: deque[Future[None]] = deque()
         self._error: BaseException | None = None
 
-    def put(self, rows: list[RolloutRow]) -> None:
-        self._collect(_MAX_WAITING - 1)
-        self._pending.append(self._pool.submit(_write_part, self._folder / _part_name(self.parts), rows))
+    def unwritten(self, allowed: int) -> list[Future[None]]:
+        return list(self._pending)[: max(0, len(self._pending) - allowed)]
+
+    def put(self, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> None:
+        self.collect()
+        self._pending.append(self.submit(self._folder / _part_name(self.parts), rows, payloads))
         self.parts += 1
 
-    def drain(self) -> None:
-        self._collect(0)
-
     def close(self) -> None:
+        wait(self._pending)
         self._pool.shutdown(wait=True)
-        self._collect(0)
+        self.collect()
 
-    def _collect(self, waiting: int) -> None:
-        """Wait until at most so many lists are unwritten; raises the first error that the thread ever met."""
-        while self._pending and (len(self._pending) > waiting or self._pending[0].done()):
-            self._error = self._pending.popleft().exception() or self._error
+    def collect(self) -> None:
+        """Forget the parts that are written; raises the first error that the writer ever met."""
+        while self._pending and self._pending[0].done():
+            self._error = self._error or self._pending.popleft().exception()
         if self._error is not None:
             raise AsyncRLHFError(
                 f"rollout records could not be written to {self._folder}: {self._error}"
             ) from self._error
 
 
-def _write_part(target: Path, rows: list[RolloutRow]) -> None:
+def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Rollout | None] | None = None) -> None:
+    """One Parquet file of the rows, each with text and arrays of its rollout where it has one."""
+    for row, rollout in zip(rows, rollouts or (), strict=rollouts is not None):
+        if rollout is not None:
+            row.fill(rollout)
     temporary = target.with_suffix(".tmp")
     pq.write_table(rows_to_table(rows), temporary, compression="zstd")
     os.replace(temporary, target)

@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "learner_idle_fraction",
         "generator_idle_fraction",
         "weight_sync_seconds",
+        "loop_lag_p99",
     ),
     "buffer": ("buffer_size", "buffer_age", "replayed_fraction", "dropped"),
 }

@@ -247,7 +247,7 @@ async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Se
     started = state.now()
     loops = [dispatcher.run(), collector.collect(replica), rewards.serve(pair.reward)]
     tasks = [asyncio.create_task(loop) for loop in loops]
-    done = asyncio.create_task(state.changed.wait_for(lambda: len(assembly.scores) == config.batch_size))
+    done = asyncio.create_task(state.batch.wait_for(lambda: len(assembly.scores) == config.batch_size))
     try:
         ended, _ = await asyncio.wait([*tasks, done], return_when=asyncio.FIRST_COMPLETED)
         for task in ended:

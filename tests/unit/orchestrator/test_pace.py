@@ -30,12 +30,15 @@ def test_median_agrees_with_the_product_limit_estimate() -> None:
 
 
 def test_a_replica_that_never_finishes_is_seen_to_be_slow_by_the_age_of_its_work() -> None:
-    pace, flying = Pace(), {1, 2, 3, 4}
-    for rollout_id in flying:
+    pace = Pace()
+    for rollout_id in (1, 2, 3, 4):
         pace.begin(rollout_id, 10.0, 0)
-    pace.observe(flying, lambda _: True, 13.0)
+    assert pace.estimate(13.0) == 0
     assert pace.latency == pytest.approx(3.0) and pace.finished == 0
-    pace.observe(set(), lambda rollout_id: rollout_id == 1, 14.0)  # one finished, three were cancelled
+    for rollout_id in (1, 2, 3, 4):  # one finished, three were cancelled
+        pace.end(rollout_id, 14.0, finished=rollout_id == 1)
+        pace.end(rollout_id, 15.0, finished=True)  # it is gone already
+    assert pace.estimate(14.0) == 1 and pace.estimate(14.0) == 0
     assert pace.finished == 1 and pace.latency == pytest.approx(4.0)
 
 
@@ -43,10 +46,13 @@ def test_what_ended_long_ago_does_not_count_after_a_probe() -> None:
     pace = Pace()
     for rollout_id in range(20):
         pace.begin(rollout_id, 0.0, 0)
-    pace.observe(set(), lambda _: True, 30.0)
+    for rollout_id in range(20):
+        pace.end(rollout_id, 30.0, finished=True)
+    pace.estimate(30.0)
     assert pace.latency == pytest.approx(30.0)
     pace.probed(0.5)
     pace.begin(99, 40.0, 2)
-    pace.observe(set(), lambda _: True, 40.7)
+    pace.end(99, 40.7, finished=True)
+    pace.estimate(40.7)
     assert pace.latency == pytest.approx(0.5)
     assert pace.version_lag == pytest.approx(0.4), "a fifth of the way to 2"
