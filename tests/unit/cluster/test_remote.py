@@ -11,7 +11,9 @@ import pytest
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.ray_calls import RayPart
+from asyncrlhf.cluster.ray_handles import SILENT_SECONDS, RayGenerator
 from asyncrlhf.cluster.remote import LocalPart, Remote
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError, WeightSyncError
 
 
@@ -75,5 +77,21 @@ def test_a_method_is_found_by_its_name_so_that_another_worker_can_stand_in() -> 
         part: Any = LocalPart("part-0", Stub())
         assert await part.call(5, Worker.add, 2) == 100 and asyncio.get_running_loop().time() == 3
         await part.close()
+
+    run_virtual(main())
+
+
+def test_a_replica_that_is_silent_is_named() -> None:
+    """Its look for results never ends, as that of a stopped process; the run's watch would have spoken before."""
+    assert 1.1 * RunConfig().stall_timeout_seconds < SILENT_SECONDS
+
+    async def main() -> None:
+        never = asyncio.get_running_loop().create_future()
+        collect = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=lambda: (never, None)))
+        generator = RayGenerator.__new__(RayGenerator)
+        RayPart.__init__(generator, "generator-0", SimpleNamespace(collect=collect))
+        generator.spec, generator._submitted = SimpleNamespace(chunk_tokens=0), []  # type: ignore[assignment]
+        with pytest.raises(ReplicaError, match=f"^generator-0 did not answer collect within {SILENT_SECONDS:g} s$"):
+            await generator.collect()
 
     run_virtual(main())
