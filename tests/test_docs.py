@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -62,3 +63,42 @@ def test_every_preset_is_in_the_table_of_algorithms() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
     presets = {path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")}
     assert set(re.findall(r"^\| `([a-z0-9_]+)` \|", page, re.MULTILINE)) == presets
+
+
+def defined(file: Path) -> set[str]:
+    """Functions of a module and methods of its classes, as ``f`` and ``Class.f``."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{x.name}" for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return found
+
+
+def test_the_walks_name_files_and_functions_that_exist() -> None:
+    page = (ROOT / "docs" / "walks.md").read_text()
+    rows = re.findall(r"^\| `([a-z_/]+\.py)` \| ([^|]*) \|", page, re.MULTILINE)
+    assert len(rows) > 25
+    missing = [
+        f"{file}: {name}"
+        for file, names in rows
+        for name in re.findall(r"`([\w.]+)`", names)
+        if not (ROOT / "asyncrlhf" / file).exists() or name not in defined(ROOT / "asyncrlhf" / file)
+    ]
+    assert missing == []
+
+
+def test_the_core_can_be_read_in_an_afternoon() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    part = page[page.index("## The core") : page.index("## Layers")]
+    names = set(re.findall(r"`([a-z_]+/|[a-z_/]+\.py)`", part))
+    files = {
+        f
+        for n in names
+        for f in ([ROOT / "asyncrlhf" / n] if n.endswith(".py") else (ROOT / "asyncrlhf" / n).glob("*.py"))
+    }
+    assert all(file.exists() for file in files)
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 6500
