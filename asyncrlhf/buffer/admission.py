@@ -48,7 +48,7 @@ class StalenessGate:
     needs; the last groups keep ``max_reuse`` places so that the last batch still finds enough different groups.
 
     With replay (``replay_groups`` of a batch, from step ``warmup_steps`` on) a group takes one place, for its first
-    training, and the places that replay fills are nobody's to take: those of past batches and of the one under way as
+    training, and the places that replay fills are never free: those of past batches and of the one under way as
     the buffer counts them (:meth:`follow`), those of later ones as planned. Where a later batch finds less to replay
     it trains more fresh groups than planned, sooner than the bound asks, and ``follow`` gives those places back: so
     neither the bound nor the supply depends on what replay finds. A bound that shrinks only closes admission until

@@ -36,7 +36,7 @@ class LedgerEntry:
 
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as JSON values. ``metadata`` is taken as it is: whoever makes prompts keeps it JSON-able."""
+    """A prompt as JSON values. ``metadata`` is taken as it is: prompt sources keep it JSON-able."""
     return {
         "prompt_id": prompt.prompt_id,
         "text": prompt.text,

@@ -30,7 +30,7 @@ SWEEP_FLAGS = {"-m", "--multirun"}
 SHOW_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}
 CFG_WORDS = ("job", "hydra", "all")
 OTHER_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--resolve"}
-# What drawing meets in figures or on disks that nobody expected; the run itself is done and safe by then.
+# What drawing meets in figures or on disks that were not foreseen; the run itself is done and safe by then.
 REPORT_TROUBLE = (AsyncRLHFError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 

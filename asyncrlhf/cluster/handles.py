@@ -1,4 +1,4 @@
-"""What the controller asks of generators, reward workers and the learner, whichever runtime hosts them."""
+"""Protocols of the generators, annotators, learner and runtime that the controller uses."""
 
 from __future__ import annotations
 

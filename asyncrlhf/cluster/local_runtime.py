@@ -128,7 +128,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
 
 
 def _once() -> Callable[[], bool]:
-    """A condition that is false at the first look and true ever after."""
+    """A condition that is false at the first look and true afterwards."""
     looks = iter([False])
     return lambda: next(looks, True)
 

@@ -90,7 +90,7 @@ class RayPart(Generic[W]):
         return self.actor.call.remote(verb, *args, **kwargs)
 
     async def close(self) -> None:
-        """Let the worker close what it holds open, then end its process whatever it answered."""
+        """Let the worker close what it holds open, then end its process in any case."""
         with suppress(ReplicaError, RayError):  # it is gone already, hangs, or failed to close
             await within(CLOSE_SECONDS, self._name, "close", self.actor.close.remote())
         ray.kill(self.actor)

@@ -148,7 +148,7 @@ class RayRuntime:
         self._owns_ray = True
 
     async def _set_cores_aside(self) -> None:
-        """This process and all that Ray started keep off the learner's cores, once all have started on whichever.
+        """After start-up, pin this process and all others that Ray started off the learner's cores.
         Not on a Ray of others, not where GPUs do the work, and not for parts that take turns with the learner."""
         learner = self._learner_spec.learner
         alone = self._owns_ray and not self._config.cluster

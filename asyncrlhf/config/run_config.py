@@ -117,7 +117,7 @@ class RunConfig:
     @property
     def engine_dtypes(self) -> list[str]:
         """What each kind of replica computes in; the fake engine in nothing. An adapter is merged into other weights,
-        so that it travels as it is whatever they are."""
+        so that it travels as it is for every engine."""
         if self.model.lora.r:
             return []
         kinds = [kind.config for kind in replica_kinds(self.generator) if kind.config.engine != "fake"]

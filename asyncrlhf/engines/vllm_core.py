@@ -20,7 +20,7 @@ from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit waits for nobody's end
+SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit does not wait for a sequence to end
 RAY_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"  # vLLM's own; beside it VLLM_RAY_PER_WORKER_GPUS, 1 unless told
 TIES = 8  # log-probs asked for beyond top_k: vLLM keeps all tokens that tie with the last
 CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries
@@ -189,8 +189,8 @@ def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> d
 
 
 def _executor(workers: int) -> str:
-    """Who runs the workers: this process the only one, child processes several, which must be on this machine. In a
-    placement group with a bundle a worker, Ray: whoever placed the replica names the bundles in the environment.
+    """vLLM's executor: in-process for one worker, multiprocessing (on this machine) for several, Ray in a placement
+    group with a bundle a worker, which the replica's actor names in the environment.
     """
     if workers == 1:
         return "uni"

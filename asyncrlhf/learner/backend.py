@@ -1,4 +1,4 @@
-"""The LearnerBackend protocol: what a learner rank asks of whatever trains its model."""
+"""The LearnerBackend protocol: how a learner rank trains its model."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class ValueModel(nn.Module):
 
     The trunk starts as a copy of the policy's and then learns on its own, so that the value loss cannot disturb the
     policy. The head starts at zero: the first advantages are those of no baseline. ``keep_policy=False`` takes the
-    trunk itself, for who needs no policy beside it.
+    trunk itself, where no policy is needed beside it.
     """
 
     def __init__(self, policy: PreTrainedModel, keep_policy: bool = True) -> None:

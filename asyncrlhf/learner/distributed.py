@@ -50,8 +50,8 @@ class Peers:
 
 
 def deal_out(rank: int, ranks: int, size: int) -> tuple[Peers, Peers]:
-    """(those with whom this rank shares a batch out, those with whom it shares its share): runs of ``size`` ranks have
-    the same data. All ranks call it together."""
+    """(data-parallel group, sequence-parallel group): runs of ``size`` ranks have the same data. All ranks call it
+    together."""
     if size == 1:
         return Peers(rank, ranks), Peers()
     across = [dist.new_group(list(range(place, ranks, size))) for place in range(size)]

@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule, and what a backend asks of whatever applies the gradients."""
+"""Optimizer, learning-rate schedule, and the protocol of what applies the gradients."""
 
 from __future__ import annotations
 

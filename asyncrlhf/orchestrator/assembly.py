@@ -36,7 +36,7 @@ class Assembly:
         self._kinds = ["reward", *(kind for kind, is_served in served.items() if is_served)]  # that a rollout waits for
 
     def generated(self, info: RolloutInfo) -> bool:
-        """A rollout left its generator; False when nobody waits for it any more (it was dropped meanwhile)."""
+        """A rollout left its generator; False when its group was dropped meanwhile."""
         group = self._state.groups.get(info.group_id)
         if group is None or info.rollout_id not in group.unfinished:
             return False

@@ -18,7 +18,7 @@ class CriticVersions:
     """Tickets of the critics that workers can be given, by version.
 
     A free run keeps the newest, which answers rollouts that its own or an older version sampled. In the scheduled modes
-    a rollout is answered by the critic of the very version that sampled it, which is the same in every run; so a
+    a rollout is answered by the critic of the same version that sampled it, which is the same in every run; so a
     version is kept for as long as rollouts of it are in the making or to come.
     """
 

@@ -83,7 +83,7 @@ class Dispatcher:
                 self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
 
     def _choose_again(self, version: int) -> Replica | None:
-        """A replica no older than the gate admitted the rollout for; in the scheduled modes one that holds the very
+        """A replica no older than the gate admitted the rollout for; in the scheduled modes one that holds exactly the
         version."""
         if not self._state.scheduled:
             chosen = self._pacing.choose(1)

@@ -72,7 +72,7 @@ class LearnLoop:
 
     async def _next_batch(self) -> list[Taken] | None:
         """The next batch, or None when the run is stopping. A publish that was put off is caught up here, for without
-        it nobody would ever be admitted again."""
+        it no rollout would be admitted again."""
         state, buffer = self._state, self._state.buffer
         while True:
             await state.batch.wait_for(self._has_work)

@@ -99,7 +99,7 @@ class WandbSink:
         mode = logging.wandb
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode = "offline"
-            self.note = "logging.wandb=online, but nobody is logged in to W&B: this run is recorded offline."
+            self.note = "logging.wandb=online, but no W&B login was found: this run is recorded offline."
         try:
             self._run = _init(wandb, run_dir, config, logging, mode)
         except wandb.Error as error:

@@ -1,4 +1,4 @@
-"""Calls a reward function and turns whatever it does into scores or RewardErrors; light, for the sandbox's process."""
+"""Calls a reward function; its results become scores and its errors RewardErrors. Light, for the sandbox's process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checked_scores(values: Any, count: int, who: str) -> list[float | RewardErro
 
 def _score(value: Any, who: str) -> float | RewardError:
     try:
-        # A string that reads like a number is a mistake of whoever gave it, not a score.
+        # A string that reads like a number is a mistake of the reward function, not a score.
         score = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
         score = math.nan

@@ -17,7 +17,7 @@ SHOWN = 120  # characters of an answer in a message
 
 
 class ChatModel(Protocol):
-    """Whoever answers the questions."""
+    """What answers the questions: an endpoint or a vLLM engine."""
 
     def answers(self, questions: Sequence[str]) -> list[str | RewardError]:
         """One text or failure a question, in order."""

@@ -46,13 +46,13 @@ class ModelThread:
         self._calls: SimpleQueue[_Call | None] | None = None
 
     def call(self, who: str, work: Callable[[], T], remedy: str = "") -> T:
-        """What ``work`` returns or raises; StuckError, whose subject is ``who``, after ``seconds``. Waits at most as
-        long before that for an earlier call that was given up to come to its end. ``remedy``: a sentence for whoever
-        has a call that is no more than slow."""
+        """Return or raise what ``work`` does; raise StuckError, whose subject is ``who``, after ``seconds``.
+        An earlier call that was given up is first waited for, at most as long. ``remedy``: a sentence for a user whose
+        call is merely slow."""
         return self._call(who, work, self.seconds, remedy)
 
     def call_without_limit(self, work: Callable[[], T]) -> T:
-        """As :meth:`call`, for what may take long, such as loading: whoever starts a worker has a limit for that."""
+        """As :meth:`call`, for what may take long, such as loading: the start of a worker has a limit of its own."""
         return self._call("", work, None)
 
     def _call(self, who: str, work: Callable[[], T], seconds: float | None, remedy: str = "") -> T:

@@ -44,7 +44,7 @@ class ServiceError(RewardError):
 
 
 class StuckError(ReplicaError):
-    """A model's call does not end. Nothing is known of its rollouts; whoever keeps the worker must replace it."""
+    """A model's call does not end. Nothing is known of its rollouts; the worker's owner must replace it."""
 
 
 def columns_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:

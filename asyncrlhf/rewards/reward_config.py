@@ -72,7 +72,7 @@ class RewardConfig:
     max_restarts: int = 3  # a worker that dies so often in a row is not started again
     max_batch_tokens: int = 16384  # padding included, of one forward pass of a reward model
     timeout_seconds: float = 30.0  # for one call of a function or endpoint
-    # For one pass of a reward model, and all questions of a call of a judge under vLLM: whoever is slow is no failure.
+    # For one pass of a reward model, and all questions of a call of a judge under vLLM: a slow model is no failure.
     model_timeout_seconds: float = 300.0
     on_failure: str = "skip"
     normalize: str = "none"

@@ -102,7 +102,7 @@ def _has_content(file: Path) -> bool:
 
 def _broken_line(files: Sequence[Path]) -> str:
     """Where the first line stands that keeps JSONL files from being a table; empty where none does. Arrow counts rows
-    of a block from 0, which is no help to who looks for one."""
+    of a block from 0, which does not help to find a line."""
     kinds: dict[str, str] = {}
     for file in files:
         if file.suffix != ".jsonl":

@@ -17,7 +17,7 @@ from asyncrlhf.transport.protocol import LostReceiversError
 
 
 class Membership:
-    """One group at a time. Whatever loses a receiver ends the group and raises LostReceiversError naming it.
+    """One group at a time. The loss of a receiver ends the group and raises LostReceiversError naming it.
 
     ``device``: where the learner's parameters live; it decides, with the receivers' devices, between NCCL and gloo.
     """

@@ -32,7 +32,7 @@ def _rebuild(sentence: str, receivers: Mapping[str, str]) -> LostReceiversError:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to receive one published version; small, and picklable by whatever carries it to the receivers.
+    """The right to receive one published version; small, and picklable, since messages carry it to the receivers.
 
     ``refs``: where the buckets lie, for the transports that do not send them. ``checksums``: one a bucket; empty
     without ``weights.checksum``. ``delta``: a receiver keeps the buckets whose checksum it holds already.
