@@ -57,6 +57,7 @@ TIMING_KEYS = frozenset(
         "rollouts_in_flight",
         "generators_alive",
         "generators_held_back",
+        "loop_lag_p99",
     }
 )
 

@@ -266,10 +266,10 @@ def test_a_sum_is_built_from_its_settings() -> None:
 
 
 def test_a_part_that_cannot_be_built_closes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrlhf.rewards import build
+    from asyncrlhf.rewards import build_scorer as building
 
     first = Fixed({})
-    monkeypatch.setitem(build.BUILDERS, "length", lambda *_: first)
+    monkeypatch.setitem(building.BUILDERS, "length", lambda *_: first)
     parts = {"a": {"kind": "length"}, "b": {"kind": "python", "target": "tests.reward_functions:nobody"}}
     with pytest.raises(ConfigError, match=r"reward\.parts\.b\.target=tests\.reward_functions:nobody.* has no 'nobody'"):
         build_scorer(RewardConfig(kind="sum", parts=parts), load_tokenizer(ModelConfig()), lambda: None, 16)  # type: ignore
