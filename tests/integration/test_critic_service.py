@@ -167,14 +167,13 @@ def test_the_learner_waits_for_the_copy_of_its_critic_before_it_changes(
     runtime: Any = build_runtime(load_config([*SERVED, "runtime=local"]), tmp_path)
     worker = LearnerWorker(runtime._learner_spec)
     params = worker.backend.critic_parameters()
-    given = [
-        replace(s, rollout=replace(s.rollout, values=0.0 * s.rollout.behavior_logprobs, critic_version=0))
-        for s in samples()
-    ]
+    given = samples()
+    chosen = [(((0, i),), s.reward, s.weight, s.masked_before_version) for i, s in enumerate(given)]
+    bundle = [replace(s.rollout, values=0.0 * s.rollout.behavior_logprobs, critic_version=0) for s in given]
     for version in (0, 1):
         before = {name: tensor.clone() for name, tensor in params.items()}
         worker.snapshot(None)
-        worker.train(given)
+        worker.train(chosen, bundle)
         assert any(not torch.equal(before[name], tensor) for name, tensor in params.items()), "nothing was learned"
         ticket = worker.critic_ticket()
         assert ticket.version == version
