@@ -116,7 +116,8 @@ class TimerGenerator(Part):
 
     def _end(self) -> None:
         now = asyncio.get_running_loop().time()
-        while self._running and self._running[0][0] <= now:
+        # The loop counts a timer as due a little early; what is not taken then would be due again at once, for ever.
+        while self._running and self._running[0][0] <= now + 1e-6:
             end, _, version, item = heapq.heappop(self._running)
             self._finished.append((end, version, item))
         self._begin(now)
