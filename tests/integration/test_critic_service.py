@@ -72,7 +72,7 @@ def weights(done: Finished) -> dict[str, torch.Tensor]:
 
 def assert_trained_alike(a: Finished, b: Finished) -> None:
     """Values rounded otherwise give Adam other steps where a gradient is all but zero, and what the next step measures
-    moves with them: two to three times as far a step, 3e-4 of the gradient's norm at step 4 on a CPU with AVX-512.
+    moves with them, further each step: by 3e-4 of the gradient's norm at step 4 on a CPU with AVX-512.
     A critic that stays at its first version more than triples the value loss of step 2."""
     assert list(a.trained.response) == list(b.trained.response)
     for one, other in zip(a.metrics, b.metrics, strict=True):
