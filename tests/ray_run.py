@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.orchestrator.controller import Controller
@@ -63,7 +64,9 @@ async def until(condition: Callable[[], object], missing: str, seconds: float = 
 
 
 def run(folder: Path, *overrides: str) -> Finished:
-    """One run on the Ray that stands; afterwards none of its actors is left, however it ended."""
+    """One run on the Ray of the fixture ``ray_local``; afterwards none of its actors is left, however it ended.
+    A run without that fixture would start a Ray of its own, in any of the test processes, with all cores and stores."""
+    assert ray.is_initialized(), "this test needs the fixture ray_local"
     try:
         return loop.run(folder, *RAY, *overrides)
     finally:

@@ -14,7 +14,7 @@ from tests.loop import FAKE
 
 
 def test_the_controller_fetches_no_rollout_and_every_row_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_local: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[int] = []
     fetch = RayRuntime.fetch
