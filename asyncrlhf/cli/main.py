@@ -14,6 +14,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf train [overrides]      one run, such as: asyncrlhf train steps=50 async.max_staleness=4
                                    with -m a sweep:  asyncrlhf train -m seed=0,1,2 async.mode=sync,async
                                    --cfg job shows the config, --help all its keys
+  asyncrlhf sweep [overrides]      a grid with seeds and one report: asyncrlhf sweep experiment=staleness_quick
   asyncrlhf sft [overrides]        fine-tunes model.path on sft.path
   asyncrlhf preferences [...]      pairs of model.path's answers, labelled by reward.*
   asyncrlhf reward-model [...]     a reward model from the preferences in reward_model.path
@@ -28,6 +29,12 @@ Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupte
 
 def _train(arguments: Sequence[str]) -> int:
     from asyncrlhf.cli.train import main
+
+    return main(arguments)
+
+
+def _sweep(arguments: Sequence[str]) -> int:
+    from asyncrlhf.cli.sweep import main
 
     return main(arguments)
 
@@ -77,6 +84,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 # Imports wait for the choice: `asyncrlhf doctor` must answer where torch does not even import.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
+    "sweep": _sweep,
     "sft": _sft,
     "preferences": _preferences,
     "reward-model": _reward_model,

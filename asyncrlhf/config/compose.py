@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
@@ -93,7 +94,9 @@ def check_words(overrides: Sequence[str]) -> None:
 def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of every job that Hydra's own sweeper makes of ``key=a,b``, in its order."""
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder())):
+            groups = GlobalHydra.instance().config_loader()  # glob() looks its options up there
+            parsed = OverridesParser.create(groups).parse_overrides(list(overrides))
         choices = [
             [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
             if o.is_sweep_override() and o.is_discrete_sweep()

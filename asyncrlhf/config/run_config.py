@@ -22,6 +22,7 @@ from asyncrlhf.config.agreement import check_agreement
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.config.logging_config import LoggingConfig
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
+from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.groups import replica_kinds
@@ -81,6 +82,7 @@ class RunConfig:
     preferences: PreferencesConfig = field(default_factory=PreferencesConfig)
     reward_model: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
         check(self.name and "/" not in self.name, f"name={self.name!r} must be a folder's name without a slash.")

@@ -1,0 +1,84 @@
+"""``asyncrlhf sweep``: a grid of runs, and one report of what they say together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.sweeps.plan import SweepPlan, plan_sweep
+from asyncrlhf.sweeps.record import SweepRecord, owned
+
+ACCEPT, LIST = "--accept-changed", "--list"
+HELP = """asyncrlhf sweep [overrides]: every combination of the choices, seed by seed, and one report
+
+  asyncrlhf sweep experiment=staleness_quick                       a sweep that comes with asyncrlhf
+  asyncrlhf sweep async=fixed_lag async.lag=0,1,4 seeds=3          choices as in Hydra: a,b  range(0,4)  glob(*)
+  asyncrlhf sweep experiment=staleness_quick --list                names the jobs and runs none
+
+  seeds=N                  seeds 0 to N-1 of every configuration (sweep.seeds)
+  sweep.name=NAME          the folder is runs/sweeps/NAME-<hash of the jobs>
+  sweep.timing=exclusive   each job has the machine alone: only then is anything said of speed
+  sweep.jobs=N             at most N jobs side by side
+  --accept-changed         go on although code or data are not those of the finished jobs
+
+The same command goes on with a sweep that was interrupted: finished jobs are not run again.
+Exit codes: 0 all jobs done, 1 a job failed, 2 wrong config or input, 130 interrupted."""
+RUNS = Path("runs")
+
+
+def main(arguments: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
+    rest = [argument for argument in arguments if argument not in (ACCEPT, LIST)]
+    plan = plan_sweep(rest)
+    if LIST in arguments:
+        print("\n".join(job.name for job in plan.jobs))
+        return 0
+    with owned(RUNS / "sweeps" / plan.folder_name):
+        return _run(plan, accept_changed=ACCEPT in arguments)
+
+
+def _run(plan: SweepPlan, accept_changed: bool) -> int:
+    from asyncrlhf.sweeps.run import Sweeper, open_sweep
+    from asyncrlhf.sweeps.table import SweepTable
+
+    record = open_sweep(plan, RUNS, accept_changed)
+    done = sum(job.state == "done" for job in record.jobs.values())
+    console = Console()
+    finished = f", {done} of them done before" if done else ""
+    console.print(f"Sweep of {len(plan.jobs)} jobs{finished}: {record.folder}", markup=False, highlight=False)
+    table = SweepTable(len(plan.jobs), done, console)
+    code = 0
+    try:
+        Sweeper(plan, record, table).run()
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        table.stop()
+    states = Counter(job.state for job in record.jobs.values())
+    for line in _closing(record, states):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return code or (1 if states["failed"] or states["interrupted"] else 0)
+
+
+def _closing(record: SweepRecord, states: Counter[str]) -> list[str]:
+    lines = [f"Jobs: {', '.join(f'{count} {state}' for state, count in states.items())}."]
+    for job in record.jobs.values():
+        if job.state in ("failed", "interrupted") and job.note:
+            lines.append(f"{job.name} {job.state}: {job.note} (see {record.folder / job.folder}/output.log)")
+    if not states["done"]:
+        return lines
+    from asyncrlhf.report.html import build_report
+    from asyncrlhf.sweeps.results import read_results, sentences
+
+    lines += sentences(read_results(record.folder))
+    try:
+        lines.append(f"Report: {build_report([record.folder])}")
+    except AsyncRLHFError as error:
+        lines.append(f"The report could not be drawn: {error}")
+    return lines

@@ -1,0 +1,163 @@
+"""``sweep.json``: which jobs a sweep has, what became of each attempt, and what it was started from."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.config.run_config import to_plain
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.checkpoint import list_checkpoints
+from asyncrlhf.records.recorder import SUMMARY_FILE, write_atomically
+from asyncrlhf.records.summary import git_state
+from asyncrlhf.sweeps.plan import Job, SweepPlan, data_fingerprint
+
+SWEEP_FILE, LOCK_FILE, JOBS_FOLDER = "sweep.json", ".lock", "jobs"
+FORMAT = 1
+STATES = ("pending", "running", "done", "failed", "interrupted")
+
+
+@dataclass
+class JobRecord:
+    """One job's line in ``sweep.json``. ``folder`` is that of the last attempt, below the sweep's; ``seconds`` are the
+    wall-clock seconds of the last attempt, start-up included; ``note`` says why it failed."""
+
+    name: str
+    hash: str
+    part: str
+    timing: str
+    choices: dict[str, str]
+    seed: int
+    overrides: list[str]
+    state: str = "pending"
+    attempts: int = 0
+    folder: str = ""
+    seconds: float = 0.0
+    note: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class SweepRecord:
+    """Owns ``sweep.json`` of one folder; every change is on disk before the call returns."""
+
+    def __init__(self, folder: Path, plan: SweepPlan) -> None:
+        self.folder = folder
+        self._head = {
+            "format": FORMAT,
+            "name": plan.name,
+            "overrides": list(plan.overrides),
+            "git": git_state(Path(__file__).resolve().parent),
+            "data": _data(plan),
+        }
+        self.jobs = {job.hash: _new_record(job) for job in plan.jobs}
+
+    def join(self, accept_changed: bool) -> None:
+        """Take up what an earlier command left in the folder. Raises ConfigError where the code or the data are others
+        than the finished jobs', unless that is accepted."""
+        path = self.folder / SWEEP_FILE
+        if not path.is_file():
+            self.save()
+            return
+        before = read_sweep(self.folder)
+        changed = _changes(before, self._head)
+        if changed and not accept_changed and any(job["state"] == "done" for job in before["jobs"]):
+            raise ConfigError(
+                f"{self.folder} has finished jobs of {changed}; give --accept-changed to go on with it all the same, "
+                "or another sweep.name to start anew."
+            )
+        for row in before["jobs"]:
+            job = self.jobs.get(row["hash"])
+            if job is not None:
+                job.state, job.attempts, job.folder = row["state"], row["attempts"], row["folder"]
+                job.seconds, job.note = row["seconds"], row["note"]
+                self._look_again(job)
+        self.save()
+
+    def _look_again(self, job: JobRecord) -> None:
+        """A command that was killed left ``running`` behind; the job's own summary knows better."""
+        summary = read_summary(self.folder / job.folder) if job.folder else None
+        if job.state == "running":
+            done = summary is not None and summary.get("exit_reason") == "done"
+            job.state, job.note = ("done", "") if done else ("interrupted", "the sweep was killed while it ran")
+        if job.state == "done" and summary is None:
+            job.state, job.note = "pending", ""  # its folder was removed
+
+    def begin(self, job: JobRecord) -> list[str]:
+        """Mark an attempt as begun; returns the overrides that the run needs beside the job's own. An interrupted
+        attempt goes on from its newest checkpoint; without one the next attempt has a folder of its own."""
+        resumed = bool(job.folder) and bool(list_checkpoints(self.folder / job.folder))
+        if not resumed:
+            job.attempts += 1
+            suffix = "" if job.attempts == 1 else f".attempt-{job.attempts}"
+            job.folder = f"{JOBS_FOLDER}/{job.name}{suffix}"
+        job.state, job.note = "running", ""
+        self.save()
+        run_dir = str(self.folder / job.folder).replace("'", "\\'")
+        return [f"run_dir='{run_dir}'", f"checkpoint.resume={'auto' if resumed else 'no'}"]
+
+    def end(self, job: JobRecord, state: str, seconds: float, note: str = "") -> None:
+        job.state, job.seconds, job.note = state, seconds, note
+        self.save()
+
+    def save(self) -> None:
+        document = {**self._head, "jobs": [asdict(job) for job in self.jobs.values()]}
+        write_atomically(self.folder / SWEEP_FILE, json.dumps(document, indent=1) + "\n")
+
+
+def _new_record(job: Job) -> JobRecord:
+    facts = (job.name, job.hash, job.part, job.timing, job.choices, job.seed, list(job.overrides))
+    return JobRecord(*facts, config=to_plain(job.config))
+
+
+def _data(plan: SweepPlan) -> dict[str, str]:
+    return {name: digest for job in plan.jobs for name, digest in data_fingerprint(job.config).items()}
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is no longer as it was, as a part of a sentence; empty when all is the same."""
+    found = []
+    if before["git"] != now["git"]:
+        found.append(f"another state of the code ({_commit(before['git'])}, now {_commit(now['git'])})")
+    found += [f"other data of {name}" for name, digest in before["data"].items() if now["data"].get(name) != digest]
+    return " and ".join(found)
+
+
+def _commit(git: Mapping[str, Any] | None) -> str:
+    return "an installed package" if git is None else git["commit"][:9] + (" with changes" if git["dirty"] else "")
+
+
+def read_sweep(folder: Path) -> dict[str, Any]:
+    """The document of ``sweep.json``. Raises ConfigError when it is none that this version reads."""
+    path = folder / SWEEP_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != FORMAT:
+            raise ConfigError(f"{path} has format {document['format']}; this version reads {FORMAT}.")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); was it edited by hand?") from error
+    return document
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Hold the sweep's folder; a second command on it is refused while the first one runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"{folder} is being run by another command; wait for it, or give sweep.name.") from error
+        yield

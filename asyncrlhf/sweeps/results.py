@@ -1,0 +1,232 @@
+"""What a sweep says: quality against the staleness that came about, wall-clock, and sentences with standard errors.
+
+Everything is recomputed from the runs' own files. Quality is the held-out accuracy after training, or where nothing is
+held out the mean reward of the last tenth of the steps. Speed is said only of jobs that had the machine alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.sweeps.record import read_summary, read_sweep
+
+# Settings that move staleness. All other choices are what is compared: the method.
+STALENESS_KEYS = (
+    "async", "async.mode", "async.lag", "async.max_staleness", "async.min_staleness", "weights.publish_every",
+    "buffer.max_reuse", "generator.replicas", "buffer.replay_fraction",
+)  # fmt: skip
+FRESH = 0.05  # policy versions: a configuration at most this stale on average is a baseline
+SMALL = 1e-3  # a baseline's quality below this makes no ratio
+
+
+@dataclass(frozen=True)
+class Point:
+    """One finished job. ``staleness``: mean over the steps, in policy versions. ``train_seconds``: the run's own clock
+    from the first step's beginning to the last step's end."""
+
+    name: str
+    path: Path
+    part: str
+    exclusive: bool
+    method: str
+    setting: str
+    seed: int
+    quality: float
+    staleness: float
+    train_seconds: float
+    mode: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its standard error (NaN for a single one)."""
+
+    mean: float
+    error: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(statistics.fmean(values), error, len(values))
+
+    def text(self, scale: float = 1.0, digits: int = 3, unit: str = "") -> str:
+        middle = f"{self.mean * scale:.{digits}f}"
+        return f"{middle}{unit}" if math.isnan(self.error) else f"{middle} ± {self.error * scale:.{digits}f}{unit}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration of a sweep: its points, one a seed. ``kept``: its quality as a share of the same seeds' under
+    the method's freshest configuration; None where that is this one, or too small to be a share's base."""
+
+    method: str
+    setting: str
+    exclusive: bool
+    points: tuple[Point, ...]
+    kept: Estimate | None = None
+    speedup: Estimate | None = None  # of sync's wall-clock for the same steps, paired by seed; exclusive jobs only
+
+    @property
+    def quality(self) -> Estimate:
+        return Estimate.of([point.quality for point in self.points])
+
+    @property
+    def staleness(self) -> Estimate:
+        return Estimate.of([point.staleness for point in self.points])
+
+    @property
+    def seconds(self) -> Estimate:
+        return Estimate.of([point.train_seconds for point in self.points])
+
+
+@dataclass(frozen=True)
+class Results:
+    """``left_out``: jobs without a result, with their state. ``what``: the name of the quality."""
+
+    folder: Path
+    name: str
+    cells: tuple[Cell, ...]
+    left_out: dict[str, str]
+    what: str
+    overrides: tuple[str, ...]
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(cell.method for cell in self.cells))
+
+
+def read_results(folder: Path) -> Results:
+    """Raises ConfigError for a folder without a readable ``sweep.json``."""
+    document = read_sweep(folder)
+    rows = [row for row in document["jobs"] if row["state"] == "done"]
+    left_out = {row["name"]: row["state"] for row in document["jobs"] if row["state"] != "done"}
+    heldout = all(_heldout(folder / row["folder"]) is not None for row in rows)
+    points = []
+    for row in rows:
+        try:
+            points.append(_point(folder, row, heldout))
+        except (ConfigError, LookupError, ValueError, OSError) as error:
+            left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
+    what = "held-out accuracy" if heldout else "reward of the last tenth of the steps"
+    cells = _with_speed(_with_kept(_cells(points)))
+    return Results(folder, document["name"], tuple(cells), left_out, what, tuple(document["overrides"]))
+
+
+def _heldout(run_dir: Path) -> float | None:
+    return ((read_summary(run_dir) or {}).get("heldout_accuracy") or {}).get("after")
+
+
+def _point(folder: Path, row: dict[str, Any], heldout: bool) -> Point:
+    path = folder / row["folder"]
+    summary = read_summary(path)
+    metrics = [line for line in read_metrics(path / METRICS_FILE) if "step" in line]
+    if summary is None or not metrics:
+        raise ConfigError(f"{path} has no summary or no steps.")
+    choices, mode = row["choices"], row["config"]["async"]["mode"]
+    quality = summary["heldout_accuracy"]["after"] if heldout else summary["reward"]["last"]
+    return Point(
+        row["name"],
+        path,
+        row["part"],
+        row["timing"] == "exclusive",
+        _words({key: value for key, value in choices.items() if key not in STALENESS_KEYS}) or "all",
+        _words({key: value for key, value in choices.items() if key in STALENESS_KEYS}) or mode,
+        row["seed"],
+        float(quality),
+        statistics.fmean(line["staleness_mean"] for line in metrics),
+        float(metrics[-1]["wall_time"]),
+        mode,
+    )
+
+
+def _words(choices: dict[str, str]) -> str:
+    """``algorithm=grpo`` is said as ``grpo``: names tell for themselves, numbers do not."""
+    said = []
+    for key, value in choices.items():
+        bare = value.strip("'\"")
+        number = bare.replace(".", "", 1).replace("-", "", 1).isdigit()
+        said.append(f"{key.rpartition('.')[2]} {bare}" if number or bare in ("true", "false") else bare)
+    return ", ".join(said)
+
+
+def _cells(points: Sequence[Point]) -> list[Cell]:
+    found: dict[tuple[str, str, bool], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.method, point.setting, point.exclusive), []).append(point)
+    cells = [Cell(*key, tuple(sorted(members, key=lambda p: p.seed))) for key, members in found.items()]
+    return sorted(cells, key=lambda cell: (cell.exclusive, cell.method, cell.staleness.mean))
+
+
+def _paired(cell: Cell, base: Cell, of: Callable[[Point], float]) -> list[tuple[float, float]]:
+    """(base's, own) value of each seed that both have."""
+    values = {point.seed: of(point) for point in base.points}
+    return [(values[point.seed], of(point)) for point in cell.points if point.seed in values]
+
+
+def _with_kept(cells: Sequence[Cell]) -> list[Cell]:
+    """Quality as a share of the freshest configuration's: the mean over seeds of own less base's, over base's mean."""
+    done = []
+    for cell in cells:
+        peers = [c for c in cells if c.method == cell.method and c.exclusive == cell.exclusive]
+        base = min(peers, key=lambda c: c.staleness.mean)
+        pairs = _paired(cell, base, lambda point: point.quality)
+        middle = statistics.fmean(b for b, _ in pairs) if pairs else 0.0
+        usable = base is not cell and base.staleness.mean <= FRESH and middle > SMALL
+        kept = Estimate.of([1 + (own - b) / middle for b, own in pairs]) if usable else None
+        done.append(Cell(cell.method, cell.setting, cell.exclusive, cell.points, kept))
+    return done
+
+
+def _with_speed(cells: Sequence[Cell]) -> list[Cell]:
+    """How many times the speed of sync: its wall-clock over this one's, seed by seed, where both ran alone."""
+    done = []
+    for cell in cells:
+        base = next((c for c in cells if c.method == cell.method and c.exclusive and c.points[0].mode == "sync"), None)
+        speedup = None
+        if cell.exclusive and base is not None and base is not cell:
+            pairs = _paired(cell, base, lambda point: point.train_seconds)
+            speedup = Estimate.of([b / own for b, own in pairs]) if pairs else None
+        done.append(Cell(cell.method, cell.setting, cell.exclusive, cell.points, cell.kept, speedup))
+    return done
+
+
+def sentences(results: Results) -> list[str]:
+    """What the sweep found, for the terminal and the head of its report."""
+    quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
+    said = [sentence for setting in dict.fromkeys(c.setting for c in quality) if (sentence := _kept(results, setting))]
+    timed = [cell for cell in results.cells if cell.speedup is not None]
+    for cell in timed:
+        assert cell.speedup is not None
+        said.append(
+            f"{cell.setting} ({cell.method}) trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
+            f"sync ({cell.speedup.count} alternated pair{'s' * (cell.speedup.count != 1)}, each alone on the machine)."
+        )
+    if not timed:
+        said.append("Nothing is said of speed: no two jobs had the machine alone (sweep.timing=exclusive).")
+    if results.left_out:
+        names = ", ".join(f"{name} ({state})" for name, state in results.left_out.items())
+        said.append(f"Without {len(results.left_out)} of the jobs: {names}.")
+    return said
+
+
+def _kept(results: Results, setting: str) -> str:
+    """One setting's sentence: what each method keeps of its own quality without staleness, the best first."""
+    cells = [c for c in results.cells if c.setting == setting and c.kept is not None]
+    if not cells:
+        return ""
+    cells.sort(key=lambda cell: -cell.kept.mean)  # type: ignore[union-attr]
+    stale = Estimate.of([point.staleness for cell in cells for point in cell.points]).mean
+    parts = [f"{cell.method} keeps {cell.kept.text(100, 0, '%')}" for cell in cells if cell.kept is not None]
+    seeds = min(cell.kept.count for cell in cells if cell.kept is not None)
+    return (
+        f"{setting} (staleness {stale:.1f}): {', '.join(parts)} of the {results.what} without staleness "
+        f"({seeds} seed{'s' * (seeds != 1)})."
+    )

@@ -1,0 +1,169 @@
+"""Runs the jobs of a sweep: side by side where the machine holds them, alone where their time is measured."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.sweeps.plan import Job, SweepPlan
+from asyncrlhf.sweeps.record import JobRecord, SweepRecord
+from asyncrlhf.sweeps.table import SweepTable
+from asyncrlhf.sweeps.worker import END_SECONDS, LOG_FILE, Answer, Order, Worker
+
+LOOK_SECONDS = 1.0  # between two looks at the jobs' metrics, for the table
+QUIET = ("logging.progress=plain", "logging.report=false")
+
+
+def needs(config: RunConfig) -> tuple[float, float]:
+    """(CPUs, GPUs) that a job keeps busy: its parts' together on Ray, one core in a process of its own."""
+    if config.runtime == "local" and not (config.learner.gpus or config.generator.gpus):
+        return 1.0, 0.0
+    from asyncrlhf.cluster.parts import placement_plan  # some seconds of imports
+
+    plan = placement_plan(config)
+    return max(plan.total("CPU"), 1.0), plan.total("GPU")
+
+
+class Sweeper:
+    """Gives jobs to workers until none is left. ``run`` may be interrupted by Ctrl-C; the record is whole then."""
+
+    def __init__(self, plan: SweepPlan, record: SweepRecord, table: SweepTable) -> None:
+        self._plan, self._record, self._table = plan, record, table
+        left = [job for job in plan.jobs if record.jobs[job.hash].state != "done"]
+        self._left = deque(left)
+        self._cores = float(len(os.sched_getaffinity(0)))
+        self._gpus = _gpus(left)
+        self._workers: list[Worker] = []
+        self._ray: Any = None
+        self._config_dir = str(plan.config_dir) if plan.config_dir else None
+
+    def run(self) -> None:
+        """Raises KeyboardInterrupt after Ctrl-C, when every job under way has ended and is recorded."""
+        try:
+            while self._left or self._running():
+                self._start_what_fits()
+                wait([source for worker in self._running() for source in worker.waits], timeout=LOOK_SECONDS)
+                self._collect()
+                self._table.show(self._record)
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+        finally:
+            for worker in self._workers:
+                worker.close(5.0)
+            self._stop_ray()
+            self._table.show(self._record)
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.busy_with is not None]
+
+    def _start_what_fits(self) -> None:
+        while self._left and self._fits(self._left[0]):
+            job = self._left.popleft()
+            if job.exclusive:
+                self._stop_ray()
+            record = self._record.jobs[job.hash]
+            extra = self._record.begin(record)
+            log = self._record.folder / record.folder / LOG_FILE
+            shared = job.config.runtime == "ray" and not (job.exclusive or job.config.ray.cluster)
+            address = self._ray_address() if shared else ""
+            threads = 0 if job.exclusive else 1
+            order = Order((*job.overrides, *QUIET, *extra), self._config_dir, str(log), address, threads)
+            self._idle_worker().give(order, job)
+
+    def _fits(self, job: Job) -> bool:
+        """A job that has the machine alone waits for all others to end, and all others for it."""
+        under_way: list[Job] = [worker.busy_with for worker in self._running()]
+        if not under_way:
+            return True
+        if job.exclusive or any(other.exclusive for other in under_way):
+            return False
+        most = self._plan.settings.jobs or len(under_way) + 1
+        cores, gpus = (sum(column) for column in zip(*(needs(j.config) for j in [*under_way, job]), strict=True))
+        return len(under_way) < most and cores <= self._cores and gpus <= self._gpus
+
+    def _idle_worker(self) -> Worker:
+        for worker in self._workers:
+            if worker.busy_with is None and worker.process.is_alive():
+                return worker
+        self._workers.append(Worker())
+        return self._workers[-1]
+
+    def _collect(self) -> None:
+        for worker in self._running():
+            answer = worker.answer()
+            if answer is not None:
+                self._file(worker, answer)
+
+    def _file(self, worker: Worker, answer: Answer) -> None:
+        record: JobRecord = self._record.jobs[worker.busy_with.hash]
+        worker.busy_with = None
+        self._record.end(record, answer.state, answer.seconds, answer.note)
+        self._table.ended(record)
+
+    def _interrupt(self) -> None:
+        """Each run under way ends in order; a second Ctrl-C, or too long a wait, ends them at once."""
+        self._table.message("Interrupted: the jobs under way are ending; the same command goes on with the sweep.")
+        for worker in self._running():
+            worker.interrupt()
+        for worker in self._running():
+            with suppress(KeyboardInterrupt):
+                wait(worker.waits, timeout=END_SECONDS)
+            self._file(worker, worker.answer() or Answer("interrupted", 0.0, "it was ended before it had finished"))
+            worker.close(0.0)
+
+    def _ray_address(self) -> str:
+        """One Ray serves all jobs that run side by side; it starts with the first of them. A job that has the machine
+        alone starts its own, as ``train`` does, so that what is measured is what ``train`` gives."""
+        if self._ray is None:
+            import ray
+
+            from asyncrlhf.cluster.ray_runtime import MALLOC
+
+            for name, value in MALLOC.items():
+                os.environ.setdefault(name, value)  # inherited by Ray's processes
+            ray.init(
+                address="local",
+                num_cpus=math.ceil(self._cores),
+                include_dashboard=False,
+                object_store_memory=max(job.config.ray.object_store_mb for job in self._plan.jobs) * 2**20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            self._ray = ray
+        return str(self._ray.get_runtime_context().gcs_address)
+
+    def _stop_ray(self) -> None:
+        if self._ray is not None:
+            self._ray.shutdown()
+            self._ray = None
+
+
+def _gpus(jobs: Sequence[Job]) -> float:
+    """GPUs of this machine, looked up only where a job asks for one."""
+    most = max((needs(job.config)[1] for job in jobs), default=0.0)
+    if not most:
+        return 0.0
+    import torch
+
+    found = torch.cuda.device_count()
+    if most > found and not any(job.config.ray.cluster for job in jobs):
+        raise ConfigError(f"a job of the sweep asks for {most:g} GPUs; torch sees {found} on this machine.")
+    return float(max(found, most))
+
+
+def open_sweep(plan: SweepPlan, runs: Path, accept_changed: bool) -> SweepRecord:
+    """The record of the sweep's folder, with what earlier commands finished."""
+    record = SweepRecord(runs / "sweeps" / plan.folder_name, plan)
+    record.folder.mkdir(parents=True, exist_ok=True)
+    record.join(accept_changed)
+    return record

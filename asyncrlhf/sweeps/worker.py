@@ -1,0 +1,160 @@
+"""A process that runs one job of a sweep after the other: its imports are paid once, and its death is one job's."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+LOG_FILE = "output.log"
+END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
+
+
+@dataclass(frozen=True)
+class Order:
+    """One job for a worker. ``ray``: the address of the sweep's Ray, for a job that runs on one. ``threads``: of torch
+    in the worker itself; 0 leaves torch's own number."""
+
+    overrides: tuple[str, ...]
+    config_dir: str | None
+    log: str
+    ray: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a job ended: ``state`` is done, failed or interrupted; ``seconds`` are all that it took."""
+
+    state: str
+    seconds: float
+    note: str = ""
+
+
+class Worker:
+    """The driver's end. ``busy_with`` is whatever the driver gave with the order under way, None for an idle worker."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        self._pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=False)
+        self.process.start()
+        theirs.close()
+        self.busy_with: Any = None
+        self._began = 0.0
+
+    @property
+    def waits(self) -> list[Any]:
+        """What to wait for: an answer, or the end of the process."""
+        return [self._pipe, self.process.sentinel]
+
+    def give(self, order: Order, busy_with: Any) -> None:
+        self.busy_with, self._began = busy_with, time.monotonic()
+        with suppress(OSError):  # a worker that died just now is seen by answer()
+            self._pipe.send(order)
+
+    def answer(self) -> Answer | None:
+        """The end of the job under way, or None while it goes on. A dead process is an interrupted job."""
+        if self.busy_with is None:
+            return None
+        with suppress(EOFError, OSError):
+            if self._pipe.poll():
+                return self._pipe.recv()
+        if self.process.is_alive():
+            return None
+        self.process.join()
+        code = self.process.exitcode
+        cause = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return Answer("interrupted", time.monotonic() - self._began, f"its process ended with {cause}")
+
+    def interrupt(self) -> None:
+        """As Ctrl-C: the run ends in order, with a checkpoint where it can write one."""
+        self._signal(signal.SIGINT)
+
+    def close(self, seconds: float) -> None:
+        """End the process; a run that is under way has ``seconds`` to end by itself."""
+        with suppress(OSError):
+            self._pipe.send(None)
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self._signal(signal.SIGKILL)
+            self.process.join()
+        self._pipe.close()
+
+    def _signal(self, number: int) -> None:
+        if self.process.pid is not None and self.process.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+
+def _serve(pipe: Connection, path: Sequence[str]) -> None:
+    """The worker process. Ctrl-C reaches the driver alone, which passes it on."""
+    os.setsid()
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # between two jobs
+    while True:
+        try:
+            order = pipe.recv()
+        except (EOFError, OSError):
+            return  # the driver is gone
+        if order is None:
+            return
+        answer = _run(order)
+        with suppress(OSError):
+            pipe.send(answer)
+
+
+def _run(order: Order) -> Answer:
+    started = time.monotonic()
+    log = Path(order.log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        state, note = _train(order)
+    except KeyboardInterrupt:
+        state, note = "interrupted", ""
+    except Exception as error:  # whatever it is, it is this job's end and no other's
+        import traceback
+
+        traceback.print_exc()
+        state, note = "failed", " ".join(str(error).split()) or type(error).__name__
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return Answer(state, time.monotonic() - started, note)
+
+
+def _train(order: Order) -> tuple[str, str]:
+    import ray
+    import torch
+
+    from asyncrlhf.config.compose import compose_config
+    from asyncrlhf.config.run_config import from_hydra
+    from asyncrlhf.orchestrator.run import train
+    from asyncrlhf.records.summary import plain_words
+
+    if order.threads:
+        torch.set_num_threads(order.threads)
+    if order.ray and not ray.is_initialized():
+        ray.init(address=order.ray, log_to_driver=False, logging_level=logging.ERROR)
+    elif not order.ray:
+        ray.shutdown()  # what an earlier job used
+    config = from_hydra(compose_config(order.overrides, Path(order.config_dir) if order.config_dir else None))
+    summary = train(config)
+    print(plain_words(summary))
+    reason = str(summary["exit_reason"])
+    return ("done", "") if reason == "done" else ("interrupted", "")

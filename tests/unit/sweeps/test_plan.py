@@ -1,0 +1,119 @@
+"""The jobs of a sweep: choices, seeds and grids, names, and what makes two sweeps the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrlhf.cli.main import main
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.sweeps.plan import plan_sweep
+from asyncrlhf.sweeps.record import SweepRecord, owned, read_sweep
+
+
+def test_choices_times_seeds_seed_by_seed() -> None:
+    plan = plan_sweep(["async=fixed_lag", "async.lag=range(0,3)", "algorithm=grpo,decoupled_grpo", "seeds=2"])
+    assert len(plan.jobs) == 12 and [job.seed for job in plan.jobs] == [0] * 6 + [1] * 6
+    assert {(job.config.async_.lag, job.config.algorithm.name) for job in plan.jobs[:6]} == {
+        (lag, name) for lag in range(3) for name in ("grpo", "decoupled_grpo")
+    }
+    assert plan.jobs[0].name == "lag=0,algorithm=grpo,seed=0"
+
+
+def test_globs_and_explicit_seeds_are_hydras() -> None:
+    assert len(plan_sweep(["algorithm=glob(d*grpo)"]).jobs) == 2
+    assert [job.seed for job in plan_sweep(["seed=3,5"]).jobs] == [3, 5]
+
+
+def test_the_folder_is_that_of_the_set_of_jobs() -> None:
+    one = plan_sweep(["async.max_staleness=0,1", "algorithm=grpo", "seeds=2"])
+    other = plan_sweep(["seeds=2", "algorithm=grpo", "async.max_staleness=1,0"])
+    third = plan_sweep(["async.max_staleness=0,2", "algorithm=grpo", "seeds=2"])
+    assert one.folder_name == other.folder_name != third.folder_name
+    told = plan_sweep(["async.max_staleness=0,1", "algorithm=grpo", "seeds=2", "logging.progress=none"])
+    assert told.folder_name == one.folder_name  # what is shown is no other result
+
+
+def test_grids_by_name_with_their_own_seeds_and_timing(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "two.yaml").write_text(
+        "# @package _global_\nsteps: 7\nsweep:\n  seeds: 3\n  parts:\n"
+        "    quality: {overrides: ['async=fixed_lag', 'async.lag=0,2']}\n"
+        "    speed: {overrides: ['async=sync,async'], seeds: 2, timing: exclusive}\n"
+    )
+    plan = plan_sweep(["--config-dir", str(tmp_path), "experiment=two"])
+    assert [(job.part, job.timing) for job in plan.jobs] == [("quality", "shared")] * 6 + [("speed", "exclusive")] * 4
+    # Configurations alternate, so that a change of the machine meets all of them.
+    assert [job.choices["async"] for job in plan.jobs[6:]] == ["sync", "async", "sync", "async"]
+    assert plan.name == "two" and all(job.config.steps == 7 for job in plan.jobs)
+    fewer = plan_sweep(["--config-dir", str(tmp_path), "experiment=two", "async.lag=4", "sweep.timing=exclusive"])
+    assert {job.config.async_.lag for job in fewer.jobs if job.part == "quality"} == {4}
+    assert {job.timing for job in fewer.jobs} == {"exclusive"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["async.lag=0,-1"], "async.lag=-1 is out of range"),
+        (["sweep.timing=alone"], "sweep.timing=alone is not known"),
+        (["sweep.seeds=1,2"], "sweep.seeds has several values"),
+        (["run_dir=here"], "run_dir cannot be set for a sweep"),
+        (["hydra.launcher.n_jobs=2"], "asyncrlhf train -m"),
+        (["seeds=0"], "sweep.seeds=0 is out of range"),
+        (["async.max_stalenes=0,1"], "did you mean async.max_staleness?"),
+        (["--jobs"], "--jobs is no option"),
+        (["sweep.name=a b"], "sweep.name=a b must be a folder's name"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence_before_anything_starts(
+    overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+
+
+def test_a_sweep_takes_up_what_was_done_and_names_what_changed(tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    overrides = ["task=prompts", f"task.path={data}", "seeds=2"]
+    record = SweepRecord(tmp_path, plan_sweep(overrides))
+    record.join(accept_changed=False)
+    first, second = record.jobs.values()
+    extra = record.begin(first)
+    assert extra[1] == "checkpoint.resume=no"
+    (tmp_path / first.folder).mkdir(parents=True)
+    (tmp_path / first.folder / "summary.json").write_text('{"exit_reason": "done"}')
+    record.end(first, "done", 1.0)
+    record.begin(second)  # and the command is killed
+
+    again = SweepRecord(tmp_path, plan_sweep(overrides))
+    again.join(accept_changed=False)
+    assert [job.state for job in again.jobs.values()] == ["done", "interrupted"]
+    data.write_text('{"prompt": "1+1=", "answer": "3"} \n')
+    with pytest.raises(ConfigError, match=r"other data of task\.path=.*--accept-changed"):
+        SweepRecord(tmp_path, plan_sweep(overrides)).join(accept_changed=False)
+    changed = SweepRecord(tmp_path, plan_sweep(overrides))
+    changed.join(accept_changed=True)
+    assert changed.jobs[first.hash].state == "done"
+    assert read_sweep(tmp_path)["jobs"][1]["state"] == "interrupted"
+
+
+def test_a_killed_job_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    record = SweepRecord(tmp_path, plan_sweep(["seeds=1"]))
+    (job,) = record.jobs.values()
+    record.begin(job)
+    checkpoint = tmp_path / job.folder / "checkpoints" / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    folder = job.folder
+    (checkpoint / "controller.json").touch()
+    record.end(job, "interrupted", 1.0)
+    assert record.begin(job)[1] == "checkpoint.resume=auto" and job.folder == folder and job.attempts == 1
+
+
+def test_a_second_command_on_one_folder_is_refused(tmp_path: Path) -> None:
+    with owned(tmp_path), pytest.raises(ConfigError, match="being run by another command"), owned(tmp_path):
+        pass
+    with owned(tmp_path):
+        pass
