@@ -104,7 +104,8 @@ class DeepSpeedUpdater:
         self._config, self._model, self._ranks, self._device = config, model, ranks, device
         self._rank = torch.distributed.get_rank()
         self._stage = config.zero_stage
-        self._settings = engine_settings(config, ranks, device, model.config.get_text_config().hidden_size)
+        hidden, parameters = model.config.get_text_config().hidden_size, sum(p.numel() for p in model.parameters())
+        self._settings = engine_settings(config, ranks, device, hidden, parameters)
         self._callbacks: list[Callable[[], object]] = []
         engine = self._engine(_OneTensor(policy), build_optimizer(config, policy, None))
         self._engines = {"policy": engine}
@@ -240,11 +241,17 @@ class DeepSpeedUpdater:
         return module.engine if isinstance(module, _Unpacked) else module
 
 
-def engine_settings(config: LearnerConfig, ranks: int, device: torch.device, hidden_size: int) -> dict[str, Any]:
+BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
+
+
+def engine_settings(
+    config: LearnerConfig, ranks: int, device: torch.device, hidden_size: int, parameters: int
+) -> dict[str, Any]:
     """DeepSpeed's config. bfloat16 trains bfloat16 weights over sharded float32 masters from stage 1 on, and at stage
     0, which would hold its gradients in bfloat16, float32 weights under autocast."""
     stage = config.zero_stage
-    zero: dict[str, Any] = {"stage": stage}
+    # In elements, allocated whole by each engine: 2 GB of float32, where a small model has gradients of some megabytes.
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET, parameters)}
     pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
     if config.zero_offload == "cpu":
         zero["offload_optimizer"] = pinned
@@ -275,7 +282,10 @@ def _import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # takes seconds, and only this backend needs it
+    import deepspeed.ops
 
+    # Only inference with tensor parallelism uses this op, which DeepSpeed would compile for a minute on a new machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed's business, and torch says it again at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -77,6 +78,15 @@ def test_a_step_raises_the_version_by_one_and_moves_the_weights(make: Make, name
     result = learner.train_step(random_batch())
     assert learner.policy_version == 1 and not result.skipped and result.seconds > 0
     assert any(not torch.equal(before[name], tensor) for name, tensor in learner.parameters().items())
+
+
+def test_a_learner_takes_no_room_for_gradients_that_its_model_lacks(make: Make) -> None:
+    """DeepSpeed's own bucket takes 2 GB an engine, and the next fork of such a process, Ray's start, may be refused."""
+    make().train_step(random_batch())  # what is imported and allocated once
+    process = psutil.Process()
+    before = process.memory_info().vms
+    make().train_step(random_batch())
+    assert process.memory_info().vms - before < 2**29
 
 
 def test_metrics_are_finite_floats_under_the_names_of_the_run_directory(make: Make) -> None:
