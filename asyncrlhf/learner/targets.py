@@ -1,9 +1,8 @@
-"""What a step aims at and what it found: advantages, anchors, behavior weights; the record of its forward passes."""
+"""What a step aims at: advantages, value targets, the policy between theta and mu, behavior weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -12,106 +11,44 @@ from asyncrlhf.algorithms.kl import kl_sequence_rewards, kl_token_rewards
 from asyncrlhf.algorithms.masked import moments, whiten
 from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, target_anchor
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.forward import TokenFacts
 from asyncrlhf.learner.plan import ResponseTokens
 
 
-@dataclass
-class StepRecord:
-    """Detached values of the M response tokens of a rank."""
-
-    policy: torch.Tensor  # [M] of the last pass
-    proximal: torch.Tensor  # [M] of the first pass, before any update
-    entropy: torch.Tensor  # [M] of the last pass
-    collision: torch.Tensor  # [M] of the last pass, where the policy gives it
-    clipped: torch.Tensor  # [M] share of the passes in which the clip rule or a gate acted
-    kept_mass: torch.Tensor  # [M] of the first pass, where sampling was truncated; 0 before it
-
-    @classmethod
-    def empty(cls, tokens: int, device: torch.device) -> StepRecord:
-        return cls(*(torch.zeros(tokens, device=device) for _ in range(6)))
-
-    def keep(self, span: slice, facts: TokenFacts) -> None:
-        self.policy[span] = facts.logprobs.detach()
-        self.entropy[span] = facts.entropies.detach()
-        if len(facts.collision):
-            self.collision[span] = facts.collision
-        if len(facts.kept_mass):
-            first = self.kept_mass[span]
-            self.kept_mass[span] = torch.where(first > 0, first, facts.kept_mass.to(first))
-
-    def facts(self, span: slice) -> TokenFacts:
-        """What was kept, without gradient."""
-        return TokenFacts(self.policy[span], self.entropy[span], self.collision[span], self.kept_mass[span])
-
-
-@dataclass
-class Targets:
-    """What the losses of a step need beside the policy of the pass.
-
-    ``advantages``, ``gate`` and ``head_losses`` are fixed before the first update, unless the algorithm looks at the
-    whole of an update with the present policy: then ``lookahead.fill`` writes that update's part each time.
-    """
-
-    rewards: torch.Tensor  # [N] less a KL penalty, where one is counted in the reward
-    advantages: torch.Tensor  # [M]
-    returns: torch.Tensor | None = None  # [M] with a critic
-    old_values: torch.Tensor | None = None  # [M] with a critic
-    ref: torch.Tensor | None = None  # [M] reference log-probs
-    ema: torch.Tensor | None = None  # [M] the target network's log-probs
-    proximal: torch.Tensor | None = None  # [M] None: the policy of the pass itself, which has not moved yet
-    gate: torch.Tensor | None = None  # [M] bool, tokens that are kept
-    head_losses: torch.Tensor | None = None  # [N]
-
-
-@dataclass(frozen=True)
-class Passes:
-    """What forward passes found before the first update, log-probs and values [M]; None where not needed."""
-
-    ref: torch.Tensor | None = None
-    ema: torch.Tensor | None = None
-    proximal: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    final_values: torch.Tensor | None = None  # [N] of the state behind an answer that was cut; 0 behind one that ended
-
-
-SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
-
-
-def build_targets(
-    tokens: ResponseTokens, config: AlgorithmConfig, passes: Passes, sum_over_ranks: SumOverRanks
-) -> Targets:
-    """The targets of a step. Whole groups must lie on this rank; whitening takes its moments over all ranks.
+def set_targets(
+    tokens: ResponseTokens, config: AlgorithmConfig, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Write the step's rewards, advantages and value targets, from what passes found before the first update; room for
+    what ``lookahead.fill`` writes. Whole groups must lie on this rank; whitening takes its moments over all ranks.
 
     A KL in the reward is that of the present (proximal) policy: a token at a time with a critic and in REINFORCE++,
     where a token answers for the KL from itself on, and summed onto the sequence's reward otherwise.
     """
     ids, mask = tokens.sequence_ids, tokens.loss_mask
-    rewards, returns = tokens.rewards, None
-    if passes.values is not None:
-        advantages, returns = _critic_advantages(tokens, config, passes)
+    if tokens.values is not None:
+        tokens.advantages, tokens.returns = _critic_advantages(tokens, config)
     elif config.advantage == "whiten":
-        nothing = torch.zeros_like(tokens.behavior)
-        advantages, _ = gae(_token_rewards(tokens, config, passes), nothing, mask, ids, gamma=config.gamma)
+        nothing = torch.zeros_like(tokens.behavior_logprobs)
+        tokens.advantages, _ = gae(_token_rewards(tokens, config), nothing, mask, ids, gamma=config.gamma)
     else:
         if config.kl == "reward":
-            policy, ref = _penalised(passes)
-            rewards = kl_sequence_rewards(rewards, policy, ref, mask, ids, beta=config.beta)
-        advantages = broadcast(_sequence_advantages(rewards, tokens.group_ids, config), ids)
+            tokens.rewards = kl_sequence_rewards(tokens.rewards, *_penalised(tokens), mask, ids, beta=config.beta)
+        tokens.advantages = broadcast(_sequence_advantages(tokens.rewards, tokens.group_ids, config), ids)
     if config.whiten or config.advantage == "whiten":
-        advantages = whiten(advantages, mask, sum_over_ranks(moments(advantages, mask)))
-    return Targets(
-        rewards, advantages, returns, passes.values, ref=passes.ref, ema=passes.ema, proximal=passes.proximal
-    )
+        total = sum_over_ranks(moments(tokens.advantages, mask))
+        tokens.advantages = whiten(tokens.advantages, mask, total)
+    if config.gate in ("m2", "sat"):
+        tokens.gate = torch.ones_like(tokens.advantages, dtype=torch.bool)
+    if config.head != "policy":
+        tokens.head_losses = torch.zeros_like(tokens.rewards)
 
 
-def _penalised(passes: Passes) -> tuple[torch.Tensor, torch.Tensor]:
+def _penalised(tokens: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """The two policies of a KL in the reward: (present, reference) log-probs [M]."""
-    assert passes.proximal is not None and passes.ref is not None
-    return passes.proximal, passes.ref
+    assert tokens.proximal_logprobs is not None and tokens.ref_logprobs is not None
+    return tokens.proximal_logprobs, tokens.ref_logprobs
 
 
-def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig, passes: Passes) -> torch.Tensor:
+def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig) -> torch.Tensor:
     """[M]: the score on the last token, less the KL penalty of each. Where the critic's value stands for the rest of an
     answer that was cut, it also stands for its score: both would count what the answer is worth twice."""
     scores = tokens.rewards
@@ -120,12 +57,10 @@ def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig, passes: Pass
     rewards = terminal_rewards(scores, tokens.loss_mask, tokens.sequence_ids)
     if config.kl != "reward":
         return rewards
-    return kl_token_rewards(rewards, *_penalised(passes), tokens.loss_mask, beta=config.beta)
+    return kl_token_rewards(rewards, *_penalised(tokens), tokens.loss_mask, beta=config.beta)
 
 
-def _critic_advantages(
-    tokens: ResponseTokens, config: AlgorithmConfig, passes: Passes
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _critic_advantages(tokens: ResponseTokens, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages [M], value targets [M]).
 
     V-trace's ratio is that of the anchor's slow network where there is one (IMPACT, 1912.00167), and of the proximal
@@ -133,29 +68,18 @@ def _critic_advantages(
     weights of a regression on whole returns would be products over all tokens to come, whose variance grows
     exponentially with the answer's length, while V-trace's traces are cut at 1 without moving the fixed point.
     """
-    ids, mask, values = tokens.sequence_ids, tokens.loss_mask, passes.values
-    assert values is not None
-    rewards = _token_rewards(tokens, config, passes)
-    common = {"gamma": config.gamma, "lam": config.lam, "c_bar": config.c_bar}
+    assert tokens.values is not None
+    given = (_token_rewards(tokens, config), tokens.values)
+    where = (tokens.loss_mask, tokens.sequence_ids)
+    common = {"gamma": config.gamma, "lam": config.lam, "c_bar": config.c_bar, "final_values": tokens.final_values}
+    target = tokens.proximal_logprobs
     if config.advantage == "gae":
-        ratio = None
-        if config.corrects_values:
-            assert passes.proximal is not None
-            ratio = passes.proximal - tokens.behavior
-        bound = {"rho_bar": config.correction_high}
-        return gae(rewards, values, mask, ids, final_values=passes.final_values, log_ratio=ratio, **common, **bound)
-    target = passes.proximal if passes.ema is None else passes.ema
+        ratio = target - tokens.behavior_logprobs if config.corrects_values and target is not None else None
+        return gae(*given, *where, log_ratio=ratio, rho_bar=config.correction_high, **common)  # type: ignore[arg-type]
+    target = target if tokens.ema_logprobs is None else tokens.ema_logprobs
     assert target is not None
-    return vtrace(
-        rewards,
-        values,
-        target - tokens.behavior,
-        mask,
-        ids,
-        final_values=passes.final_values,
-        rho_bar=config.rho_bar,
-        **common,
-    )
+    ratio = target - tokens.behavior_logprobs
+    return vtrace(*given, ratio, *where, rho_bar=config.rho_bar, **common)  # type: ignore[arg-type]
 
 
 def _sequence_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
@@ -168,35 +92,28 @@ def _sequence_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, config:
     return SEQUENCE_ADVANTAGES[config.advantage](rewards, group_ids, **options.get(config.advantage, {}))
 
 
-def proximal_of(
-    config: AlgorithmConfig,
-    policy: torch.Tensor,
-    behavior: torch.Tensor,
-    version_lag: torch.Tensor,
-    proximal: torch.Tensor | None,
-    ema: torch.Tensor | None,
-) -> torch.Tensor:
+def proximal_of(config: AlgorithmConfig, tokens: ResponseTokens) -> torch.Tensor:
     """The policy [m] that stands between theta and mu: the slow network (not below mu / ``ema_ratio_cap``), the
     interpolation, or theta before the step.
 
     It is the clip's anchor under ``prox``, ``prox_interp`` and ``ema``, and the numerator of the behavior weight.
     """
-    if ema is not None:
-        return target_anchor(ema, behavior, config.ema_ratio_cap) if config.ema_ratio_cap else ema
+    policy, behavior = tokens.policy_logprobs.detach(), tokens.behavior_logprobs
+    if tokens.ema_logprobs is not None:
+        cap = config.ema_ratio_cap
+        return target_anchor(tokens.ema_logprobs, behavior, cap) if cap else tokens.ema_logprobs
     if config.anchor == "prox_interp":
-        return interpolated_proximal(policy.detach(), behavior, version_lag)
-    return policy.detach() if proximal is None else proximal
+        return interpolated_proximal(policy, behavior, tokens.version_lag)
+    return policy if tokens.proximal_logprobs is None else tokens.proximal_logprobs
 
 
-def correction_weight(
-    config: AlgorithmConfig, proximal: torch.Tensor, behavior: torch.Tensor, mask: torch.Tensor, ids: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def correction_weight(config: AlgorithmConfig, tokens: ResponseTokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The behavior weight under the settings of ``algorithm.correction``."""
     return behavior_weight(
-        proximal,
-        behavior,
-        mask,
-        ids,
+        proximal_of(config, tokens),
+        tokens.behavior_logprobs,
+        tokens.loss_mask,
+        tokens.sequence_ids,
         level=config.correction_level,
         mode=config.correction,
         low=config.correction_low,

@@ -19,17 +19,16 @@ from asyncrlhf.learner import checkpoint, lookahead
 from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.companions import EmaPolicy, ValueModel
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
-from asyncrlhf.learner.forward import PackedPolicy, TokenFacts, use_float32_head
+from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.optim import Updater, schedule_factor
 from asyncrlhf.learner.passes import ForwardPasses
-from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
+from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, normaliser_counts, plan_step
 from asyncrlhf.learner.shards import Shards, gathered
-from asyncrlhf.learner.targets import Passes, StepRecord, Targets, build_targets
+from asyncrlhf.learner.targets import set_targets
 from asyncrlhf.learner.torch_updater import TorchUpdater
-from asyncrlhf.learner.user_loss import UserLoss
 from asyncrlhf.types import FloatArray, TrainBatch
 
 
@@ -67,7 +66,7 @@ class TorchBackend:
         self._peers, self.sequence_peers = deal_out(rank, ranks, config.sequence_parallel_size)
         self.temperature = spec.temperature or 1.0
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
-        self._losses = MicrobatchLosses(algorithm, UserLoss(algorithm.loss.target) if algorithm.loss.target else None)
+        self._losses = MicrobatchLosses(algorithm)
         self.model = model.float().train()
         if config.float32_head:
             use_float32_head(self.model)
@@ -112,8 +111,8 @@ class TorchBackend:
         """
         started = time.perf_counter()
         plan = plan_step(batch, self.algorithm, self.config.token_budget, self.device, self._version)
-        record = StepRecord.empty(len(plan.tokens.loss_mask), self.device)
-        targets = self._targets(plan, record)
+        tokens = plan.tokens
+        self._look_first(plan)
         normalisers = self._normalisers(plan)
         losses: list[torch.Tensor] = []
         norms: list[float] = []
@@ -121,18 +120,18 @@ class TorchBackend:
         for iteration in range(self.algorithm.num_iterations):
             for index, minibatch in enumerate(plan.minibatches):
                 unmoved = not norms
-                fresh = unmoved and targets.proximal is not None
-                losses.append(self._accumulate(plan, minibatch, targets, record, normalisers[:, index], fresh))
+                fresh = unmoved and tokens.proximal_logprobs is not None
+                losses.append(self._accumulate(tokens, minibatch, normalisers[:, index], fresh))
                 if unmoved:
-                    rates = self._set_rate(plan, record.policy if targets.proximal is None else targets.proximal)
+                    rates = self._set_rate(tokens)
                 norms.append(self.updater.apply())
-            if iteration == 0 and targets.proximal is None:
-                targets.proximal = record.proximal = record.policy.clone()
+            if iteration == 0 and tokens.proximal_logprobs is None:
+                tokens.proximal_logprobs = tokens.policy_logprobs.clone()
         if self.ema is not None:
             self.ema.update(gathered(self.shards) if self.shards else self.parameters().items())
         self._version += 1
         skipped = sum(not math.isfinite(norm) for norm in norms)
-        metrics = self._metrics(plan, targets, record, losses) | rates
+        metrics = self._metrics(plan, losses) | rates
         metrics |= {"grad_norm": norms[-1], "skipped_updates": float(skipped)}
         self._guard(skipped == len(norms))
         return StepResult(metrics, skipped=skipped == len(norms), seconds=time.perf_counter() - started)
@@ -165,31 +164,25 @@ class TorchBackend:
         barrier(self.ranks)
 
     @torch.no_grad()
-    def _targets(self, plan: StepPlan, record: StepRecord) -> Targets:
+    def _look_first(self, plan: StepPlan) -> None:
         """Everything that must be known before the first update."""
-        algorithm = self.algorithm
-        proximal = None
-        if algorithm.looks_first:
-            self._passes.look(plan.microbatches, record)
-            proximal = record.proximal = record.policy.clone()
-        passes = Passes(
-            ref=self._reference_logprobs(plan),
-            ema=None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy),
-            proximal=proximal,
-            values=self._old_values(plan),
-            final_values=self._final_values(plan),
-        )
-        targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self._peers))
-        lookahead.new_targets(algorithm, targets)
-        return targets
+        tokens = plan.tokens
+        if self.algorithm.looks_first:
+            self._passes.look(plan.microbatches, tokens)
+            tokens.proximal_logprobs = tokens.policy_logprobs.clone()
+        tokens.ref_logprobs = self._reference_logprobs(plan)
+        tokens.ema_logprobs = None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy)
+        tokens.values = self._old_values(plan)
+        tokens.final_values = self._final_values(plan)
+        set_targets(tokens, self.algorithm, lambda total: all_sum(total, self._peers))
 
     def _reference_logprobs(self, plan: StepPlan) -> torch.Tensor | None:
         """[M], by this rank's frozen model or from the batch."""
         if self.reference is not None:
             return self._passes.all_logprobs(plan, self.reference)
-        if self.algorithm.needs_reference and plan.tokens.ref is None:
+        if self.algorithm.needs_reference and plan.tokens.ref_logprobs is None:
             raise AsyncRLHFError("A batch came without the reference's log-probs, and the learner holds no reference.")
-        return plan.tokens.ref
+        return plan.tokens.ref_logprobs
 
     def _old_values(self, plan: StepPlan) -> torch.Tensor | None:
         """[M], by the present critic or from the batch."""
@@ -210,43 +203,39 @@ class TorchBackend:
         counts = normaliser_counts(plan, self.algorithm.aggregate, self.constant_length)
         return all_sum(torch.stack((counts, normaliser_counts(plan, "token", None))), self._peers)
 
-    def _set_rate(self, plan: StepPlan, proximal: torch.Tensor) -> dict[str, float]:
+    def _set_rate(self, tokens: ResponseTokens) -> dict[str, float]:
         """The schedule's rate, and what is used of it: less when few sequences carry the step (lr=sqrt_ess)."""
         factor = schedule_factor(self.config, self._version, self.steps)
         scheduled = self.updater.set_rate(factor)
         if self.algorithm.lr == "none":
             return {"learning_rate": scheduled, "effective_learning_rate": scheduled}
-        fraction = lookahead.sequence_ess_fraction(plan, proximal, self._peers)
+        proximal = tokens.policy_logprobs if tokens.proximal_logprobs is None else tokens.proximal_logprobs
+        fraction = lookahead.sequence_ess_fraction(tokens, proximal, self._peers)
         used = factor * sqrt_ess_factor(fraction, self.algorithm.lr_ess_base)
         effective = self.updater.set_rate(used)
         return {"learning_rate": scheduled, "effective_learning_rate": effective}
 
     def _accumulate(
-        self,
-        plan: StepPlan,
-        minibatch: Sequence[Microbatch],
-        targets: Targets,
-        record: StepRecord,
-        normalisers: torch.Tensor,
-        fresh: bool,
+        self, tokens: ResponseTokens, minibatch: Sequence[Microbatch], normalisers: torch.Tensor, fresh: bool
     ) -> torch.Tensor:
         """The gradient of one optimizer update; returns policy and value loss [2] of this rank.
 
-        ``fresh``: the record holds what the present policy says of the minibatch. Policy and critic go one after the
-        other, so that the collectives of the two come in one order on all ranks.
+        ``fresh``: the present policy's pass over the minibatch is on record. Policy and critic go one after the other,
+        so that the collectives of the two come in one order on all ranks.
         """
+        algorithm = self.algorithm
         self.updater.begin()
         total = torch.zeros(2, device=self.device)
         training = [microbatch for microbatch in minibatch if microbatch.trains]
         idle = [microbatch for microbatch in minibatch if not microbatch.trains]
         if not fresh:
-            self._passes.look(idle, record)
-        filled = not lookahead.fills(self.algorithm)
+            self._passes.look(idle, tokens)
+        filled = not lookahead.fills(algorithm)
         # With one training pass in all, that pass is the last thing to be known of the update, and no other is needed.
         if not filled and (fresh or self.ranks > 1 or len(training) != 1):
-            if lookahead.needs_policy(self.algorithm) and not fresh:
-                self._passes.look(training, record)
-            self._fill(plan, minibatch, targets, record)
+            if lookahead.needs_policy(algorithm) and not fresh:
+                self._passes.look(training, tokens)
+            lookahead.fill(algorithm, tokens, minibatch, self._peers)
             filled = True
         policy = self.updater.policy
         for microbatch in self.updater.trains(policy, training):
@@ -254,39 +243,28 @@ class TorchBackend:
             if microbatch is None:
                 self.updater.backward(policy, (facts.logprobs.sum() + facts.entropies.sum()) * 0.0)
                 continue
-            record.keep(microbatch.span, facts)
+            part = tokens.part([microbatch])
+            part.keep(facts)
             if not filled:
-                self._fill(plan, minibatch, targets, record)
-            loss = self._policy_loss(plan, microbatch, targets, record, facts, normalisers[0])
+                lookahead.fill(algorithm, tokens, minibatch, self._peers)
+            part.policy_logprobs, part.entropy = facts.logprobs, facts.entropies
+            loss = self._policy_loss(part, normalisers[0])
             self.updater.backward(policy, loss)
             total[0] += loss.detach()
         with torch.no_grad():
             for microbatch in idle:
-                self._policy_loss(plan, microbatch, targets, record, record.facts(microbatch.span), normalisers[0])
+                self._policy_loss(tokens.part([microbatch]), normalisers[0])
         if self.updater.critic is not None:
-            total[1] = self._accumulate_critic(self.updater.critic, plan, training, targets, normalisers[1])
+            total[1] = self._accumulate_critic(self.updater.critic, tokens, training, normalisers[1])
         return total
 
-    def _policy_loss(
-        self,
-        plan: StepPlan,
-        microbatch: Microbatch,
-        targets: Targets,
-        record: StepRecord,
-        facts: TokenFacts,
-        normaliser: torch.Tensor,
-    ) -> torch.Tensor:
-        result = self._losses(plan, microbatch, targets, facts.logprobs, facts.entropies, normaliser)
-        record.clipped[microbatch.span] += result.clipped / self.algorithm.num_iterations
-        return result.loss
+    def _policy_loss(self, part: ResponseTokens, normaliser: torch.Tensor) -> torch.Tensor:
+        loss, clipped = self._losses(part, normaliser)
+        part.clipped += clipped / self.algorithm.num_iterations
+        return loss
 
     def _accumulate_critic(
-        self,
-        critic: nn.Module,
-        plan: StepPlan,
-        training: Sequence[Microbatch],
-        targets: Targets,
-        normaliser: torch.Tensor,
+        self, critic: nn.Module, tokens: ResponseTokens, training: Sequence[Microbatch], normaliser: torch.Tensor
     ) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
         for microbatch in self.updater.trains(critic, training):
@@ -294,19 +272,13 @@ class TorchBackend:
             if microbatch is None:
                 self.updater.backward(critic, values.sum() * 0.0)
                 continue
-            loss = critic_loss(self.algorithm, plan, microbatch, targets, values, normaliser)
+            loss = critic_loss(self.algorithm, tokens.part([microbatch]), values, normaliser)
             self.updater.backward(critic, loss * self.algorithm.value_coef)
             total += loss.detach()
         return total
 
-    @torch.no_grad()
-    def _fill(self, plan: StepPlan, minibatch: Sequence[Microbatch], targets: Targets, record: StepRecord) -> None:
-        lookahead.fill(self.algorithm, plan, minibatch, targets, record.policy, record.collision, self._peers)
-
-    def _metrics(
-        self, plan: StepPlan, targets: Targets, record: StepRecord, losses: list[torch.Tensor]
-    ) -> dict[str, float]:
-        found = step_statistics(plan, targets, record, self.algorithm)
+    def _metrics(self, plan: StepPlan, losses: list[torch.Tensor]) -> dict[str, float]:
+        found = step_statistics(plan, self.algorithm)
         policy, value = all_sum(torch.stack(losses), self._peers).mean(dim=0).tolist()
         metrics = figures(all_gather(found, self._peers)) | {"loss": policy}
         return metrics if self.critic is None else metrics | {"value_loss": value}
