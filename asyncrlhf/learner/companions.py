@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, SequenceSplit, TokenFacts, packed_hidden
+from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts, packed_hidden
 from asyncrlhf.learner.rollout_passes import RolloutPasses
+from asyncrlhf.learner.ulysses import SequenceParallel
 from asyncrlhf.types import FloatArray, Rollout
 
 
@@ -32,9 +33,9 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._sequence: SequenceSplit | None = None
+        self._sequence: SequenceParallel | None = None
 
-    def split(self, sequence: SequenceSplit) -> None:
+    def split(self, sequence: SequenceParallel) -> None:
         """As ``PackedPolicy.split``."""
         self._sequence = sequence
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 Item = TypeVar("Item")
 
@@ -67,15 +63,6 @@ def all_sum(values: torch.Tensor, peers: Peers) -> torch.Tensor:
     return values
 
 
-def all_max(value: int, device: torch.device, ranks: int) -> int:
-    """The largest ``value`` of all ranks."""
-    if ranks == 1:
-        return value
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
-
-
 def all_gather(value: Any, peers: Peers) -> list[Any]:
     """Each peer's picklable ``value``, in the order of their ranks."""
     if peers.ranks == 1:
@@ -88,33 +75,13 @@ def all_gather(value: Any, peers: Peers) -> list[Any]:
 def padded(items: Sequence[Item], device: torch.device, ranks: int) -> list[Item | None]:
     """``items``, and behind them as many None as the rank with the most items has more: all ranks make equally many
     passes where each is collective."""
-    longest = all_max(len(items), device, ranks)
-    return [*items, *([None] * (longest - len(items)))]
-
-
-def device_mesh(device: torch.device, ranks: int) -> DeviceMesh:
-    """All ranks in a row."""
-    init_single_process_group(device)
-    return init_device_mesh(device.type, (ranks,))
+    if ranks == 1:
+        return list(items)
+    longest = torch.tensor(len(items), device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return [*items, *([None] * (int(longest) - len(items)))]
 
 
 def barrier(ranks: int) -> None:
     if ranks > 1:
         dist.barrier()
-
-
-def data_parallel(module: nn.Module, ranks: int) -> nn.Module:
-    """``module`` with its gradients averaged over ranks, or itself on a single one."""
-    return module if ranks == 1 else DistributedDataParallel(module, broadcast_buffers=False)
-
-
-def reducing(module: nn.Module, microbatches: Sequence[Item]) -> Iterator[Item]:
-    """The microbatches, with the gradient reduction held back until the last one.
-
-    Every rank must reduce exactly once however many microbatches it has.
-    """
-    for index, microbatch in enumerate(microbatches):
-        with contextlib.ExitStack() as stack:
-            if isinstance(module, DistributedDataParallel) and index < len(microbatches) - 1:
-                stack.enter_context(module.no_sync())
-            yield microbatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.ulysses import SequenceParallel
 
 # Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
 MAX_LOGITS = 2**27
@@ -100,18 +103,6 @@ class TokenFacts(NamedTuple):
     kept_mass: torch.Tensor  # [M] of the whole distribution, detached; empty unless the inputs have kept sets
 
 
-class SequenceSplit(Protocol):
-    """Shares one batch out over ranks, token by token."""
-
-    def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
-        """This rank's part, and which of the M predictions are made from it: [own] indices."""
-        ...
-
-    def together(self, part: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
-        """[count] from each rank's values [own]."""
-        ...
-
-
 class PackedPolicy(nn.Module):
     """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
 
@@ -137,10 +128,10 @@ class PackedPolicy(nn.Module):
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
         self._collision = collision
-        self._sequence: SequenceSplit | None = None
+        self._sequence: SequenceParallel | None = None
         self._chunks = chunked
 
-    def split(self, sequence: SequenceSplit) -> None:
+    def split(self, sequence: SequenceParallel) -> None:
         """Have each of a group of ranks, which are given the same inputs, pass a stretch of them."""
         self._sequence = sequence
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.distributed import device_mesh, padded
+from asyncrlhf.learner.distributed import init_single_process_group, padded
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import DTensorShards, Shards, export_model, on_host
+from asyncrlhf.learner.shards import DTensorShards, Shards, export_model
 from asyncrlhf.learner.torch_updater import TorchUpdater
 
 FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks
@@ -30,25 +31,34 @@ class FsdpUpdater(TorchUpdater):
     """
 
     def spread(self, module: nn.Module) -> nn.Module:
-        self._shard(module)
+        """Decoder layers first, then what is left (embeddings, last norm, head) as one unit.
+
+        Nothing stays gathered between passes: a pass without gradient would leave tensors behind that the next update
+        does not reach.
+        """
+        half = self.config.mixed_precision == "bfloat16"
+        init_single_process_group(self.device)
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(self.device.type, (self.ranks,)),
+            "reshard_after_forward": True,
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32 if half else None),
+        }
+        names = set(self.model._no_split_modules or ())
+        for layer in list(module.modules()):
+            if type(layer).__name__ in names:
+                fully_shard(layer, **options)
+        fully_shard(module, **options)
         return module
 
     def frozen(self, module: nn.Module) -> nn.Module:
-        self._shard(module)
-        return module
+        return self.spread(module)
 
     @property
-    def shards(self) -> Shards:  # type: ignore[override]
+    def shards(self) -> Shards:
         return DTensorShards(self.model)
-
-    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
-        return padded(microbatches, self.device, self.ranks)
 
     def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
         return iter(padded(microbatches, self.device, self.ranks) or [None])
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        return on_host(self.shards, torch.distributed.get_rank())
 
     def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
         checkpoint.write(folder, state | {"critic": None if self.critic is None else True}, rank)
@@ -73,21 +83,3 @@ class FsdpUpdater(TorchUpdater):
 
     def _together(self) -> nn.Module:
         return nn.ModuleList(self._modules)
-
-    def _shard(self, module: nn.Module) -> None:
-        """Decoder layers first, then what is left (embeddings, last norm, head) as one unit.
-
-        Nothing stays gathered between passes: a pass without gradient would leave tensors behind that the next update
-        does not reach.
-        """
-        half = self.config.mixed_precision == "bfloat16"
-        options: dict[str, Any] = {
-            "mesh": device_mesh(self.device, self.ranks),
-            "reshard_after_forward": True,
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32 if half else None),
-        }
-        names = set(self.model._no_split_modules or ())
-        for layer in list(module.modules()):
-            if type(layer).__name__ in names:
-                fully_shard(layer, **options)
-        fully_shard(module, **options)

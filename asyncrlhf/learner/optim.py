@@ -1,18 +1,22 @@
-"""Optimizer, learning-rate schedule, and the protocol of what applies the gradients."""
+"""Optimizer, learning-rate schedule, and what all that applies gradients has in common."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from asyncrlhf.data.adapter import trained_tensors
+from asyncrlhf.learner.distributed import padded
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards, whole
+from asyncrlhf.learner.shards import Shards, on_host, whole
 
 
 def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
@@ -45,68 +49,79 @@ def build_optimizer(config: LearnerConfig, policy: nn.Module | None, critic: nn.
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Scale every group's base rate by ``factor``; returns the policy's rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
-    return float(optimizer.param_groups[0]["lr"])
-
-
-class Updater(Protocol):
+class Updater(ABC):
     """How policy and critic lie on the ranks, and how a gradient becomes an update there.
 
     ``policy`` and ``critic`` are what forward passes call. All ranks call each method together.
     """
 
-    policy: nn.Module
-    critic: nn.Module | None
+    policy: Any
+    critic: Any = None
+    optimizers: Sequence[torch.optim.Optimizer]  # the policy's first
+
+    def __init__(self, config: LearnerConfig, model: PreTrainedModel, device: torch.device, ranks: int) -> None:
+        self.config, self.model, self.device, self.ranks = config, model, device, ranks
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def shards(self) -> Shards | None:
         """The policy's tensors where no rank holds them whole; None where each does."""
-        ...
+        return None
 
-    def frozen(self, module: nn.Module) -> nn.Module:
+    def frozen(self, module: nn.Module) -> Any:
         """A module that is never updated, laid out over the ranks as the policy is."""
-        ...
+        return module
 
     def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
         """The passes without gradient that this rank makes for ``microbatches``; None is one over dummy data."""
-        ...
+        return padded(microbatches, self.device, self.ranks) if self.config.sharded else microbatches
 
-    def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
+    @abstractmethod
+    def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
         """The passes with gradient of one update; each must end in :meth:`backward` before the next is asked for."""
-        ...
 
+    @abstractmethod
     def begin(self) -> None:
         """Forget the gradients of the update before."""
-        ...
 
-    def backward(self, module: nn.Module, loss: torch.Tensor) -> None:
+    @abstractmethod
+    def backward(self, module: Any, loss: torch.Tensor) -> None:
         """Add the gradient of ``loss`` [0-dim], which is one term of a sum over microbatches and ranks."""
-        ...
 
+    @abstractmethod
     def apply(self) -> float:
         """Clip and apply the gradient; the policy's norm, or NaN when it was not finite on any rank and was dropped."""
-        ...
 
     def set_rate(self, factor: float) -> float:
         """Scale every group's base rate by ``factor``; returns the policy's rate."""
-        ...
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["base_lr"] * factor
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
-    def before_update(self, callback: Callable[[], object]) -> None: ...
+    def before_update(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called each time before the parameters change: a snapshot may still be read from them."""
+        self._callbacks.append(callback)
+
+    def _settle(self) -> None:
+        for callback in self._callbacks:
+            callback()
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The policy's tensors by name; with shards, copies in rank 0's host memory, and nothing on other ranks."""
-        ...
+        """The policy's tensors by name, for publishing (tied tensors once, under their first name).
 
+        With ``shards``: copies of all of them in rank 0's host memory, empty elsewhere.
+        """
+        if self.shards is None:
+            return trained_tensors(self.model)
+        return on_host(self.shards, torch.distributed.get_rank())
+
+    @abstractmethod
     def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
         """Write model and optimizer, and ``state`` as ``checkpoint.write`` does; it must tell if there is a critic."""
-        ...
 
+    @abstractmethod
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError when what :meth:`save` wrote does not fit."""
-        ...
 
 
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:

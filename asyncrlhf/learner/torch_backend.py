@@ -1,4 +1,4 @@
-"""The torch training backend: one learner rank, alone or under DistributedDataParallel."""
+"""One learner rank: the train step, whatever lays the weights out over the ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner import checkpoint, lookahead
 from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.companions import EmaPolicy, ValueModel
+from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
@@ -29,11 +30,16 @@ from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, normali
 from asyncrlhf.learner.shards import Shards, gathered
 from asyncrlhf.learner.targets import set_targets
 from asyncrlhf.learner.torch_updater import TorchUpdater
+from asyncrlhf.learner.ulysses import SequenceParallel
 from asyncrlhf.types import FloatArray, TrainBatch
+
+UPDATERS: dict[str, Callable[..., Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
 
 
 class TorchBackend:
-    """Trains ``model`` in place: float32 master weights, packed forward passes, exact gradients.
+    """One rank of the learner group. Every method is called on all ranks together, ``score`` only with ``shards``.
+
+    Trains ``model`` in place: float32 master weights, packed forward passes, exact gradients.
 
     The gradient of an optimizer update does not depend on how its sequences are spread over microbatches and ranks:
     every normaliser is counted over all of them first, and what an algorithm must know of the whole update is
@@ -79,7 +85,12 @@ class TorchBackend:
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
-        self.updater = self._make_updater()
+        kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
+        self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks)
+        if self.sequence_peers.ranks > 1:
+            sequence = SequenceParallel(self.model, self.sequence_peers)
+            for module in (self.policy, *(() if self.critic is None else (self.critic,))):
+                module.split(sequence)
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self._version = 0
@@ -88,24 +99,31 @@ class TorchBackend:
 
     @property
     def policy_version(self) -> int:
+        """Completed learner steps."""
         return self._version
 
     @property
     def shards(self) -> Shards | None:
+        """How to read the policy's tensors where no rank holds them whole; None where each does."""
         return self.updater.shards
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
+        """As :meth:`Updater.parameters`."""
         return self.updater.parameters()
 
     def critic_parameters(self) -> Mapping[str, torch.Tensor]:
+        """What training changes of the critic, by name, for a critic service; empty without a critic. Whole only where
+        the learner is not sharded."""
         return {} if self.critic is None else trained_tensors(self.critic)
 
     def before_update(self, callback: Callable[[], object]) -> None:
+        """As :meth:`Updater.before_update`."""
         self.updater.before_update(callback)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
-        share a share (``learner.sequence_parallel_size``) are given the same.
+        share a share (``learner.sequence_parallel_size``) are given the same. It raises ``policy_version`` by one, also
+        when the update is skipped.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
         """
@@ -291,10 +309,6 @@ class TorchBackend:
                 "(learner.max_skipped_steps); lower learner.learning_rate or look at the rewards."
             )
 
-    def _make_updater(self) -> Updater:
-        kind = FsdpUpdater if self.config.sharding == "fsdp2" else TorchUpdater
-        return kind(self.config, self.model, self.policy, self.critic, self.device, self.ranks)
-
     def _frozen(self, reference: PreTrainedModel) -> nn.Module:
         frozen = reference.eval().requires_grad_(False)
         if self.config.float32_head:
@@ -302,3 +316,18 @@ class TorchBackend:
         if not self.config.sharded:
             nn.Module.to(frozen, self.device)
         return self.updater.frozen(PackedPolicy(frozen))
+
+
+def build_learner(
+    spec: BackendSpec,
+    load_model: Callable[[], PreTrainedModel],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    device: str | torch.device = "cpu",
+) -> TorchBackend:
+    """One learner rank. ``load_model`` is called once, and once more for the reference when the algorithm needs one and
+    the batches do not come with its log-probs."""
+    model = load_model()
+    reference = load_model() if spec.algorithm.needs_reference and not spec.reference_served else None
+    return TorchBackend(model, spec, reference=reference, rank=rank, ranks=ranks, device=device)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from asyncrlhf.data.adapter import is_adapter, trained_tensors
+from asyncrlhf.data.adapter import is_adapter
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.distributed import Peers, all_sum, data_parallel, reducing
+from asyncrlhf.learner.distributed import Peers, all_sum
 from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.optim import build_optimizer, clip_gradient, set_learning_rate
+from asyncrlhf.learner.optim import Updater, build_optimizer, clip_gradient
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards, export_model
+from asyncrlhf.learner.shards import export_model
 
 
-class TorchUpdater:
+class TorchUpdater(Updater):
     """The ``Updater`` of plain torch: all ranks make an update of policy and critic, or skip it, together."""
-
-    shards: Shards | None = None
 
     def __init__(
         self,
@@ -35,25 +35,26 @@ class TorchUpdater:
         device: torch.device,
         ranks: int,
     ) -> None:
-        self.config, self.model, self.device, self.ranks = config, model, device, ranks
+        super().__init__(config, model, device, ranks)
         self.policy = self.spread(policy)
         self.critic = None if critic is None else self.spread(critic)
         self._modules = [policy] if critic is None else [policy, critic]
         self.optimizer = build_optimizer(config, policy, critic)
+        self.optimizers = [self.optimizer]
         self._scaler = torch.amp.GradScaler(device.type, enabled=config.mixed_precision == "float16")
 
     def spread(self, module: nn.Module) -> nn.Module:
         """``module`` over the ranks."""
-        return data_parallel(module, self.ranks)
-
-    def frozen(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
-        return microbatches
+        return module if self.ranks == 1 else DistributedDataParallel(module, broadcast_buffers=False)
 
     def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
-        return reducing(module, microbatches or [None])
+        """With the gradient reduction held back until the last one: every rank must reduce exactly once, however many
+        microbatches it has."""
+        passes = [*microbatches] or [None]
+        for index, microbatch in enumerate(passes):
+            last = index == len(passes) - 1
+            with module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext():
+                yield microbatch
 
     def begin(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -68,21 +69,10 @@ class TorchUpdater:
         broken = sum((~torch.isfinite(norm)).float() for norm in norms)
         skip = bool(all_sum(torch.as_tensor(broken), Peers(ranks=self.ranks)))
         if not skip:
+            self._settle()
             self._scaler.step(self.optimizer)
         self._scaler.update()
         return math.nan if skip else float(norms[0])
-
-    def set_rate(self, factor: float) -> float:
-        return set_learning_rate(self.optimizer, factor)
-
-    def before_update(self, callback: Callable[[], object]) -> None:
-        def hook(*_: object) -> None:
-            callback()
-
-        self.optimizer.register_step_pre_hook(hook)
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        return trained_tensors(self.model)
 
     def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
         own = {
