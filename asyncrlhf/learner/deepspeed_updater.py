@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +55,6 @@ class _Unpacked:
         return TokenFacts(logprobs, entropies, rest[0].detach() if rest else none, mass)
 
 
-class ZeroShards:
-    """Of a model that a ZeRO-3 engine has partitioned."""
-
-    def __init__(self, model: nn.Module, gathered: Callable[..., contextlib.AbstractContextManager]) -> None:
-        self._model, self._gathered = model, gathered
-
-    def layout(self) -> Mapping[str, torch.Tensor]:
-        return {
-            name: torch.empty(tuple(parameter.ds_shape), dtype=parameter.dtype, device="meta")
-            for name, parameter in self._model.named_parameters()
-        }
-
-    @contextlib.contextmanager
-    def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
-        parameters = dict(self._model.named_parameters())
-        chosen = {name: parameters[name] for name in names}
-        with self._gathered(list(chosen.values())):
-            yield {name: parameter.detach() for name, parameter in chosen.items()}
-
-
 class DeepSpeedUpdater(Updater):
     """The ``Updater`` over ``deepspeed.initialize``: one engine for the policy, one for the critic.
 
@@ -115,7 +94,7 @@ class DeepSpeedUpdater(Updater):
 
     @property
     def shards(self) -> Shards | None:
-        return ZeroShards(self.model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
+        return Shards(self.model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
 
     def frozen(self, module: nn.Module) -> Any:
         return _Unpacked(self._engine(_OneTensor(module), None)) if self._stage == 3 else module

@@ -65,12 +65,15 @@ class PackedInputs:
         first = place[targets] == prompts[sequence[targets]]
         owner = owners[sequence[targets[first]]]
         sources[first] = starts[owner] + prompts[owner] - 1
+        allowed = None
+        if sets is not None:
+            allowed = KeptSets.of_counts(torch.from_numpy(sets[0]).to(device), torch.from_numpy(sets[1][targets]))
         return cls(
             token_ids=torch.from_numpy(token_ids[kept])[None].to(device),
             rows=torch.from_numpy(packed[sources]).to(device),
             targets=torch.from_numpy(token_ids[targets]).to(device),
             layout=PackedLayout.build(lengths - 1, prompts, owners, device),
-            kept=None if sets is None else _kept_sets(sets[0], sets[1][targets], device),
+            kept=allowed,
         )
 
     @classmethod
@@ -252,10 +255,6 @@ def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:
         use_cache=False,
     )
     return output.last_hidden_state[0]
-
-
-def _kept_sets(ids: IdArray, counts: IdArray, device: torch.device | str) -> KeptSets:
-    return KeptSets.of_counts(torch.from_numpy(ids).to(device), torch.from_numpy(counts))
 
 
 def _first_with_prompt(token_ids: IntArray, starts: IntArray, prompts: IntArray) -> IntArray:

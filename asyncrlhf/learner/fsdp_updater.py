@@ -17,7 +17,7 @@ from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import init_single_process_group, padded
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import DTensorShards, Shards, export_model
+from asyncrlhf.learner.shards import Shards, export_model
 from asyncrlhf.learner.torch_updater import TorchUpdater
 
 FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks
@@ -55,7 +55,7 @@ class FsdpUpdater(TorchUpdater):
 
     @property
     def shards(self) -> Shards:
-        return DTensorShards(self.model)
+        return Shards(self.model)
 
     def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
         return iter(padded(microbatches, self.device, self.ranks) or [None])

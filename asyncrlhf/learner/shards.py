@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -21,35 +21,28 @@ from asyncrlhf.data.adapter import is_adapter, merged_state
 PIECE_BYTES = 2**27  # of whole tensors that a rank holds at once; a single larger tensor is a piece of its own
 
 
-class Shards(Protocol):
+class Shards:
     """The policy's tensors where no rank holds them whole. All ranks gather the same names in the same order."""
+
+    def __init__(
+        self, model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """``gathered``: makes these parameters whole while it lasts, where they are no DTensors (ZeRO-3)."""
+        self._model, self._gathered = model, gathered
 
     def layout(self) -> Mapping[str, torch.Tensor]:
         """Name, shape and dtype of every tensor, on the device ``meta``; nothing is gathered."""
-        ...
-
-    def gather(self, names: tuple[str, ...]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """These tensors whole, on every rank, as long as the context lasts."""
-        ...
-
-
-class DTensorShards:
-    """Of a model whose parameters are DTensors, as FSDP2 leaves them between passes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def layout(self) -> Mapping[str, torch.Tensor]:
         return {
-            name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            for name, parameter in self._model.named_parameters()
+            name: torch.empty(tuple(getattr(p, "ds_shape", p.shape)), dtype=p.dtype, device="meta")
+            for name, p in self._model.named_parameters()
         }
 
     @contextmanager
-    @torch.no_grad()
     def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """These tensors whole, on every rank, as long as the context lasts."""
         parameters = dict(self._model.named_parameters())
-        yield {name: whole(parameters[name]) for name in names}
+        with self._gathered([parameters[name] for name in names]):
+            yield {name: whole(parameters[name]) for name in names}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from asyncrlhf.algorithms.step_size import sqrt_ess_factor
+from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner import checkpoint, lookahead
 from asyncrlhf.learner.backend import BackendSpec, StepResult
-from asyncrlhf.learner.companions import EmaPolicy, ValueModel
+from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
@@ -81,7 +81,7 @@ class TorchBackend:
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
         self.policy = PackedPolicy(self.model, compile=config.compile, collision=opob, chunked=not zero3)
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
-        self.ema = EmaPolicy(self.model, algorithm.ema_decay, self.device) if algorithm.anchor == "ema" else None
+        self.ema = frozen_copy(self.model, self.device) if algorithm.anchor == "ema" else None
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
@@ -146,7 +146,8 @@ class TorchBackend:
             if iteration == 0 and tokens.proximal_logprobs is None:
                 tokens.proximal_logprobs = tokens.policy_logprobs.clone()
         if self.ema is not None:
-            self.ema.update(gathered(self.shards) if self.shards else self.parameters().items())
+            now = gathered(self.shards) if self.shards else self.parameters().items()
+            follow(self.ema, now, self.algorithm.ema_decay)
         self._version += 1
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = self._metrics(plan, losses) | rates
@@ -165,7 +166,7 @@ class TorchBackend:
             "layout": self.config.layout,
             "version": self._version,
             "skipped_in_a_row": self._skipped_in_a_row,
-            "ema": None if self.ema is None else self.ema.state_dict(),
+            "ema": None if self.ema is None else self.ema.model.state_dict(),
         }
         self.updater.save(folder, state, self.rank)
         barrier(self.ranks)
@@ -176,7 +177,7 @@ class TorchBackend:
         state = checkpoint.read(folder, self.config.layout, parts)
         self.updater.load(folder, state)
         if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
+            self.ema.model.load_state_dict(state["ema"])
         self._version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
         checkpoint.restore_random_state(folder, self.rank)
         barrier(self.ranks)
@@ -189,7 +190,7 @@ class TorchBackend:
             self._passes.look(plan.microbatches, tokens)
             tokens.proximal_logprobs = tokens.policy_logprobs.clone()
         tokens.ref_logprobs = self._reference_logprobs(plan)
-        tokens.ema_logprobs = None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy)
+        tokens.ema_logprobs = None if self.ema is None else self._passes.all_logprobs(plan, self.ema)
         tokens.values = self._old_values(plan)
         tokens.final_values = self._final_values(plan)
         set_targets(tokens, self.algorithm, lambda total: all_sum(total, self._peers))
