@@ -15,7 +15,6 @@ MODEL, TRAINER = "model", "trainer.pt"
 
 def write(folder: Path, state: Mapping[str, Any], rank: int) -> None:
     """Rank 0 writes ``trainer.pt``; every rank writes its own ``rank-R.pt``."""
-    folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         torch.save(dict(state), folder / TRAINER)
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import barrier, init_single_process_group, padded
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.optim import Updater, build_optimizer, clip_gradient
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards, export_model
+from asyncrlhf.learner.shards import Shards
+from asyncrlhf.learner.updaters import Updater, build_optimizer, clip_gradient
 
 FOLDER = "deepspeed"  # of a checkpoint: what the engines write
 
@@ -69,22 +68,14 @@ class DeepSpeedUpdater(Updater):
     model into host memory before it keeps its shard.
     """
 
-    def __init__(
-        self,
-        config: LearnerConfig,
-        model: PreTrainedModel,
-        policy: nn.Module,
-        critic: nn.Module | None,
-        device: torch.device,
-        ranks: int,
-    ) -> None:
-        super().__init__(config, model, device, ranks)
+    def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:
+        config, device = self.config, self.device
         init_single_process_group(device)
         self._deepspeed = _import_deepspeed(device)
         # Over torch's group, and before anything asks DeepSpeed how many ranks there are.
         self._deepspeed.init_distributed(auto_mpi_discovery=False)
         self._stage = config.zero_stage
-        self._settings = engine_settings(config, ranks, device, model.config.get_text_config().hidden_size)
+        self._settings = engine_settings(config, self.ranks, device, self.model.config.get_text_config().hidden_size)
         engine = self._engine(_OneTensor(policy), build_optimizer(config, policy, None))
         self._engines = {"policy": engine}
         self.policy = _Unpacked(engine)
@@ -125,14 +116,11 @@ class DeepSpeedUpdater(Updater):
             return math.nan
         return float(self._engines["policy"].get_global_grad_norm())
 
-    def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
-        """``deepspeed/`` for resuming, and ``model/`` as transformers saves it."""
-        own = {"critic": None if self.critic is None else True, "ranks": self.ranks}
-        checkpoint.write(folder, state | own, rank)
+    def _save_own(self, folder: Path) -> dict[str, Any]:
         barrier(self.ranks)
         for name, engine in self._engines.items():
             engine.save_checkpoint(str(folder / FOLDER), tag=name, save_latest=False)
-        export_model(self.model, folder / checkpoint.MODEL, self.shards, rank)
+        return {"critic": None if self.critic is None else True, "ranks": self.ranks}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         if state["ranks"] != self.ranks:

@@ -224,13 +224,7 @@ class PackedPolicy(nn.Module):
     def _full_logits(self, inputs: PackedInputs) -> torch.Tensor:
         """[M, V] by the model's own forward, which may scale or cap its logits."""
         arguments: dict[str, Any] = {"logits_to_keep": inputs.rows} if self._keeps_rows else {}
-        logits = self.model(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.layout.position_ids,
-            packed_layout=inputs.layout,
-            use_cache=False,
-            **arguments,
-        ).logits[0]
+        logits = _call(self.model, inputs, **arguments).logits[0]
         return logits if self._keeps_rows else logits.index_select(0, inputs.rows)
 
     @torch.no_grad()
@@ -248,13 +242,13 @@ class PackedPolicy(nn.Module):
 
 def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:
     """The last hidden states [K, hidden] of ``inputs``."""
-    output = backbone(
-        input_ids=inputs.token_ids,
-        position_ids=inputs.layout.position_ids,
-        packed_layout=inputs.layout,
-        use_cache=False,
-    )
-    return output.last_hidden_state[0]
+    hidden: torch.Tensor = _call(backbone, inputs).last_hidden_state[0]
+    return hidden
+
+
+def _call(model: Any, inputs: PackedInputs, **more: Any) -> Any:
+    places, layout = inputs.layout.position_ids, inputs.layout
+    return model(input_ids=inputs.token_ids, position_ids=places, packed_layout=layout, use_cache=False, **more)
 
 
 def _first_with_prompt(token_ids: IntArray, starts: IntArray, prompts: IntArray) -> IntArray:

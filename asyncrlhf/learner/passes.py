@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
-from asyncrlhf.learner.optim import Updater
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
+from asyncrlhf.learner.updaters import Updater
 from asyncrlhf.types import FloatArray
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -39,7 +39,7 @@ class ResponseTokens:
     do not count it, and a sequence's product or mean of ratios is that of its other tokens. Its own is 0 here.
 
     ``advantages``, ``gate`` and ``head_losses`` are fixed before the first update, unless the algorithm looks at the
-    whole of an update with the present policy: then ``lookahead.fill`` writes that update's part each time.
+    whole of an update with the present policy: then ``targets.fill`` writes that update's part each time.
     """
 
     sequence_ids: torch.Tensor  # [M] 0 to N-1, sorted

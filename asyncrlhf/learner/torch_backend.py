@@ -15,25 +15,23 @@ from transformers import PreTrainedModel
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.learner import checkpoint, lookahead
+from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
-from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
-from asyncrlhf.learner.optim import Updater, schedule_factor
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, normaliser_counts, plan_step
 from asyncrlhf.learner.shards import Shards, gathered
-from asyncrlhf.learner.targets import set_targets
-from asyncrlhf.learner.torch_updater import TorchUpdater
+from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.ulysses import SequenceParallel
+from asyncrlhf.learner.updaters import FsdpUpdater, TorchUpdater, Updater, schedule_factor
 from asyncrlhf.types import FloatArray, TrainBatch
 
-UPDATERS: dict[str, Callable[..., Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
+UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
 
 
 class TorchBackend:
@@ -43,8 +41,8 @@ class TorchBackend:
 
     The gradient of an optimizer update does not depend on how its sequences are spread over microbatches and ranks:
     every normaliser is counted over all of them first, and what an algorithm must know of the whole update is
-    collected first (``lookahead``). Sequences that have no gradient for certain (groups without reward spread, losers
-    that make no pair) take part in the normaliser and the metrics, and are spared the backward pass.
+    collected first (``targets.fill``). Sequences that have no gradient for certain (groups without reward spread,
+    losers that make no pair) take part in the normaliser and the metrics, and are spared the backward pass.
 
     Args:
         model: a loaded causal language model; it becomes float32 and moves to ``device``.
@@ -229,7 +227,7 @@ class TorchBackend:
         if self.algorithm.lr == "none":
             return {"learning_rate": scheduled, "effective_learning_rate": scheduled}
         proximal = tokens.policy_logprobs if tokens.proximal_logprobs is None else tokens.proximal_logprobs
-        fraction = lookahead.sequence_ess_fraction(tokens, proximal, self._peers)
+        fraction = sequence_ess_fraction(tokens, proximal, self._peers)
         used = factor * sqrt_ess_factor(fraction, self.algorithm.lr_ess_base)
         effective = self.updater.set_rate(used)
         return {"learning_rate": scheduled, "effective_learning_rate": effective}
@@ -249,12 +247,12 @@ class TorchBackend:
         idle = [microbatch for microbatch in minibatch if not microbatch.trains]
         if not fresh:
             self._passes.look(idle, tokens)
-        filled = not lookahead.fills(algorithm)
+        filled = not fills(algorithm)
         # With one training pass in all, that pass is the last thing to be known of the update, and no other is needed.
         if not filled and (fresh or self.ranks > 1 or len(training) != 1):
-            if lookahead.needs_policy(algorithm) and not fresh:
+            if needs_policy(algorithm) and not fresh:
                 self._passes.look(training, tokens)
-            lookahead.fill(algorithm, tokens, minibatch, self._peers)
+            fill(algorithm, tokens, minibatch, self._peers)
             filled = True
         policy = self.updater.policy
         for microbatch in self.updater.trains(policy, training):
@@ -265,7 +263,7 @@ class TorchBackend:
             part = tokens.part([microbatch])
             part.keep(facts)
             if not filled:
-                lookahead.fill(algorithm, tokens, minibatch, self._peers)
+                fill(algorithm, tokens, minibatch, self._peers)
             part.policy_logprobs, part.entropy = facts.logprobs, facts.entropies
             loss = self._policy_loss(part, normalisers[0])
             self.updater.backward(policy, loss)
