@@ -15,11 +15,10 @@ from torch import nn
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.distributed import barrier, init_single_process_group, padded
+from asyncrlhf.learner.distributed import Shards, barrier, init_single_process_group, padded
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards
 from asyncrlhf.learner.updaters import Updater, build_optimizer, clip_gradient
 
 FOLDER = "deepspeed"  # of a checkpoint: what the engines write

@@ -1,16 +1,20 @@
-"""What the learner ranks say to each other: group set-up, sums and gathers that do nothing on a single rank."""
+"""What the learner ranks say to each other: group set-up, sums, gathers, and weights of which each holds a shard."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 Item = TypeVar("Item")
+PIECE_BYTES = 2**27  # of whole tensors that a rank holds at once; a single larger tensor is a piece of its own
 
 
 def init_process_group(
@@ -85,3 +89,60 @@ def padded(items: Sequence[Item], device: torch.device, ranks: int) -> list[Item
 def barrier(ranks: int) -> None:
     if ranks > 1:
         dist.barrier()
+
+
+class Shards:
+    """The policy's tensors where no rank holds them whole. All ranks gather the same names in the same order."""
+
+    def __init__(
+        self, model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """``gathered``: makes these parameters whole while it lasts, where they are no DTensors (ZeRO-3)."""
+        self._model, self._gathered = model, gathered
+
+    def layout(self) -> Mapping[str, torch.Tensor]:
+        """Name, shape and dtype of every tensor, on the device ``meta``; nothing is gathered."""
+        return {
+            name: torch.empty(tuple(getattr(p, "ds_shape", p.shape)), dtype=p.dtype, device="meta")
+            for name, p in self._model.named_parameters()
+        }
+
+    @contextmanager
+    def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """These tensors whole, on every rank, as long as the context lasts."""
+        parameters = dict(self._model.named_parameters())
+        with self._gathered([parameters[name] for name in names]):
+            yield {name: whole(parameters[name]) for name in names}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` detached, gathered from all ranks if it is sharded."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def pieces(layout: Mapping[str, torch.Tensor], limit: int = PIECE_BYTES) -> Iterator[tuple[str, ...]]:
+    """The names in order, in runs of at most ``limit`` bytes."""
+    piece: list[str] = []
+    total = 0
+    for name, tensor in layout.items():
+        if piece and total + tensor.nbytes > limit:
+            yield tuple(piece)
+            piece, total = [], 0
+        piece.append(name)
+        total += tensor.nbytes
+    if piece:
+        yield tuple(piece)
+
+
+def gathered(shards: Shards, names: tuple[str, ...] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor (of ``names``) whole, good until the next is asked for; all ranks must come to the end."""
+    layout = shards.layout()
+    chosen = layout if names is None else {name: layout[name] for name in names}
+    for piece in pieces(chosen):
+        with shards.gather(piece) as tensors:
+            yield from tensors.items()
+
+
+def on_host(shards: Shards, rank: int, names: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
+    """Copies in rank 0's host memory; the other ranks take part and get nothing."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in gathered(shards, names) if rank == 0}

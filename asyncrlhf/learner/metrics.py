@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncrlhf.algorithms.diagnostics import (
+    Found,
     by_lag,
     clip_diagnostics,
     explained_variance,
@@ -19,12 +20,10 @@ from asyncrlhf.algorithms.diagnostics import (
     without_empty_lags,
 )
 from asyncrlhf.algorithms.kl import kl_estimate
-from asyncrlhf.algorithms.statistics import Mean, Spread, Statistic, Total, together
+from asyncrlhf.algorithms.statistics import Mean, Spread, Total, together
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import StepPlan, flat_groups, invalid_behavior
 from asyncrlhf.learner.targets import correction_weight
-
-Found = dict[str, Statistic]
 
 
 def figures(parts: Iterable[Found]) -> dict[str, float]:

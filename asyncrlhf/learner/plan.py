@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.heads import pair
+from asyncrlhf.algorithms.masked import group_reduce
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
 from asyncrlhf.learner.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
@@ -27,6 +27,7 @@ class Microbatch:
     trains: bool  # False: nothing in it has a gradient, so a forward pass for the metrics is all it needs
 
 
+ON_RECORD = ("policy_logprobs", "entropy", "collision", "kept_mass", "clipped")
 PER_SEQUENCE = frozenset(("rewards", "weights", "group_ids", "truncated", "critic_lag", "final_values", "head_losses"))
 
 
@@ -143,14 +144,8 @@ def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.nd
         return none
     if config.head == "pair":
         # Who makes a pair, and who is best, is a matter of the rewards alone.
-        rewards = torch.from_numpy(batch.rewards)
-        chosen, _ = pair(
-            torch.zeros_like(rewards),
-            rewards,
-            torch.from_numpy(batch.group_ids),
-            beta=config.beta,
-            kind=config.pair_loss,
-        )
+        rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
+        chosen, _ = pair(torch.zeros_like(rewards), rewards, group_ids, beta=config.beta, kind=config.pair_loss)
         return (chosen == 0).numpy()
     if config.head == "policy" and config.advantage == "raw":
         return batch.rewards == 0
@@ -161,22 +156,8 @@ def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.nd
 
 def flat_groups(batch: TrainBatch) -> np.ndarray:
     """Sequences [N] whose group has one and the same reward throughout."""
-    _, group_of, sizes = np.unique(batch.group_ids, return_inverse=True, return_counts=True)
-    low = np.full(len(sizes), np.inf)
-    high = np.full(len(sizes), -np.inf)
-    np.minimum.at(low, group_of, batch.rewards)
-    np.maximum.at(high, group_of, batch.rewards)
-    return (low == high)[group_of]
-
-
-def normaliser_counts(plan: StepPlan, how: str, constant_length: float | None) -> torch.Tensor:
-    """What this rank adds to the normaliser of each minibatch under aggregate ``how``: [minibatches] float64."""
-    counts = torch.zeros(len(plan.minibatches), dtype=torch.float64, device=plan.tokens.loss_mask.device)
-    for index, minibatch in enumerate(plan.minibatches):
-        for microbatch in minibatch:
-            part = plan.tokens.part([microbatch])
-            counts[index] += normaliser_count(how, part.loss_mask, part.sequence_ids, constant_length=constant_length)
-    return counts
+    rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
+    return (group_reduce(rewards, group_ids, "amin") == group_reduce(rewards, group_ids, "amax")).numpy()
 
 
 def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tuple[list[Microbatch], torch.Tensor]:
@@ -220,7 +201,7 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    broken, zeros = invalid_behavior(batch), torch.zeros(int(where.sum()), device=device)
+    broken = invalid_behavior(batch)
     return ResponseTokens(
         sequence_ids=tensor(np.repeat(np.arange(batch.num_sequences), np.diff(ends))),
         loss_mask=tensor(batch.loss_mask[where] & ~broken),
@@ -230,12 +211,7 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
         group_ids=tensor(batch.group_ids),
         truncated=tensor(batch.truncated),
         behavior_logprobs=tensor(np.where(broken, np.float32(0), batch.behavior_logprobs[where])),
-        policy_logprobs=zeros.clone(),
-        entropy=zeros.clone(),
-        collision=zeros.clone(),
-        kept_mass=zeros.clone(),
-        clipped=zeros.clone(),
-        advantages=zeros,
+        **{name: torch.zeros(len(broken), device=device) for name in ("advantages", *ON_RECORD)},
         ref_logprobs=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
         values=None if batch.values is None else tensor(batch.values[where]),
         critic_lag=None if batch.critic_versions is None else tensor(version - batch.critic_versions),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
@@ -19,13 +20,12 @@ from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
-from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
+from asyncrlhf.learner.distributed import Shards, all_gather, all_sum, barrier, deal_out, gathered
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.passes import ForwardPasses
-from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, normaliser_counts, plan_step
-from asyncrlhf.learner.shards import Shards, gathered
+from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.ulysses import SequenceParallel
 from asyncrlhf.learner.updaters import FsdpUpdater, TorchUpdater, Updater, schedule_factor
@@ -217,8 +217,13 @@ class TorchBackend:
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""
-        counts = normaliser_counts(plan, self.algorithm.aggregate, self.constant_length)
-        return all_sum(torch.stack((counts, normaliser_counts(plan, "token", None))), self._peers)
+        updates = [plan.tokens.part(minibatch) for minibatch in plan.minibatches]
+        counts = [
+            normaliser_count(how, update.loss_mask, update.sequence_ids, constant_length=self.constant_length)
+            for how in (self.algorithm.aggregate, "token")
+            for update in updates
+        ]
+        return all_sum(torch.stack(counts).view(2, -1), self._peers)
 
     def _set_rate(self, tokens: ResponseTokens) -> dict[str, float]:
         """The schedule's rate, and what is used of it: less when few sequences carry the step (lr=sqrt_ess)."""

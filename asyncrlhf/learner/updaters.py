@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 from asyncrlhf.data.adapter import is_adapter, trained_tensors
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.distributed import Peers, all_sum, init_single_process_group, padded
+from asyncrlhf.learner.distributed import Peers, Shards, all_sum, init_single_process_group, on_host, padded, whole
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards, export_model, on_host, whole
 
 FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks
 
@@ -157,7 +156,7 @@ class Updater(ABC):
         transformers saves it."""
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.write(folder, state | self._save_own(folder), rank)
-        export_model(self.model, folder / checkpoint.MODEL, self.shards, rank)
+        checkpoint.export_model(self.model, folder / checkpoint.MODEL, self.shards, rank)
 
     @abstractmethod
     def _save_own(self, folder: Path) -> dict[str, Any]:
