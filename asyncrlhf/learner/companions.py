@@ -39,17 +39,13 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._sequence: SequenceParallel | None = None
-
-    def split(self, sequence: SequenceParallel) -> None:
-        """As ``PackedPolicy.split``."""
-        self._sequence = sequence
+        self.sequence: SequenceParallel | None = None  # as a ``PackedPolicy``'s
 
     def forward(self, inputs: PackedInputs) -> torch.Tensor:
-        if self._sequence is None:
+        if self.sequence is None:
             return self._alone(inputs)
-        local, own = self._sequence.stretch(inputs)
-        return self._sequence.together(self._alone(local), own, len(inputs.rows))
+        local, own = self.sequence.stretch(inputs)
+        return self.sequence.together(self._alone(local), own, len(inputs.rows))
 
     def _alone(self, inputs: PackedInputs) -> torch.Tensor:
         hidden = packed_hidden(self.trunk, inputs).index_select(0, inputs.rows)

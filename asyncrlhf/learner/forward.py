@@ -131,22 +131,18 @@ class PackedPolicy(nn.Module):
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
         self._collision = collision
-        self._sequence: SequenceParallel | None = None
+        self.sequence: SequenceParallel | None = None  # with it, ranks pass a stretch each of the same inputs
         self._chunks = chunked
 
-    def split(self, sequence: SequenceParallel) -> None:
-        """Have each of a group of ranks, which are given the same inputs, pass a stretch of them."""
-        self._sequence = sequence
-
     def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
-        if self._sequence is None:
+        if self.sequence is None:
             return self.alone(inputs, temperature)
-        local, own = self._sequence.stretch(inputs)
+        local, own = self.sequence.stretch(inputs)
         facts = self.alone(local, temperature)
         given = (True, True, self._collision, inputs.kept is not None)
         return TokenFacts(
             *(
-                self._sequence.together(fact, own, len(inputs.rows)) if there else fact
+                self.sequence.together(fact, own, len(inputs.rows)) if there else fact
                 for fact, there in zip(facts, given, strict=True)
             )
         )

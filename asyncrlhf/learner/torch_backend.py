@@ -86,9 +86,9 @@ class TorchBackend:
         kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks)
         if self.sequence_peers.ranks > 1:
-            sequence = SequenceParallel(self.model, self.sequence_peers)
-            for module in (self.policy, *(() if self.critic is None else (self.critic,))):
-                module.split(sequence)
+            self.policy.sequence = SequenceParallel(self.model, self.sequence_peers)
+            if self.critic is not None:
+                self.critic.sequence = self.policy.sequence
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self._version = 0
