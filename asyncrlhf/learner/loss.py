@@ -39,10 +39,9 @@ class MicrobatchLosses:
         shared: Options = {"normaliser": normaliser, "sample_weights": tokens.weights}
         tokens.proximal_logprobs = proximal_of(config, tokens)
         anchors = {"self": None, "ref": None, "mu": tokens.behavior_logprobs}
-        ratio: Options = {"ratio_bound": config.largest_ratio, "aggregate": config.aggregate, "weight": None} | shared
-        if config.correction != "none":
-            ratio["weight"] = correction_weight(config, tokens)[0]
         anchor = anchors.get(config.anchor, tokens.proximal_logprobs)
+        weight = None if config.correction == "none" else correction_weight(config, tokens)[0]
+        ratio: Options = shared | {"weight": weight, "aggregate": config.aggregate, "ratio_bound": config.largest_ratio}
         clipped = torch.zeros_like(tokens.loss_mask)
         if self._own is not None:
             per_token = self._own(LossInputs(*(getattr(tokens, name) for name in LossInputs._fields)))
