@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 
-from asyncrlhf.learner.attention import IMPLEMENTATION, SplitLayout, packed_attention
+from asyncrlhf.learner.attention import IMPLEMENTATION, PackedLayout, packed_attention
 from asyncrlhf.types import IntArray
 
 # Rotary embeddings that turn earlier tokens otherwise once the sequence is longer: what is cached would be wrong then.
@@ -110,7 +110,7 @@ class Passes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CachedLayout(SplitLayout):
+class _CachedLayout(PackedLayout):
     """Of new tokens whose sequences have their earlier keys and values in caches."""
 
     lengths: Sequence[int]  # new tokens of each sequence

@@ -11,7 +11,7 @@ import torch
 from asyncrlhf.types import TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
-    from asyncrlhf.learner.shards import Shards
+    from asyncrlhf.learner.distributed import Shards
 
 Names = tuple[str, ...]
 

@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec, LearnerBackend
-from asyncrlhf.learner.build_learner import BACKENDS, build_learner
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.plan import plan_step
+from asyncrlhf.learner.torch_backend import UPDATERS, TorchBackend, build_learner
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import VOCABULARY, llama, random_batch, samples
 
-Make = Callable[..., LearnerBackend]
+Make = Callable[..., TorchBackend]
 
 ALGORITHMS = {
     "decoupled_grpo": AlgorithmConfig(),
@@ -54,7 +54,7 @@ SETTINGS = {
     ]
 )
 def make(request: pytest.FixtureRequest) -> Make:
-    def build(algorithm: AlgorithmConfig | None = None, **learner: object) -> LearnerBackend:
+    def build(algorithm: AlgorithmConfig | None = None, **learner: object) -> TorchBackend:
         config = LearnerConfig(**({"learning_rate": 1e-2, "token_budget": 40} | SETTINGS[request.param] | learner))
         spec = BackendSpec(learner=config, algorithm=algorithm or AlgorithmConfig(), steps=20)
         return build_learner(spec, llama)
@@ -63,10 +63,10 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def test_every_backend_is_held_to_this() -> None:
-    assert {settings["backend"] for settings in SETTINGS.values()} == set(BACKENDS)
+    assert {settings["backend"] for settings in SETTINGS.values()} == set(UPDATERS)
 
 
-def snapshot(learner: LearnerBackend) -> dict[str, torch.Tensor]:
+def snapshot(learner: TorchBackend) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.parameters().items()}
 
 
@@ -132,7 +132,7 @@ def test_a_critic_elsewhere_gives_the_values_of_the_learners_own(make: Make) -> 
     sequences = [sample.rollout for sample in samples()]
     found = np.concatenate([answer.values for answer in critic.answer(sequences)])  # type: ignore[union-attr, misc]
     plan = plan_step(batch, AlgorithmConfig(), 10_000, torch.device("cpu"))
-    own = learner._passes.all_values(plan).numpy()  # type: ignore[attr-defined]
+    own = learner._passes.all_values(plan).numpy()
     where = np.concatenate([np.flatnonzero(plan.batch.rollout_ids[plan.tokens.sequence_ids] == i) for i in range(12)])
     assert np.abs(own).max() > 0.01
     assert_close(found, own[where], atol=1e-5)

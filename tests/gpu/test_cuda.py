@@ -14,8 +14,8 @@ from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.backend import BackendSpec
-from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.torch_backend import build_learner
 from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -87,7 +87,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
 
     def note(self: TorchBackend, plan: StepPlan) -> torch.Tensor | None:
         values = critic(self, plan)
-        ref = plan.tokens.ref if self.reference is None else reference(self, plan)
+        ref = plan.tokens.ref_logprobs if self.reference is None else reference(self, plan)
         assert values is not None and ref is not None
         seen.append((plan.batch, ref.clone(), values.clone()))
         return values
