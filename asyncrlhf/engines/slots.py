@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,17 +100,13 @@ class SlotTable:
         ended = np.flatnonzero(stopped | (place + 1 >= self.limit[rows]))
         return rows[ended], stopped[ended]
 
-    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
-        """Response tokens beyond the first ``seen`` ones of each request in it, where they are ``at_least`` so many."""
-        found: dict[int, IntArray] = {}
-        for row in np.flatnonzero(self.length[: self.count] - self.prompt_length[: self.count] >= at_least):
-            request = self.requests[row]
-            if request is None or request.rollout_id not in seen:
-                continue
-            start = int(self.prompt_length[row]) + seen[request.rollout_id]
-            if self.length[row] - start >= at_least:
-                found[request.rollout_id] = self.tokens[row, start : self.length[row]].copy()
-        return found
+    def sampled(self) -> Iterator[tuple[int, IntArray]]:
+        """Rollout id and response tokens so far, a view, of each request."""
+        for request, row, start, stop in zip(
+            self.requests, self.tokens, self.prompt_length.tolist(), self.length.tolist(), strict=True
+        ):
+            if request is not None:
+                yield request.rollout_id, row[start:stop]
 
     def take(self, row: int, reason: FinishReason) -> Generation:
         """Empty a finished row into its result."""
