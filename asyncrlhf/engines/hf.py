@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
-from asyncrlhf.engines.planning import choose_prefills, plan_score, plan_step
 from asyncrlhf.engines.sampling import sample_tokens, uniforms
-from asyncrlhf.engines.slots import SlotTable
+from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
 from asyncrlhf.engines.weights import load_named_weights, named_weights
 from asyncrlhf.types import FloatArray, Generation, GenerationRequest, IntArray
 
@@ -75,8 +74,9 @@ class HFEngine(Engine):
         table = self._table
         if len(rows) < table.count:
             logits = logits[torch.from_numpy(rows).to(self._device)]
-        uniform = uniforms(table.state[rows], table.length[rows] - table.prompt_length[rows])
-        settings = (table.temperature[rows], table.top_p[rows], table.top_k[rows], table.min_p[rows])
+        facts = table.rows[rows]
+        uniform = uniforms(facts["state"], facts["length"] - facts["prompt_length"])
+        settings = (facts[name] for name in ("temperature", "top_p", "top_k", "min_p"))
         ended, stopped = table.append(rows, sample_tokens(logits, uniform, *settings), self.version)
         self._holes.extend(ended.tolist())
         return [table.take(int(row), "stop" if stop else "length") for row, stop in zip(ended, stopped, strict=True)]

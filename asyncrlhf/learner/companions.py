@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, SequenceSplit, TokenFacts, packed_hidden
 from asyncrlhf.learner.rollout_passes import RolloutPasses
-from asyncrlhf.types import FloatArray, Rollout
 
 
 class ValueModel(nn.Module):
@@ -95,9 +93,6 @@ class ReferencePolicy(RolloutPasses):
         facts: TokenFacts = self._policy(inputs, self._temperature)
         return facts.logprobs
 
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        return replace(rollout, ref_logprobs=numbers)
-
 
 class ServedCritic(RolloutPasses):
     """Gives what the learner's own critic of that version would give: the same packed pass.
@@ -135,6 +130,3 @@ class ServedCritic(RolloutPasses):
             raise WeightSyncError("A critic worker was asked for values before it held a version.")
         values: torch.Tensor = self._critic(inputs)
         return values
-
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        return replace(rollout, values=numbers, critic_version=self.version)

@@ -44,14 +44,10 @@ class RolloutPasses(ABC):
         """Free what is held beside the weights, for a pass that ran out of memory; false when there was nothing."""
         return False
 
-    @abstractmethod
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        """The rollout with its own numbers [L]."""
-
-    def answer(self, rollouts: Sequence[Rollout]) -> list[Rollout | str]:
-        """Each rollout with its numbers [L] float32, or one sentence that says why it has none."""
-        answers: list[Rollout | str] = [self._refusal(rollout) or rollout for rollout in rollouts]
-        able = [i for i, answer in enumerate(answers) if isinstance(answer, Rollout)]
+    def answer(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
+        """The numbers [L] float32 of each rollout, or one sentence that says why it has none."""
+        answers: list[FloatArray | str] = [self._refusal(rollout) or "" for rollout in rollouts]
+        able = [i for i, refusal in enumerate(answers) if not refusal]
         lengths = np.array([len(rollouts[i].prompt.token_ids) + len(rollouts[i].response_ids) for i in able], np.int64)
         for batch in padded_batches(lengths, self._budget):
             chosen = [able[place] for place in batch]
@@ -59,7 +55,7 @@ class RolloutPasses(ABC):
                 answers[i] = answer
         return answers
 
-    def _pass(self, rollouts: Sequence[Rollout]) -> list[Rollout | str]:
+    def _pass(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
         found: list[FloatArray] | None = None
         # What the error holds of the pass is free again only behind this clause.
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -73,12 +69,10 @@ class RolloutPasses(ABC):
                 f"lower {self.setting}."
             )
             return [sentence] * len(rollouts)
-        return [self._checked(rollout, numbers) for rollout, numbers in zip(rollouts, found, strict=True)]
+        return [self._checked(numbers) for numbers in found]
 
-    def _checked(self, rollout: Rollout, numbers: FloatArray) -> Rollout | str:
-        if np.isfinite(numbers).all():
-            return self._with(rollout, numbers)
-        return f"The {self.model_name}'s {self.what} are not all finite."
+    def _checked(self, numbers: FloatArray) -> FloatArray | str:
+        return numbers if np.isfinite(numbers).all() else f"The {self.model_name}'s {self.what} are not all finite."
 
     @torch.no_grad()
     def _numbers(self, rollouts: Sequence[Rollout]) -> list[FloatArray]:
