@@ -9,7 +9,7 @@ import torch
 
 from asyncrlhf.actors.messages import Address, ArrayBundle, resolved
 from asyncrlhf.actors.part import PartActor
-from asyncrlhf.readahead.messages import Chunk, Prefilled
+from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, Rollout
 

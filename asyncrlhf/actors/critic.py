@@ -14,7 +14,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.learner_config import CriticConfig
-from asyncrlhf.readahead.messages import Chunk, Prefilled
+from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.transport.build_transport import build_receiver
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.weights_config import WeightsConfig

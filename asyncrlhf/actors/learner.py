@@ -25,8 +25,9 @@ from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.torch_backend import build_learner
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
-from asyncrlhf.transport.gather import ShardedParams, take_part
-from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightSender
+from asyncrlhf.transport.manifest import ShardedParams, take_part
+from asyncrlhf.transport.protocol import Ticket, TransferStats
+from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import TrainSample
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.readahead.messages import ChunkInfo
+from asyncrlhf.readahead.owners import ChunkInfo
 from asyncrlhf.types import (
     Annotation,
     FloatArray,
@@ -141,10 +141,10 @@ class ArrayBundle:
 
 
 def annotated(
-    name: str, rollouts: Sequence[Rollout], answers: Iterable[Rollout | str], critic_version: int | None = None
+    name: str, rollouts: Sequence[Rollout], answers: Iterable[FloatArray | str], critic_version: int | None = None
 ) -> tuple[list[Annotation], ArrayBundle]:
-    """The annotations of ``rollouts``, in order, and the bundle that their arrays lie in. An answer is the rollout with
-    its array in the field ``name``, or the sentence that says why there is none."""
+    """The annotations of ``rollouts``, in order, and the bundle that their arrays lie in. An answer is the array [L]
+    for the field ``name``, or the sentence that says why there is none."""
     arrays: list[FloatArray] = []
     annotations = []
     for rollout, answer in zip(rollouts, answers, strict=True):
@@ -152,7 +152,7 @@ def annotated(
             annotations.append(Annotation(rollout.rollout_id, error=answer))
             continue
         annotations.append(Annotation(rollout.rollout_id, arrays=Payload(None, len(arrays))))
-        arrays.append(getattr(answer, name))
+        arrays.append(answer)
     flat = np.concatenate(arrays) if arrays else np.empty(0, np.float32)
     return annotations, ArrayBundle(name, flat, np.cumsum([len(array) for array in arrays]), critic_version)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.actors.messages import Collected, RolloutBundle
-from asyncrlhf.readahead.messages import Chunk, describe_chunks
+from asyncrlhf.readahead.owners import Chunk, ChunkInfo
 from asyncrlhf.types import GenerationFailure, Payload, Rollout, RolloutInfo
 
 
@@ -77,7 +77,8 @@ class Outbox:
             chunks, self._chunks = self._chunks, []
             ended, self._ended = self._ended, {}
         ages = [now - ended[r.rollout_id] for r in rollouts]
-        facts = Collected(describe(rollouts), failures, busy_seconds, tokens, ages, describe_chunks(chunks))
+        infos = [ChunkInfo(c.rollout_id, c.start, len(c.token_ids), Payload(None, i)) for i, c in enumerate(chunks)]
+        facts = Collected(describe(rollouts), failures, busy_seconds, tokens, ages, infos)
         return facts, RolloutBundle(rollouts), chunks
 
     def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:

@@ -14,8 +14,8 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.forward import use_float32_head
 from asyncrlhf.learner.learner_config import ReferenceConfig
-from asyncrlhf.readahead.messages import Chunk, Prefilled
-from asyncrlhf.readahead.reference import ReadingReference
+from asyncrlhf.readahead.owners import Chunk, Prefilled
+from asyncrlhf.readahead.readers import ReadingReference
 from asyncrlhf.types import Annotation, Rollout
 
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 from asyncrlhf.actors.annotator import ANSWER_SECONDS
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.readahead.messages import Chunk, Prefilled
-from asyncrlhf.readahead.reward import ReadingScorer
+from asyncrlhf.readahead.owners import Chunk, Prefilled
+from asyncrlhf.readahead.readers import ReadingModel, read_ahead
 from asyncrlhf.rewards.build_scorer import build_scorer
+from asyncrlhf.rewards.reward import Scorer
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import Annotation, Rollout
@@ -36,26 +37,32 @@ class RewardSpec:
         return self.reward
 
     def build(self, name: str) -> RewardWorker:
-        return RewardWorker(build_reward(self))
+        scorer = build_reward(self)
+        return RewardWorker(scorer, read_ahead(scorer, self.cache_tokens, self.reward.max_batch_tokens))
 
 
-def build_reward(spec: RewardSpec) -> ReadingScorer:
+def build_reward(spec: RewardSpec) -> Scorer:
     tokenizer = load_tokenizer(spec.model)
     task = partial(build_task, spec.task, tokenizer)
-    scorer = build_scorer(spec.reward, tokenizer, task, spec.max_completion_length)
-    return ReadingScorer(scorer, spec.cache_tokens, spec.reward.max_batch_tokens)
+    return build_scorer(spec.reward, tokenizer, task, spec.max_completion_length)
 
 
 class RewardWorker:
-    """One scorer: it computes no arrays."""
+    """One scorer, of whose models ``readers`` read ahead: it computes no arrays."""
 
-    def __init__(self, scorer: ReadingScorer) -> None:
+    def __init__(self, scorer: Scorer, readers: Sequence[ReadingModel] = ()) -> None:
         self.scorer = scorer
+        self.readers = readers
 
     def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], None]:
-        """One reward a rollout, in order, or the reason why it has none."""
-        return self.scorer.score(rollouts), None
+        """One reward a rollout, in order, or the reason why it has none. What is scored, or failed by any part, is
+        forgotten."""
+        results = self.scorer.score(rollouts)
+        for reader in self.readers:
+            reader.release(rollout.rollout_id for rollout in rollouts)
+        return results, None
 
     def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Forget ``released``, then read ``chunks`` ahead."""
-        return self.scorer.prefill(released, chunks)
+        """Forget ``released``, then let the models that can read ``chunks`` ahead."""
+        answers = [reader.prefill(released, chunks) for reader in self.readers]
+        return Prefilled(bool(answers), sorted({i for answer in answers for i in answer.evicted}))

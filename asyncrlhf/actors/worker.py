@@ -17,10 +17,11 @@ from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.readahead.messages import Chunk
+from asyncrlhf.readahead.owners import Chunk
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.build_transport import build_receiver
-from asyncrlhf.transport.protocol import Ticket, WeightReceiver
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import (
     FloatArray,
@@ -132,7 +133,7 @@ class GeneratorWorker:
             prompt, sent = self._prompts[rollout_id][1].token_ids, self._sent[rollout_id]
             self._sent[rollout_id] = sent + len(ids)
             whole = np.concatenate([prompt, ids]) if sent == 0 else ids
-            chunks.append(Chunk(rollout_id, 0 if sent == 0 else len(prompt) + sent, len(prompt), whole))
+            chunks.append(Chunk(rollout_id, 0 if sent == 0 else len(prompt) + sent, len(prompt), whole.tolist()))
         self.outbox.put_chunks(chunks)
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:

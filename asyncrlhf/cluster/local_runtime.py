@@ -25,7 +25,7 @@ from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
 from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.records.recorder import RolloutRow, write_part
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, Payload, Rollout

@@ -12,7 +12,7 @@ from asyncrlhf.actors.messages import placed
 from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.cluster.ray_calls import RayPart, addressed, ask
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, Payload
 

@@ -12,8 +12,7 @@ import torch
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
-from asyncrlhf.engines.vllm_tensors import merge_shares, worker_tensors
-from asyncrlhf.engines.vllm_transfer import BACKEND, register
+from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 

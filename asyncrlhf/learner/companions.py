@@ -7,7 +7,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -96,10 +95,6 @@ class RolloutPasses(ABC):
         """Free what is held beside the weights, for a pass that ran out of memory; false when there was nothing."""
         return False
 
-    @abstractmethod
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        """The rollout with its own numbers [L]."""
-
     def answer(self, rollouts: Sequence[Rollout]) -> list[Rollout | str]:
         """Each rollout with its numbers [L] float32, or one sentence that says why it has none."""
         refusal = f"The {self.model_name} has nothing to score: prompt or response is empty."
@@ -112,7 +107,7 @@ class RolloutPasses(ABC):
                 answers[i] = answer
         return answers
 
-    def _pass(self, rollouts: Sequence[Rollout]) -> list[Rollout | str]:
+    def _pass(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
         found: list[FloatArray] | None = None
         # What the error holds of the pass is free again only behind this clause.
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -123,12 +118,10 @@ class RolloutPasses(ABC):
             tokens = max(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
             many = f"{len(rollouts)} sequences of up to {tokens} tokens"
             return [f"The {self.model_name} ran out of memory with {many}; lower {self.setting}."] * len(rollouts)
-        return [self._checked(rollout, numbers) for rollout, numbers in zip(rollouts, found, strict=True)]
+        return [self._checked(numbers) for numbers in found]
 
-    def _checked(self, rollout: Rollout, numbers: FloatArray) -> Rollout | str:
-        if np.isfinite(numbers).all():
-            return self._with(rollout, numbers)
-        return f"The {self.model_name}'s {self.what} are not all finite."
+    def _checked(self, numbers: FloatArray) -> FloatArray | str:
+        return numbers if np.isfinite(numbers).all() else f"The {self.model_name}'s {self.what} are not all finite."
 
     @torch.no_grad()
     def _numbers(self, rollouts: Sequence[Rollout]) -> list[FloatArray]:
@@ -162,9 +155,6 @@ class ReferencePolicy(RolloutPasses):
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
         facts: TokenFacts = self._policy(inputs, self._temperature)
         return facts.logprobs
-
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        return replace(rollout, ref_logprobs=numbers)
 
 
 class ServedCritic(RolloutPasses):
@@ -203,6 +193,3 @@ class ServedCritic(RolloutPasses):
             raise WeightSyncError("A critic worker was asked for values before it held a version.")
         values: torch.Tensor = self._critic(inputs)
         return values
-
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        return replace(rollout, values=numbers, critic_version=self.version)

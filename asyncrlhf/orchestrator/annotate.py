@@ -16,8 +16,7 @@ from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
 from asyncrlhf.errors import ReplicaError, RewardError
 from asyncrlhf.orchestrator.assembly import Assembly, Waiting
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.readahead.messages import ChunkInfo
-from asyncrlhf.readahead.owners import ReadAhead, ReadTotals
+from asyncrlhf.readahead.owners import ChunkInfo, ReadTotals
 from asyncrlhf.types import Annotation, Payload, RolloutInfo
 
 DEATHS_ALLOWED = 1  # calls with a rollout that end with the worker's death; with one more, the rollout has failed
@@ -51,9 +50,7 @@ class Annotator:
         self._in_hand: set[int] = set()  # rollout ids in calls under way
         self._calls = 0  # under way
         readers = [] if totals is None else workers
-        self._ahead: ReadAhead[AnnotatorHandle] = state.reading_ahead(
-            self.kind, readers, totals or ReadTotals(), assembly.message
-        )
+        self._ahead = state.reading_ahead(self.kind, readers, totals or ReadTotals(), assembly.message)
 
     @property
     def title(self) -> str:

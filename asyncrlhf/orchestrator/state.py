@@ -15,7 +15,7 @@ from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
-from asyncrlhf.readahead.owners import ReadAhead, Reader, ReadTotals
+from asyncrlhf.readahead.owners import ReadAhead, ReaderHandle, ReadTotals
 from asyncrlhf.types import Annotation, Prompt, ScoredRollout
 
 
@@ -160,8 +160,8 @@ class RunState:
         self.progressed(self.room, *concerned)
 
     def reading_ahead(
-        self, kind: str, workers: Sequence[Reader], totals: ReadTotals, message: Callable[[str], None]
-    ) -> ReadAhead[Reader]:
+        self, kind: str, workers: Sequence[ReaderHandle], totals: ReadTotals, message: Callable[[str], None]
+    ) -> ReadAhead:
         """Of the annotators of ``kind``; the rest as of :class:`ReadAhead`."""
 
         def group_of(rollout_id: int) -> GroupInProgress | None:

@@ -15,7 +15,7 @@ import requests
 from asyncrlhf.errors import RewardError
 from asyncrlhf.rewards.functions import call_with_timeout, late
 from asyncrlhf.rewards.guard import checked_scores
-from asyncrlhf.rewards.reward import Score, ServiceError, columns_of
+from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError, columns_of
 from asyncrlhf.rewards.service_config import HttpConfig
 from asyncrlhf.types import Rollout
 
@@ -171,7 +171,7 @@ def _retry_after(response: requests.Response) -> float:
         return 0.0
 
 
-class HttpSource:
+class HttpSource(RewardSource):
     """Sends the columns of a reward function as a JSON object of lists: ``prompts``, ``completions``, ``answer``,
     ``metadata`` and ``completion_ids``. Takes ``{"rewards": [...]}`` or the bare list of numbers, in order."""
 
@@ -190,6 +190,3 @@ class HttpSource:
 
         scores: list[Score] = self._endpoint.ask(columns_of(rollouts), parse)
         return scores
-
-    def close(self) -> None:
-        """Nothing is held open that does not end with the worker."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrlhf.errors import RewardError
 from asyncrlhf.rewards.guard import call_function
-from asyncrlhf.rewards.reward import RewardFunction, Score, columns_of
+from asyncrlhf.rewards.reward import RewardFunction, RewardSource, Score, columns_of
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt, Rollout
 
@@ -30,7 +30,7 @@ def task_reward(task: Task) -> RewardFunction:
     return reward
 
 
-class FunctionSource:
+class FunctionSource(RewardSource):
     """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is left behind, for
     Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`)."""
 
@@ -43,18 +43,12 @@ class FunctionSource:
         scores: list[Score] = call_with_timeout(lambda: call_function(self._function, columns), self._timeout)
         return scores
 
-    def close(self) -> None:
-        """Nothing is held open."""
 
-
-class LengthSource:
+class LengthSource(RewardSource):
     """The number of response tokens, for a sum that weighs it."""
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
         return [float(len(r.response_ids)) for r in rollouts]
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def call_with_timeout(

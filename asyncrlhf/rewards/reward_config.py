@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
-
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards.service_config import HttpConfig, JudgeConfig, RewardModelConfig
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range, overlay
 
 GRANULARITIES = ("batch", "group", "rollout", "chunk")
 KINDS = ("task", "python", "model", "judge", "http")
@@ -121,29 +118,13 @@ class RewardConfig:
 def _part(name: str, raw: Any) -> RewardPart:
     """OmegaConf has no frozen dataclasses as values of a dictionary, so parts are typed here."""
     key = f"reward.parts.{name}"
-    allowed = ", ".join(f.name for f in fields(RewardPart))
     if not isinstance(raw, Mapping):
+        allowed = ", ".join(f.name for f in fields(RewardPart))
         raise ConfigError(f"{key}={raw} is of the wrong kind; allowed: settings of its own, out of {allowed}.")
-    schema = OmegaConf.structured(RewardPart)
-    pending: list[Any] = [schema]
-    while pending:
-        node = pending.pop()
-        OmegaConf.set_readonly(node, False)
-        pending.extend(child for child in node.values() if isinstance(child, DictConfig))
     try:
-        built = OmegaConf.to_object(OmegaConf.merge(schema, dict(raw)))
-    except ConfigKeyError as error:
-        above = str(error.full_key).rpartition(".")[0]
-        known = ", ".join(f.name for f in fields(getattr(RewardPart(), above))) if above else allowed
-        where = f"{key}.{above}" if above else key
-        raise ConfigError(f"{key}.{error.full_key} is not a setting; allowed in {where}: {known}.") from error
+        return overlay(RewardPart(), raw, key)
     except ConfigError as error:
         raise ConfigError(str(error).replace("reward.model", f"{key}.model")) from error
-    except OmegaConfBaseException as error:
-        wrong = f"{key}.{error.full_key}" if error.full_key else key
-        raise ConfigError(f"{wrong}: {str(error).splitlines()[0].rstrip('.')}.") from error
-    assert isinstance(built, RewardPart)
-    return built
 
 
 @dataclass(frozen=True)

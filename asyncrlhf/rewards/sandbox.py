@@ -16,14 +16,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.reward import Score, columns_of
+from asyncrlhf.rewards.reward import RewardSource, Score, columns_of
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module
 STANDARD_ERROR = 2
 
 
-class SandboxSource:
+class SandboxSource(RewardSource):
     """Starts its process at once, and again after each call that had to be ended.
 
     Raises ConfigError with one sentence when the target cannot be imported, is no function or takes other arguments.

@@ -16,7 +16,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model, load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import Prepared, prepare
-from asyncrlhf.rewards.model_loading import same_tokens
+from asyncrlhf.rewards.model import same_tokens
 from asyncrlhf.stages.answers import Scored, sample_answers, score_answers, written
 from asyncrlhf.stages.divergence import kl_figures, perplexity, response_logprobs
 from asyncrlhf.stages.statistics import estimate

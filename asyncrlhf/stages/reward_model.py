@@ -123,8 +123,7 @@ def score_ids(folder: Path, texts: Sequence[Sequence[int]], config: RunConfig) -
     import numpy as np
     import torch
 
-    from asyncrlhf.rewards.model import padded_batches, score_batch
-    from asyncrlhf.rewards.model_loading import load_reward_model
+    from asyncrlhf.rewards.model import load_reward_model, padded_batches, score_batch
     from asyncrlhf.rewards.service_config import RewardModelConfig
 
     settings = RewardModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)

@@ -8,8 +8,7 @@ import torch
 import xxhash
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.gather import entries_by_bucket
-from asyncrlhf.transport.manifest import as_bytes
+from asyncrlhf.transport.manifest import as_bytes, entries_by_bucket
 from asyncrlhf.types import TensorEntry, WeightManifest
 
 NAMES_SHOWN = 10

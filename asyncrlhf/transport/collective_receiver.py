@@ -14,26 +14,21 @@ from asyncrlhf.transport.control import Line, LineClosedError, Message, dial, sp
 from asyncrlhf.transport.group import BroadcastGroup, device_identity
 from asyncrlhf.transport.manifest import manifest_digest
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.transport.staging import Staging
+from asyncrlhf.transport.receiver import WeightReceiver
 
 POLL_SECONDS = 0.002  # how often a receiver looks whether a bucket is complete
 
 
-class CollectiveReceiver:
-    """A rank from 1 on. ``device``: where the engine's parameters live."""
+class CollectiveReceiver(WeightReceiver):
+    """A rank from 1 on."""
 
-    def __init__(self, *, timeout_seconds: float, device: torch.device | str = "cpu") -> None:
-        self._timeout_seconds = timeout_seconds
-        self._device = torch.device(device)
-        self._epoch = -1
-        self._digest = ""
-        self._line: Line | None = None
-        self._group: BroadcastGroup | None = None
-        self._staged = Staging()
+    _line: Line | None = None
+    _group: BroadcastGroup | None = None
+    _digest = ""
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
         self._drop_group()
-        self._epoch, self._staged.name = epoch, name
+        super().connect(endpoint, rank, world_size, epoch, name)
         what = f"Receiver {name} could not join the weight group of epoch {epoch}"
         try:
             self._line = dial(endpoint, self._timeout_seconds)

@@ -26,12 +26,6 @@ def choose_backend(identities: list[str]) -> str:
     return "nccl" if alone and all(i.startswith("cuda") for i in identities) and dist.is_nccl_available() else "gloo"
 
 
-def _last_resort(seconds: float) -> float:
-    """Longer than the control lines wait: these know who is silent, while a broadcast that gives up first would have an
-    innocent receiver report it."""
-    return 2 * seconds + 2
-
-
 class BroadcastGroup:
     """Rank 0 broadcasts to all others. ``host``: this rank's address as the others reach it (gloo)."""
 
@@ -41,17 +35,20 @@ class BroadcastGroup:
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._works: list[Any] = []
         self._stream = torch.cuda.Stream(device) if backend == "nccl" else None
+        # Longer than the control lines wait: these know who is silent, while a broadcast that gives up first would have
+        # an innocent receiver report it.
+        last_resort = timedelta(seconds=2 * seconds + 2)
         self._group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=_last_resort(seconds))
+            options._timeout = last_resort
             with torch.cuda.device(device):
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             gloo = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=host)]
-            options._timeout = timedelta(seconds=_last_resort(seconds))
+            options._timeout = last_resort
             options._threads = GLOO_THREADS
             self._group = gloo(store, rank, size, options)
 

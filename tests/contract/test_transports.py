@@ -16,7 +16,9 @@ import torch
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport import checksum
 from asyncrlhf.transport.build_transport import build_receiver, build_sender
-from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightReceiver, WeightSender
+from asyncrlhf.transport.protocol import Ticket, TransferStats
+from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 
 Params = dict[str, torch.Tensor]

@@ -339,6 +339,6 @@ def published_critics(spec: Any, rollouts: Sequence[Any]) -> list[tuple[Any, lis
         sender.begin_snapshot(version, params)
         sender.fence()
         plain.load(version, params)
-        return sender.ticket(), [r.values for r in plain.answer(rollouts)]
+        return sender.ticket(), plain.answer(rollouts)
 
     return [publish(version) for version in (3, 4)]

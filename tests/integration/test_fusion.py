@@ -18,7 +18,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.readahead.reward import ReadingModel
+from asyncrlhf.readahead.readers import ReadingModel
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.reward_config import GRANULARITIES
 from asyncrlhf.rewards.service_config import RewardModelConfig

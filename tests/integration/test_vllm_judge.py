@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.judge import JudgeSource
-from asyncrlhf.rewards.judge_vllm import VllmChat
+from asyncrlhf.rewards.judge import JudgeSource, VllmChat
 from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.service_config import JudgeConfig
 from tests.unit.rewards.worlds import rollout

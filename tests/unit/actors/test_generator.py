@@ -96,7 +96,7 @@ def test_chunks_of_what_is_under_way_come_with_what_is_finished(chunking_actor: 
             assert chunk.rollout_id not in done and chunk.prompt_length == 5
             known = sequences.setdefault(chunk.rollout_id, [])
             assert chunk.start == len(known) and len(chunk.token_ids) >= 16
-            known += chunk.token_ids.tolist()
+            known += chunk.token_ids
         done |= {rollout.rollout_id: rollout for rollout in rollouts}
         if len(done) == COUNT:
             break

@@ -16,7 +16,7 @@ from asyncrlhf.cluster.parts import answer_seconds
 from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.readahead.messages import Prefilled
+from asyncrlhf.readahead.owners import Prefilled
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.types import Annotation
 

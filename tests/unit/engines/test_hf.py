@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from asyncrlhf.engines import planning
+from asyncrlhf.engines import slots as table
 from asyncrlhf.engines.forward import is_lean
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.errors import ConfigError, WeightSyncError
@@ -137,7 +137,7 @@ def test_after_a_recompute_logprobs_are_those_of_the_new_weights(
     name: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a small budget the new prefills spread over several steps, and no token is sampled before its own."""
-    monkeypatch.setattr(planning, "PREFILL_TOKENS", budget)
+    monkeypatch.setattr(table, "PREFILL_TOKENS", budget)
     requests = make_requests(SamplingParams(16), [3, 25, 8, 1, 12], siblings=2)
     engine, new = HFEngine(make_model(name), slots=6), make_model(name, seed=1)
     engine.submit(requests)

@@ -18,7 +18,7 @@ from asyncrlhf.engines import vllm_core
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
 from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
-from asyncrlhf.engines.vllm_tensors import merge_shares
+from asyncrlhf.engines.vllm_transfer import merge_shares
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import Generation, GenerationRequest, SamplingParams
 

@@ -31,9 +31,8 @@ from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.resume import fingerprint
 from asyncrlhf.orchestrator.state import GroupInProgress
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.readahead.outlook import reference_note
-from asyncrlhf.readahead.owners import PATIENCE_SECONDS, SWEEP_SECONDS
+from asyncrlhf.readahead.owners import PATIENCE_SECONDS, ChunkInfo, Prefilled
 from asyncrlhf.types import Annotation, Payload, Prompt, RolloutInfo
 from tests.unit.learner.worlds import samples
 
@@ -141,7 +140,7 @@ def test_arrays_travel_without_their_rollouts_and_meet_them_again() -> None:
     rollouts = [sample.rollout for sample in samples(groups=2, size=2)]
     numbers = [np.arange(len(r.response_ids), dtype=np.float32) + i for i, r in enumerate(rollouts)]
     valued = [replace(r, values=of, critic_version=4) for r, of in zip(rollouts, numbers, strict=True)]
-    annotations, arrays = annotated("values", rollouts, [valued[0], "no values", *valued[2:]], 4)
+    annotations, arrays = annotated("values", rollouts, [numbers[0], "no values", *numbers[2:]], 4)
     annotations = placed(annotations, pickle.loads(pickle.dumps(arrays)))
     assert [a.rollout_id for a in annotations] == [r.rollout_id for r in rollouts]
     assert (annotations[1].arrays, annotations[1].error) == (None, "no values")
@@ -489,8 +488,7 @@ def test_what_has_its_logprobs_is_forgotten_though_its_reward_is_still_to_come()
         assert world.assembly.generated(world.info(1))
         world.score(1)  # its log-probs are still to come
         world.assembly.abandon([1], "stale")
-        await asyncio.sleep(2 * SWEEP_SECONDS)
-        world.state.progressed()
+        world.arrive(2, start=8)
         await asyncio.sleep(0.1)
         assert sorted(world.only("reference").released) == [0, 4]
 

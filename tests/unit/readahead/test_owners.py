@@ -18,8 +18,7 @@ from asyncrlhf.orchestrator.annotate import Rewards
 from asyncrlhf.orchestrator.assembly import Waiting
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
-from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS, ReadAhead, ReadTotals
+from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, ChunkInfo, Prefilled, ReadAhead, ReadTotals
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.types import Annotation, Payload, Prompt, RolloutInfo
@@ -112,7 +111,7 @@ class World:
 
     async def idle(self) -> None:
         """Everything that can happen without further news has happened."""
-        await asyncio.sleep(5 * PATIENCE_SECONDS + SWEEP_SECONDS)
+        await asyncio.sleep(5 * PATIENCE_SECONDS)
         self.state.changed.notify()
         await asyncio.sleep(1)
         for task in self.tasks:
@@ -224,13 +223,12 @@ def test_what_was_cancelled_or_scored_elsewhere_is_forgotten() -> None:
         await world.idle()
         del world.state.groups[0]  # dropped
         world.state.groups[1].unscored.discard(4)  # scored by another worker, or failed
+        world.arrive(0, 1, 5, start=10)
         await world.idle()
         assert sorted(world.workers[0].released) == [0, 1, 4]
-        world.arrive(0, 1, start=10)
-        await world.idle()
 
     world = play(story)
-    assert sorted(world.workers[0].read()) == [0, 1, 4, 5], "and nothing more is read of it"
+    assert sorted(world.workers[0].read()) == [0, 1, 4, 5, 5], "and nothing more is read of it"
 
 
 def test_chunks_of_what_ended_meanwhile_are_not_sent() -> None:

@@ -15,12 +15,20 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.disk import DiskReceiver, DiskSender
-from asyncrlhf.transport.disk_files import ANSWERS, INDEX, MANIFEST, VersionWriter, bucket_file, folder_name
+from asyncrlhf.transport.disk import (
+    ANSWERS,
+    INDEX,
+    MANIFEST,
+    DiskReceiver,
+    DiskSender,
+    VersionWriter,
+    bucket_file,
+    folder_name,
+)
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
-from asyncrlhf.transport.snapshot import Wire
-from asyncrlhf.transport.staging import Staging
+from asyncrlhf.transport.receiver import Staging
+from asyncrlhf.transport.sender import Wire
 
 
 def model(value: float = 0.0) -> dict[str, torch.Tensor]:
@@ -200,7 +208,7 @@ def test_a_disk_that_refuses_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("asyncrlhf.transport.disk_files.save_file", full)
+    monkeypatch.setattr("asyncrlhf.transport.disk.save_file", full)
     with pytest.raises(WeightSyncError, match=r"Version 6 cannot be written to .*No space left on device"):
         pair.write(6)
     assert list(pair.root.glob(".writing-*")) == []

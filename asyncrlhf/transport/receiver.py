@@ -1,15 +1,14 @@
-"""A receiver's staging memory: one whole set of weights, and the check that its bytes arrived."""
+"""What all receivers share: staging memory for one whole set of weights, and the check that its bytes arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.checksum import changed_buckets, verify_bucket
-from asyncrlhf.transport.gather import entries_by_bucket
-from asyncrlhf.transport.manifest import FlatBuckets, manifest_difference
+from asyncrlhf.transport.manifest import FlatBuckets, entries_by_bucket, manifest_difference
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import TensorEntry, WeightManifest
 
@@ -67,5 +66,33 @@ class Staging:
         return self._buckets
 
 
-def payload_bytes(manifest: WeightManifest, buckets: Sequence[int]) -> int:
-    return sum(manifest.bucket_bytes[bucket] for bucket in buckets)
+class WeightReceiver:
+    """Lives beside an engine; its calls run in one thread while the engine goes on sampling."""
+
+    def __init__(self, *, timeout_seconds: float = 120.0, device: torch.device | str = "cpu") -> None:
+        """``device``: where the engine's parameters live."""
+        self._timeout_seconds = timeout_seconds
+        self._device = torch.device(device)
+        self._epoch = -1
+        self._staged = Staging()
+
+    def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
+        """Join the group of ``epoch`` as ``rank`` (1 <= rank < ``world_size``; the sender is 0)."""
+        self._epoch, self._staged.name = epoch, name
+
+    def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
+        """Take part in the transfer of ``ticket``. Returns views on staging memory, valid until the next call.
+
+        Raises WeightSyncError when the ticket is not what the sender sends, the sender is lost, or a bucket's checksum
+        differs.
+        """
+        staging, wanted = self._staged.begin(ticket)
+        self._fetch(ticket, staging, wanted)
+        return self._staged.finish(ticket)
+
+    def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
+        """Fill the buckets ``wanted``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._staged.drop()
