@@ -7,6 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -95,10 +96,10 @@ class RolloutPasses(ABC):
         """Free what is held beside the weights, for a pass that ran out of memory; false when there was nothing."""
         return False
 
-    def answer(self, rollouts: Sequence[Rollout]) -> list[Rollout | str]:
-        """Each rollout with its numbers [L] float32, or one sentence that says why it has none."""
+    def answer(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
+        """The numbers [L] float32 of each rollout, or one sentence that says why it has none."""
         refusal = f"The {self.model_name} has nothing to score: prompt or response is empty."
-        answers: list[Rollout | str] = [refusal] * len(rollouts)
+        answers: list[FloatArray | str] = [refusal] * len(rollouts)
         able = [i for i, rollout in enumerate(rollouts) if len(rollout.prompt.token_ids) and len(rollout.response_ids)]
         lengths = np.array([len(rollouts[i].prompt.token_ids) + len(rollouts[i].response_ids) for i in able], np.int64)
         for batch in padded_batches(lengths, self._budget):
