@@ -179,18 +179,6 @@ def resolved(addresses: Iterable[Address], bundles: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class TrainItem:
-    """One rollout of a batch, by reference; its payload also says where the arrays of its annotations lie."""
-
-    payload: Payload
-    reward: float
-    group_id: int
-    tokens: int  # prompt and response
-    weight: float = 1.0
-    masked_before_version: int = 0
-
-
-@dataclass(frozen=True)
 class Offer:
     """A snapshot under way, to be published: the seconds that the learner stood still for snapshots since the offer
     before, and what it says of the audit's probe texts at that version (None when no audit is due)."""

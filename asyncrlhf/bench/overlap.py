@@ -7,11 +7,12 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.actors.messages import TrainItem, WorkItem
+from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
@@ -146,7 +147,7 @@ async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo
     """Train on the same few batches again and again, with rewards that have spread."""
     size = config.batch_size
     batches = [
-        [TrainItem(r.payload, float(i % 2), r.group_id, r.tokens) for i, r in enumerate(rollouts[start : start + size])]
+        [replace(r, reward=float(i % 2)) for i, r in enumerate(rollouts[start : start + size])]
         for start in range(0, len(rollouts) - size + 1, size)
     ]
     started = 0.0

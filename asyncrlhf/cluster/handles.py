@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer, WorkItem
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.remote import Remote
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
 from asyncrlhf.records.recorder import RolloutRow
-from asyncrlhf.types import Annotation, Payload, Rollout
+from asyncrlhf.types import Annotation, Payload, Rollout, RolloutInfo
 
 
 class GeneratorHandle(Remote[GeneratorWorker], Protocol):
@@ -60,7 +60,7 @@ class AnnotatorHandle(ReaderHandle, Protocol):
 class LearnerHandle(Remote[LearnerWorker], Protocol):
     """The learner group as one part. ``call`` is answered by rank 0; in the other methods all ranks act together."""
 
-    async def train(self, items: Sequence[TrainItem]) -> StepResult: ...
+    async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult: ...
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
         """Copy the present weights aside for publishing. What the learner is asked for after this call finds the copy

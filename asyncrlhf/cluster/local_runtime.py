@@ -16,7 +16,7 @@ from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_ann
 from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem, joined, placed
+from asyncrlhf.actors.messages import Collected, Offer, WorkItem, joined, placed
 from asyncrlhf.actors.outbox import located
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
@@ -28,7 +28,7 @@ from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.records.recorder import RolloutRow, write_part
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.types import Annotation, Payload, Rollout
+from asyncrlhf.types import Annotation, Payload, Rollout, RolloutInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -161,10 +161,10 @@ class LocalLearner(LocalPart[LearnerWorker]):
         super().__init__("learner-0", worker)
         self._step_seconds = spec.learner.virtual_step_seconds
 
-    async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        chosen = [(((0, i),), item.reward, item.weight, item.masked_before_version) for i, item in enumerate(items)]
-        rollouts = fetch_local([item.payload for item in items])
-        result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, rollouts)
+    async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
+        chosen = [(((0, i),), r.reward, r.weight, r.masked_before_version) for i, r in enumerate(rollouts)]
+        fetched = fetch_local([r.payload for r in rollouts])
+        result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, fetched)
         await asyncio.sleep(self._step_seconds)
         return result
 

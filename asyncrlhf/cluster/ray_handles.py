@@ -12,13 +12,13 @@ import ray
 
 from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Address, Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.messages import Address, Collected, Offer, WorkItem
 from asyncrlhf.actors.outbox import located
 from asyncrlhf.cluster.ray_calls import START_SECONDS, RayPart, addressed, ask, ask_to_start
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.types import Rollout
+from asyncrlhf.types import Rollout, RolloutInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,10 +124,10 @@ class RayLearner:
     ) -> list[R]:
         return await asyncio.gather(*(rank.call(seconds, method, *args, **kwargs) for rank in self.ranks))
 
-    async def train(self, items: Sequence[TrainItem]) -> StepResult:
+    async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
         """Each rank is sent its share alone; ranks that split one share over its tokens are sent the same."""
-        groups, tokens = np.array([item.group_id for item in items]), np.array([item.tokens for item in items])
-        shares = [_chosen([items[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
+        groups, tokens = np.array([r.group_id for r in rollouts]), np.array([r.tokens for r in rollouts])
+        shares = [_chosen([rollouts[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
         size = len(self.ranks) // self._shares
         # Sent before anything is awaited: a snapshot that is asked for later must come after the step.
         steps = []
@@ -152,12 +152,12 @@ class RayLearner:
         await asyncio.gather(*(rank.close() for rank in self.ranks))
 
 
-def _chosen(items: Sequence[TrainItem]) -> tuple[list[tuple[Address, float, float, int]], list[Any]]:
-    """What ``LearnerWorker.train`` takes: of each item (address, reward, weight, masked_before_version), and the
+def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[list[tuple[Address, float, float, int]], list[Any]]:
+    """What ``LearnerWorker.train`` takes: of each rollout (address, reward, weight, masked_before_version), and the
     bundles' references."""
-    addresses, references = addressed([item.payload for item in items])
-    found = zip(addresses, items, strict=True)
-    return [(address, item.reward, item.weight, item.masked_before_version) for address, item in found], references
+    addresses, references = addressed([r.payload for r in rollouts])
+    found = zip(addresses, rollouts, strict=True)
+    return [(address, r.reward, r.weight, r.masked_before_version) for address, r in found], references
 
 
 async def _first(answers: Sequence[Awaitable[R]]) -> R:

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
@@ -23,6 +21,7 @@ from asyncrlhf.orchestrator.signs import MissingSign
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+from asyncrlhf.types import RolloutGroup, RolloutInfo
 
 
 class LearnLoop:
@@ -70,7 +69,7 @@ class LearnLoop:
             self._publish()
             await self._publisher.idle()
 
-    async def _next_batch(self) -> list[Taken] | None:
+    async def _next_batch(self) -> list[RolloutGroup] | None:
         """The next batch, or None when the run is stopping. A publish that was put off is caught up here, for without
         it no rollout would be admitted again."""
         state, buffer = self._state, self._state.buffer
@@ -103,20 +102,17 @@ class LearnLoop:
     def _may_publish(self) -> bool:
         return self._publish_due and not self._publisher.busy
 
-    async def _step(self, taken: list[Taken], waited: float) -> None:
+    async def _step(self, taken: list[RolloutGroup], waited: float) -> None:
         state, version = self._state, self._state.version
         state.buffer.check_batch(version, taken)
-        rollouts = [(t, r) for t in taken for r in t.group.rollouts]
+        rollouts = [r for group in taken for r in group.rollouts]
         if not rollouts:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
-        rewards, reward_metrics = self._normalizer.of_batch([r for _, r in rollouts])
-        items = [
-            TrainItem(r.info.payload, reward, r.info.group_id, r.info.tokens, t.weight, t.masked_before_version)
-            for (t, r), reward in zip(rollouts, rewards, strict=True)
-        ]
+        rewards, reward_metrics = self._normalizer.of_batch(rollouts)
+        rollouts = [replace(r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True)]
         started = state.now()
         self.training = True
-        training = asyncio.ensure_future(self._train(items))
+        training = asyncio.ensure_future(self._train(rollouts))
         await self._catch_up()
         result, begun, trained = await training
         result = replace(result, metrics={**result.metrics, **reward_metrics})
@@ -140,11 +136,11 @@ class LearnLoop:
         if self._bookkeeping.is_boundary(state.version):
             await self._catch_up()
 
-    async def _train(self, items: list[TrainItem]) -> tuple[StepResult, float, float]:
+    async def _train(self, rollouts: list[RolloutInfo]) -> tuple[StepResult, float, float]:
         """One step in the learner's turn; also when the turn began, and the seconds of the step."""
         async with self._turns.learner():
             begun = self._state.now()
-            result = await self._runtime.learner.train(items)
+            result = await self._runtime.learner.train(rollouts)
             return result, begun, self._state.now() - begun
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
@@ -181,10 +177,10 @@ class LearnLoop:
         self._publish_due = False
         self._publisher.publish(self._state.version)
 
-    def _file(self, taken: list[Taken], version: int) -> None:
-        for item in taken:
-            for scored in item.group.rollouts:
-                self._state.ledger.train(scored.info.rollout_id, version, last_use=item.uses_left == 0)
+    def _file(self, taken: list[RolloutGroup], version: int) -> None:
+        for group in taken:
+            for info in group.rollouts:
+                self._state.ledger.train(info.rollout_id, version, last_use=group.uses_left == 0)
 
     def _retire(self) -> None:
         """What can only be consumed over the bound now is dropped, in the buffer and in flight."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.clock import VirtualClockLoop
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.replica_meters import ReplicaMeters
 from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.types import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Meters:
     def step(
         self,
         version: int,
-        taken: Sequence[Taken],
+        taken: Sequence[RolloutGroup],
         result: StepResult,
         times: StepTimes,
         weight_sync_seconds: float,
@@ -79,7 +79,7 @@ class Meters:
         """Metrics of the step that moved the policy from ``version`` to ``version + 1``."""
         now = self._state.now()
         elapsed = max(now - self._last, 1e-9)
-        samples = sum(len(t.group) for t in taken)
+        samples = sum(len(t) for t in taken)
         metrics: dict[str, float] = {
             "step": version + 1,
             "policy_version": version + 1,
@@ -87,13 +87,13 @@ class Meters:
             **self._staleness(version, taken),
             **_reward_parts(taken),
             "staleness_bound": self._state.bound,
-            "replayed_fraction": sum(len(t.group) for t in taken if t.replayed) / samples,
+            "replayed_fraction": sum(len(t) for t in taken if t.replayed) / samples,
             "ref_kl": math.nan,  # null in the records, unless there is a reference policy
             **result.metrics,
             "skipped": float(result.skipped),
             "mismatch_kl": mismatch_kl,
             "samples_per_second": samples / elapsed,
-            "tokens_per_second": sum(r.info.response_length for t in taken for r in t.group.rollouts) / elapsed,
+            "tokens_per_second": sum(r.response_length for t in taken for r in t.rollouts) / elapsed,
             "learner_idle_fraction": 1.0 - min(1.0, times.trained / elapsed),
             "weight_sync_seconds": weight_sync_seconds,
             "snapshot_seconds": times.snapshot,
@@ -110,8 +110,8 @@ class Meters:
         self._state.elapsed = now - self._started
         return metrics
 
-    def _staleness(self, version: int, taken: Sequence[Taken]) -> dict[str, float]:
-        rollouts = [r for t in taken for r in t.group.rollouts]
+    def _staleness(self, version: int, taken: Sequence[RolloutGroup]) -> dict[str, float]:
+        rollouts = [r for t in taken for r in t.rollouts]
         total = np.array([r.staleness(version) for r in rollouts])
         flight = np.array([r.staleness_in_flight() for r in rollouts])
         return {
@@ -119,10 +119,10 @@ class Meters:
             "staleness_max": int(total.max()),
             "staleness_in_flight_mean": float(flight.mean()),
             "staleness_in_queue_mean": float((total - flight).mean()),
-            "mixed_version_fraction": float(np.mean([r.info.max_version > r.info.min_version for r in rollouts])),
+            "mixed_version_fraction": float(np.mean([r.max_version > r.min_version for r in rollouts])),
             "reward_mean": float(np.mean([r.reward for r in rollouts])),
-            "response_length_mean": float(np.mean([r.info.response_length for r in rollouts])),
-            "truncation_rate": float(np.mean([r.info.finish_reason == "length" for r in rollouts])),
+            "response_length_mean": float(np.mean([r.response_length for r in rollouts])),
+            "truncation_rate": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         }
 
     def _buffer(self) -> dict[str, float]:
@@ -147,28 +147,24 @@ class Meters:
         return found
 
 
-def _latencies(taken: Sequence[Taken]) -> dict[str, float]:
+def _latencies(taken: Sequence[RolloutGroup]) -> dict[str, float]:
     """Seconds from a rollout's last token to its score, and to its reference log-probs and its values where services
     compute them; of those that are used for the first time."""
-    fresh = [r for t in taken if not t.replayed for r in t.group.rollouts]
-    ends = {
-        "reward": [r.scored_at - r.info.generated_at for r in fresh],
-        "reference": [r.referenced_at - r.info.generated_at for r in fresh if r.referenced_at is not None],
-        "critic": [r.valued_at - r.info.generated_at for r in fresh if r.valued_at is not None],
-    }
+    fresh = [r for t in taken if not t.replayed for r in t.rollouts]
     found: dict[str, float] = {}
-    for name, seconds in ends.items():
+    for name, given in (("reward", "scored_at"), ("reference", "referenced_at"), ("critic", "valued_at")):
+        seconds = [at - r.generated_at for r in fresh if (at := getattr(r, given)) is not None]
         if seconds:
             p50, p95 = np.percentile(seconds, [50, 95])
             found |= {f"{name}_latency_p50": float(p50), f"{name}_latency_p95": float(p95)}
     return found
 
 
-def _reward_parts(taken: Sequence[Taken]) -> dict[str, float]:
+def _reward_parts(taken: Sequence[RolloutGroup]) -> dict[str, float]:
     """The mean of each part of the reward, where it has more than one."""
     values: dict[str, list[float]] = {}
     for item in taken:
-        for rollout in item.group.rollouts:
+        for rollout in item.rollouts:
             for name, value in rollout.reward_parts.items():
                 values.setdefault(name, []).append(value)
     return {f"reward/{name}": float(np.mean(of)) for name, of in values.items()} if len(values) > 1 else {}

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.types import ScoredRollout
+from asyncrlhf.types import RolloutInfo
 
 STATE_FILE = "reward_normalizer.json"
 SMALLEST_SPREAD = 1e-8  # rewards that differ by less are the same
@@ -54,12 +54,12 @@ class RewardNormalizer:
         self._clip = config.normalize_clip or math.inf
         self.moments = RunningMoments()
 
-    def of_batch(self, rollouts: Sequence[ScoredRollout]) -> tuple[list[float], dict[str, float]]:
+    def of_batch(self, rollouts: Sequence[RolloutInfo]) -> tuple[list[float], dict[str, float]]:
         """The rewards [N] to train on, and their mean and standard deviation as metrics where they were normalised."""
         rewards = [rollout.reward for rollout in rollouts]
         if self._kind == "none":
             return rewards, {}
-        normal = self.normalize(np.array(rewards, dtype=np.float64), [r.info.group_id for r in rollouts])
+        normal = self.normalize(np.array(rewards, dtype=np.float64), [r.group_id for r in rollouts])
         figures = {"normalized_reward_mean": float(normal.mean()), "normalized_reward_std": float(normal.std())}
         return [float(value) for value in normal], figures
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.recorder import MAX_WAITING, RecordMarker, RolloutRow, RunRecorder
-from asyncrlhf.types import Payload, RolloutInfo, ScoredRollout
+from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
 
 
 @dataclass
@@ -32,12 +31,8 @@ class RolloutLog:
         self._payloads: list[Payload | None] = []
         recorder.write_with(runtime.write_part)
 
-    def discard(
-        self, rollout_id: int, group_id: int, facts: ScoredRollout | RolloutInfo | None, state: str, reason: str
-    ) -> None:
+    def discard(self, rollout_id: int, group_id: int, info: RolloutInfo | None, state: str, reason: str) -> None:
         """A rollout that will never train (again); the row goes out with the next :meth:`hand_over`."""
-        scored = facts if isinstance(facts, ScoredRollout) else None
-        info = scored.info if scored is not None else facts if isinstance(facts, RolloutInfo) else None
         group = self._state.groups.get(group_id)
         use = self._uses.pop(rollout_id, _Use())
         row = RolloutRow(
@@ -48,32 +43,31 @@ class RolloutLog:
             admitted_at=group.admitted_at if group is not None else 0.0,
             drop_reason=None if use.versions else reason,
         )
-        self._end(row, info, scored, use)
+        self._end(row, info, use)
 
-    def used(self, taken: Sequence[Taken], version: int) -> None:
+    def used(self, taken: Sequence[RolloutGroup], version: int) -> None:
         """A batch was consumed at ``version``; what had its last use has ended."""
         now = self._state.now()
-        for item in taken:
-            for scored in item.group.rollouts:
-                info = scored.info
+        for group in taken:
+            for info in group.rollouts:
                 use = self._uses.setdefault(info.rollout_id, _Use())
                 use.versions.append(version)
                 use.last_at = now
-                if item.uses_left:
+                if group.uses_left:
                     continue
                 del self._uses[info.rollout_id]
-                row = RolloutRow(info.rollout_id, info.group_id, "", "trained", scored.admitted_at)
-                self._end(row, info, scored, use)
+                row = RolloutRow(info.rollout_id, info.group_id, "", "trained", info.admitted_at)
+                self._end(row, info, use)
 
-    def _end(self, row: RolloutRow, info: RolloutInfo | None, scored: ScoredRollout | None, use: _Use) -> None:
+    def _end(self, row: RolloutRow, info: RolloutInfo | None, use: _Use) -> None:
         """Keep the row with all that is known here; prompt, response and arrays come from the payload."""
         if info is not None:
-            row.generator_id, row.generated_at = info.generator_id, info.generated_at
-        if scored is not None:
-            row.admitted_at, row.reward, row.scored_at = scored.admitted_at, scored.reward, scored.scored_at
+            row.generator_id, row.generated_at, row.admitted_at = info.generator_id, info.generated_at, info.admitted_at
+            if info.scored_at is not None:
+                row.reward, row.scored_at = info.reward, info.scored_at
         if use.versions:
             row.consumed_at_version, row.consumed_at = tuple(use.versions), use.last_at
-            row.staleness = scored.staleness(use.versions[-1]) if scored is not None else None
+            row.staleness = info.staleness(use.versions[-1]) if info is not None else None
         self._rows.append(row)
         self._payloads.append(info.payload if info is not None else None)
 

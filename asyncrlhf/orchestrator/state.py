@@ -16,7 +16,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, Reader, ReadTotals
-from asyncrlhf.types import Annotation, Prompt, ScoredRollout
+from asyncrlhf.types import Annotation, Prompt, RolloutInfo
 
 
 @dataclass
@@ -68,7 +68,7 @@ class GroupInProgress:
     version: int  # the oldest version that any sibling can have begun with
     unfinished: set[int]
     unscored: set[int]
-    scored: list[ScoredRollout] = field(default_factory=list)
+    scored: list[RolloutInfo] = field(default_factory=list)
     # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 

@@ -35,7 +35,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.annotate import Collector, Rewards
-from asyncrlhf.orchestrator.assembly import Assembly, Waiting
+from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.run import Prepared, prepare
@@ -141,11 +141,11 @@ class _Recording(Assembly):
 
     scores: dict[int, tuple[RolloutInfo, Annotation, float]]
 
-    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+    def annotated(self, kind: str, info: RolloutInfo, annotation: Annotation) -> None:
         if annotation.reward is None:
             raise AsyncRLHFError(f"A rollout got no score: {annotation.error}")
-        self.scores[annotation.rollout_id] = (waiting.info, annotation, self._state.now())
-        super().annotated(kind, waiting, annotation)
+        self.scores[annotation.rollout_id] = (info, annotation, self._state.now())
+        super().annotated(kind, info, annotation)
 
 
 class _Tailed:

@@ -26,7 +26,7 @@ from asyncrlhf.cluster.parts import (
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.annotate import Annotator, References, Rewards
-from asyncrlhf.orchestrator.assembly import Assembly, Waiting
+from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.resume import fingerprint
@@ -257,7 +257,7 @@ class World:
         for i in ids:
             assert self.assembly.generated(self.info(i))
             for annotator in self.annotators.values():
-                annotator.arrived([Waiting(self.info(i), 0)])
+                annotator.arrived([self.info(i)])
         self.state.progressed()
         self.score(*(ids if score else ()))
 
@@ -265,7 +265,7 @@ class World:
         self.annotators["reference"].chunks_arrived([ChunkInfo(i, start, length, Payload("chunks", i)) for i in ids])
 
     def give(self, kind: str, i: int, **annotation: Any) -> None:
-        self.assembly.annotated(kind, Waiting(self.info(i), 0), Annotation(i, **annotation))
+        self.assembly.annotated(kind, self.info(i), Annotation(i, **annotation))
 
     def score(self, *ids: int) -> None:
         for i in ids:
@@ -326,7 +326,7 @@ def test_a_group_is_complete_with_all_in_any_order() -> None:
 
     world = play(story, *REFERENCE)
     (group,) = world.state.buffer.groups()
-    assert [r.info.payload for r in group.rollouts] == [
+    assert [r.payload for r in group.rollouts] == [
         Payload("as sampled", i, (Payload("reference", i),)) for i in range(4)
     ]
     assert [r.reward for r in group.rollouts] == [0.0, 1.0, 2.0, 3.0]
@@ -348,11 +348,11 @@ def test_reference_and_critic_answer_side_by_side() -> None:
     assert world.discarded == [(5, "no answer of the reference")]
     (group,) = world.state.buffer.groups()
     assert [(r.scored_at, r.referenced_at, r.valued_at) for r in group.rollouts] == [(0.0, 2.0, 3.0)] * 4
-    assert [r.info.payload for r in group.rollouts] == [
+    assert [r.payload for r in group.rollouts] == [
         Payload("as sampled", i, (Payload("reference", i), Payload("critic", i))) for i in range(4)
     ]
     (other,) = world.state.groups.values()
-    assert [r.info.rollout_id for r in other.scored] == [4] and other.unscored == {6, 7}
+    assert [r.rollout_id for r in other.scored] == [4] and other.unscored == {6, 7}
 
 
 def test_what_nobody_wants_any_more_is_not_computed() -> None:
@@ -383,7 +383,7 @@ def test_failures_of_both_count_once_and_leave_nothing_behind(kind: str) -> None
     assert world.discarded == [(1, "no arrays")]
     assert world.state.ledger.counts()["failed"] == 1
     (group,) = world.state.buffer.groups()
-    assert [r.info.rollout_id for r in group.rollouts] == [0, 2, 3]
+    assert [r.rollout_id for r in group.rollouts] == [0, 2, 3]
 
 
 @pytest.mark.parametrize("granularity", ["rollout", "group", "batch"])
@@ -395,7 +395,7 @@ def test_a_reward_waits_for_what_fusion_says_but_not_for_what_failed_or_was_drop
         serving = asyncio.create_task(rewards.serve(worker))  # type: ignore[arg-type]
 
         async def finish(*ids: int) -> None:
-            rewards.arrived([Waiting(world.info(i), 0) for i in ids if world.assembly.generated(world.info(i))])
+            rewards.arrived([world.info(i) for i in ids if world.assembly.generated(world.info(i))])
             world.state.progressed()
             await asyncio.sleep(0.1)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.orchestrator.normalize import STATE_FILE, RewardNormalizer, RunningMoments
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.types import Payload, RolloutInfo, ScoredRollout
+from asyncrlhf.types import Payload, RolloutInfo
 from tests.numeric import assert_close
 
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20)
@@ -54,10 +54,9 @@ def test_the_clip_bounds_the_size() -> None:
     assert free.max() > 9 and held.max() == 2.0 and (held[:99] == free[:99]).all()
 
 
-def scored(*rewards: float, group: int = 0) -> list[ScoredRollout]:
+def scored(*rewards: float, group: int = 0) -> list[RolloutInfo]:
     facts: dict[str, Any] = {"finish_reason": "stop", "generated_at": 0.0, "payload": Payload(None, 0)}
-    infos = [RolloutInfo(i, group, "g0", 1, 1, 0, 0, **facts) for i in range(len(rewards))]
-    return [ScoredRollout(info, reward, None, 0.0, 0) for info, reward in zip(infos, rewards, strict=True)]
+    return [RolloutInfo(i, group, "g0", 1, 1, 0, 0, reward=reward, **facts) for i, reward in enumerate(rewards)]
 
 
 def test_the_statistics_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) -> None:
