@@ -53,27 +53,14 @@ class GenerationRequest:
 
     rollout_id: int
     group_id: int
-    prompt_ids: IntArray  # [P]
+    prompt: Prompt
     seed: int
     sampling: SamplingParams
 
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished response as the engine made it.
-
-    Where sampling was truncated, the tokens that had a chance at each position come along as ragged ids: those of
-    response token t are the ``kept_counts[t]`` ids behind those of the tokens before it. A count of 0 stands for the
-    whole vocabulary.
-    """
-
-    rollout_id: int
-    response_ids: IntArray  # [L], with the stop token if one was sampled
-    behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k, top-p and min-p
-    policy_versions: IntArray  # [L] the version that sampled each token
-    finish_reason: FinishReason
-    kept_ids: IdArray | None = None  # [K] in total; None where nothing was truncated
-    kept_counts: IdArray | None = None  # [L]
+    @property
+    def prompt_ids(self) -> IntArray:
+        """[P]"""
+        return self.prompt.token_ids
 
 
 @dataclass(frozen=True)
@@ -86,21 +73,27 @@ class GenerationFailure:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response with everything that training or a record needs; the payload of the object store."""
+    """One finished response with everything that training or a record needs; the payload of the object store. The
+    engine makes it, its worker adds text and name.
+
+    Where sampling was truncated, the tokens that had a chance at each position come along as ragged ids: those of
+    response token t are the ``kept_counts[t]`` ids behind those of the tokens before it. A count of 0 stands for the
+    whole vocabulary.
+    """
 
     rollout_id: int
     group_id: int
     prompt: Prompt
-    response_ids: IntArray  # [L]
-    behavior_logprobs: FloatArray  # [L]
-    policy_versions: IntArray  # [L]
+    response_ids: IntArray  # [L], with the stop token if one was sampled
+    behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k, top-p and min-p
+    policy_versions: IntArray  # [L] the version that sampled each token
     finish_reason: FinishReason
-    response_text: str
-    generator_id: str
+    response_text: str = ""
+    generator_id: str = ""
     ref_logprobs: FloatArray | None = None  # [L] log pi_ref, once a reference service has computed it
     values: FloatArray | None = None  # [L] of the state in which each token was chosen, once a critic service gave them
     critic_version: int | None = None  # of the critic that gave the values
-    kept_ids: IdArray | None = None  # [K] as in Generation
+    kept_ids: IdArray | None = None  # [K] in total; None where nothing was truncated
     kept_counts: IdArray | None = None  # [L]
 
     def __post_init__(self) -> None:

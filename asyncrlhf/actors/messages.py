@@ -13,7 +13,6 @@ from asyncrlhf.types import (
     Annotation,
     FloatArray,
     GenerationFailure,
-    GenerationRequest,
     IntArray,
     Payload,
     Prompt,
@@ -22,14 +21,6 @@ from asyncrlhf.types import (
 )
 
 OPTIONAL = ("ref_logprobs", "values", "kept_ids", "kept_counts")  # the arrays that a rollout may lack
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """One request with the prompt it belongs to."""
-
-    request: GenerationRequest
-    prompt: Prompt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
@@ -108,23 +107,17 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
     marks: list[float] = []
     issued = 0
 
-    def group() -> list[WorkItem]:
+    def group() -> list[GenerationRequest]:
         nonlocal issued
         prompt, size = source.next(), config.num_generations
         ids = range(issued, issued + size)
         issued += size
-        return [
-            WorkItem(
-                GenerationRequest(i, i // size, prompt.token_ids, request_seed(config.seed, i), prepared.sampling),
-                prompt,
-            )
-            for i in ids
-        ]
+        return [GenerationRequest(i, i // size, prompt, request_seed(config.seed, i), prepared.sampling) for i in ids]
 
     async def keep_busy(generator: GeneratorHandle) -> None:
         in_flight = 0
         while len(rollouts) < wanted:
-            fresh: list[WorkItem] = []
+            fresh: list[GenerationRequest] = []
             while in_flight + len(fresh) < generator.slots:
                 fresh.extend(group())
             if fresh:

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.remote import Remote
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
 from asyncrlhf.records.recorder import RolloutRow
-from asyncrlhf.types import Annotation, Payload, Rollout, RolloutInfo
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 
 class GeneratorHandle(Remote[GeneratorWorker], Protocol):
@@ -27,7 +27,7 @@ class GeneratorHandle(Remote[GeneratorWorker], Protocol):
     @property
     def slots(self) -> int: ...
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Returns before the replica has the items, perhaps; ``collect`` raises what it raised over them."""
         ...
 
@@ -35,7 +35,7 @@ class GeneratorHandle(Remote[GeneratorWorker], Protocol):
         """Waits until something finished or a short while passed."""
         ...
 
-    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+    async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         """Samples outside the ledger (evaluation): negative rollout ids, answered here and not by ``collect``."""
         ...
 

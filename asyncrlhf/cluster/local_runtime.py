@@ -16,10 +16,10 @@ from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_ann
 from asyncrlhf.actors.critic import CriticSpec
 from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, WorkItem, joined, placed
-from asyncrlhf.actors.outbox import located
+from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.reference import ReferenceSpec
 from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.worker import located
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
 from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
@@ -28,7 +28,7 @@ from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.records.recorder import RolloutRow, write_part
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.types import Annotation, Payload, Rollout, RolloutInfo
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,7 +96,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         self._changed.notify()
         return answer
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         await self.call(LONG_SECONDS, GeneratorWorker.submit, items)
 
     async def collect(self) -> Collected:
@@ -106,9 +106,9 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         now = asyncio.get_running_loop().time()
         return located(*box.take(self.worker.busy_seconds, self.worker.tokens, now), now)
 
-    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+    async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         await self.submit(items)
-        ids = [item.request.rollout_id for item in items]
+        ids = [item.rollout_id for item in items]
         done: list[Rollout] | None = None
 
         def look() -> bool:

@@ -12,13 +12,13 @@ import ray
 
 from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Address, Collected, Offer, WorkItem
-from asyncrlhf.actors.outbox import located
+from asyncrlhf.actors.messages import Address, Collected, Offer
+from asyncrlhf.actors.worker import located
 from asyncrlhf.cluster.ray_calls import START_SECONDS, RayPart, addressed, ask, ask_to_start
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.types import Rollout, RolloutInfo
+from asyncrlhf.types import GenerationRequest, Rollout, RolloutInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
     def slots(self) -> int:
         return self.spec.generator.slots
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Waits for no answer: a replica that hangs must not keep work from the others. ``collect`` raises what it
         raised."""
         self._submitted.append(self.send("submit", items))
@@ -57,7 +57,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
             await ask(self.name, reference, SILENT_SECONDS, "submit")
         return located(collected, rollouts, next(iter(chunks), None), asyncio.get_running_loop().time())
 
-    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+    async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         rollouts: list[Rollout] = await ask(self.name, self.actor.generate.remote(items), LONG_SECONDS, "generate")
         return rollouts
 

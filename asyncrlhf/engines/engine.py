@@ -11,7 +11,7 @@ import torch
 
 from asyncrlhf.data.adapter import is_adapter, merged
 from asyncrlhf.data.data_config import LoraConfig
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 CacheMode = Literal["keep", "recompute"]
 
@@ -24,7 +24,7 @@ class StepOutput:
     when the engine wants to be stepped again at once.
     """
 
-    finished: list[Generation | GenerationFailure] = field(default_factory=list)
+    finished: list[Rollout | GenerationFailure] = field(default_factory=list)
     tokens: int = 0  # sampled in this step
     wake_at: float | None = None
 

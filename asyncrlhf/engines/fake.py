@@ -13,7 +13,7 @@ import torch
 
 from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.engines.generator_config import FakeConfig
-from asyncrlhf.types import FinishReason, FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.types import FinishReason, FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 AnswerIds = Callable[[GenerationRequest], IntArray | None]  # the reference answer's tokens, without a stop token
 
@@ -98,7 +98,7 @@ class FakeEngine:
         if self._last_now is not None:
             self._clock += max(0.0, now - self._last_now)
         self._last_now = now
-        finished: list[Generation | GenerationFailure] = []
+        finished: list[Rollout | GenerationFailure] = []
         tokens = self._advance(finished)
         self._queue.extend(self._draft(request) for request in self._arrived)
         self._arrived.clear()
@@ -107,7 +107,7 @@ class FakeEngine:
         wake_at = now + max(0.0, self._running[0][0] - self._clock) if self._running else None
         return StepOutput(finished, tokens=tokens, wake_at=wake_at)
 
-    def _advance(self, finished: list[Generation | GenerationFailure]) -> int:
+    def _advance(self, finished: list[Rollout | GenerationFailure]) -> int:
         """Bring every running response up to the clock; returns the tokens made."""
         tokens = 0
         while self._running and self._running[0][0] <= self._clock + _CLOCK_TOLERANCE:
@@ -130,12 +130,14 @@ class FakeEngine:
         return new
 
     @staticmethod
-    def _result(draft: _Draft) -> Generation | GenerationFailure:
+    def _result(draft: _Draft) -> Rollout | GenerationFailure:
         rollout_id = draft.request.rollout_id
         if draft.fails:
             return GenerationFailure(rollout_id, "The fake engine failed this request (failure_probability).")
-        return Generation(
-            rollout_id=rollout_id,
+        return Rollout(
+            rollout_id,
+            draft.request.group_id,
+            draft.request.prompt,
             response_ids=draft.response_ids,
             behavior_logprobs=draft.logprobs,
             policy_versions=np.asarray(draft.versions, np.int64),

@@ -17,7 +17,7 @@ from asyncrlhf.engines.planning import choose_prefills, plan_score, plan_step
 from asyncrlhf.engines.sampling import sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable
 from asyncrlhf.engines.weights import load_named_weights, named_weights
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 _SCORE_ELEMENTS = 2**26  # logits of one scoring pass
 
@@ -97,7 +97,7 @@ class HFEngine:
 
     @torch.inference_mode()
     def step(self, now: float) -> StepOutput:
-        finished: list[Generation | GenerationFailure] = list(self._failures)
+        finished: list[Rollout | GenerationFailure] = list(self._failures)
         for failure in self._failures:
             del self._order[failure.rollout_id]
         self._failures.clear()
@@ -120,7 +120,7 @@ class HFEngine:
             del self._order[generation.rollout_id]
         return StepOutput(finished, tokens=len(rows))
 
-    def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Generation]:
+    def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Rollout]:
         table = self._table
         if len(rows) < table.count:
             logits = logits[torch.from_numpy(rows).to(self._device)]

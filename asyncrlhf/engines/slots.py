@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrlhf.engines.sampling import Draws, seed_state
-from asyncrlhf.types import FinishReason, Generation, GenerationRequest, IdArray, IntArray
+from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, Rollout
 
 
 class SlotTable:
@@ -112,15 +112,17 @@ class SlotTable:
                 found[request.rollout_id] = self.tokens[row, start : self.length[row]].copy()
         return found
 
-    def take(self, row: int, reason: FinishReason) -> Generation:
+    def take(self, row: int, reason: FinishReason) -> Rollout:
         """Empty a finished row into its result."""
         request = self.requests[row]
         assert request is not None
         self.requests[row] = None
         part = slice(int(self.prompt_length[row]), int(self.length[row]))
         kept, self.kept[row] = self.kept[row], []
-        return Generation(
-            rollout_id=request.rollout_id,
+        return Rollout(
+            request.rollout_id,
+            request.group_id,
+            request.prompt,
             response_ids=self.tokens[row, part].copy(),
             behavior_logprobs=self.logprobs[row, part].copy(),
             policy_versions=self.versions[row, part].copy(),

@@ -16,7 +16,7 @@ from torch import nn
 from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.engines.weights import match_named_weights
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray, IntArray
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, IntArray, Rollout
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -64,7 +64,7 @@ class VllmEngine:
         self._queue: deque[GenerationRequest] = deque()
         self._drafts: dict[str, _Draft] = {}  # in vLLM, by request id
         self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
-        self._finished: list[Generation | GenerationFailure] = []
+        self._finished: list[Rollout | GenerationFailure] = []
         self._scored: dict[str, FloatArray] = {}
         self._tokens = 0  # sampled and not yet reported
         self._scores = 0  # texts scored so far: names for the next ones
@@ -144,8 +144,10 @@ class VllmEngine:
             self._finished.append(GenerationFailure(rollout_id, f"vLLM ended the request with {made.finish_reason!r}."))
             return
         self._finished.append(
-            Generation(
-                rollout_id=rollout_id,
+            Rollout(
+                rollout_id,
+                draft.request.group_id,
+                draft.request.prompt,
                 response_ids=np.asarray(draft.tokens, np.int64),
                 behavior_logprobs=np.asarray(draft.logprobs, np.float32),
                 policy_versions=np.asarray(draft.versions, np.int64),

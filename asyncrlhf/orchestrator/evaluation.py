@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.annotate import annotate
@@ -69,10 +68,9 @@ class HeldOut:
                 return [Annotation(rollouts[0].rollout_id, None, error=str(error))]
         return [result for rollout in rollouts for result in await self._score([rollout], worker)]
 
-    def _items(self, prompts: list[Prompt]) -> list[WorkItem]:
+    def _items(self, prompts: list[Prompt]) -> list[GenerationRequest]:
         items = []
         for prompt in prompts:
-            request = GenerationRequest(self._next_id, self._next_id, prompt.token_ids, 0, self._sampling)
-            items.append(WorkItem(request, prompt))
+            items.append(GenerationRequest(self._next_id, self._next_id, prompt, 0, self._sampling))
             self._next_id -= 1
         return items

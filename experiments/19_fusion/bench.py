@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from asyncrlhf.actors.generator import GeneratorSpec
-from asyncrlhf.actors.messages import Collected, WorkItem, resolved
+from asyncrlhf.actors.messages import Collected, resolved
 from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.bench.measure import show, spread, write
@@ -41,7 +41,7 @@ from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.rewards.reward_config import GRANULARITIES
-from asyncrlhf.types import Annotation, Rollout, RolloutInfo
+from asyncrlhf.types import Annotation, GenerationRequest, Rollout, RolloutInfo
 
 SETTING = [
     *QUIET,
@@ -159,7 +159,7 @@ class _Tailed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         await self._handle.submit([self._cut(item) for item in items])
 
     async def collect(self) -> Collected:
@@ -171,10 +171,10 @@ class _Tailed:
         if self._looking is not None:
             await self._looking
 
-    def _cut(self, item: WorkItem) -> WorkItem:
-        length = self._lengths[item.request.rollout_id]
-        sampling = replace(item.request.sampling, max_completion_length=length, stop_token_ids=())
-        return WorkItem(replace(item.request, sampling=sampling), item.prompt)
+    def _cut(self, item: GenerationRequest) -> GenerationRequest:
+        length = self._lengths[item.rollout_id]
+        sampling = replace(item.sampling, max_completion_length=length, stop_token_ids=())
+        return replace(item, sampling=sampling)
 
 
 @dataclass(frozen=True)
