@@ -33,8 +33,8 @@ from asyncrlhf.config.logging_config import LoggingConfig
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import GenerationRequest, Payload, Prompt, Rollout, RolloutInfo, SamplingParams
 

@@ -75,31 +75,18 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
 
 
 class Runtime(Protocol):
-    """Starts the parts and wires their transport; the controller sees nothing below this line."""
+    """Starts the parts and wires their transport; the controller sees nothing below this line.
 
-    @property
-    def generators(self) -> list[GeneratorHandle]: ...
+    ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
+    ``sharing``: names of the generators on the learner's devices, which take turns with it.
+    """
 
-    @property
-    def rewards(self) -> list[AnnotatorHandle]: ...
-
-    @property
-    def references(self) -> list[AnnotatorHandle]:
-        """Empty without ``reference.where=service``."""
-        ...
-
-    @property
-    def critics(self) -> list[AnnotatorHandle]:
-        """Empty without ``critic.where=service``."""
-        ...
-
-    @property
-    def learner(self) -> LearnerHandle: ...
-
-    @property
-    def sharing(self) -> Collection[str]:
-        """Names of the generators on the learner's devices, which take turns with it; empty without such."""
-        ...
+    generators: list[GeneratorHandle]
+    rewards: list[AnnotatorHandle]
+    references: list[AnnotatorHandle]
+    critics: list[AnnotatorHandle]
+    learner: LearnerHandle
+    sharing: Collection[str]
 
     async def start(self) -> None: ...
 

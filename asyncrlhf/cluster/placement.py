@@ -16,12 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from asyncrlhf.actors.annotator import AnnotatorSpec, CriticSpec, ReferenceSpec, RewardSpec
+from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
-from asyncrlhf.rewards.reward_config import RewardConfig
 
-Kind = Literal["learner", "generator", "reward", "reference", "critic"]
 Side = Literal["learner", "generators", "rewards"]
 Strategy = Literal["PACK", "STRICT_PACK"]
 EPSILON = 1e-6
@@ -33,7 +32,7 @@ class Part:
     """What one actor asks for. ``workers``: engine processes of a replica, each with a GPU of its own."""
 
     name: str
-    kind: Kind
+    kind: str  # learner, generator, reward, reference or critic
     cpus: float
     gpus: float
     workers: int = 1
@@ -105,25 +104,32 @@ class Plan:
         return lines + ([f"wherever Ray likes: {', '.join(free)}"] if free else [])
 
 
-def parts_of(
-    generators: Iterable[GeneratorSpec],
-    learner: LearnerConfig,
-    reward: RewardConfig,
-    reference: ReferenceConfig | None = None,
-    critic: CriticConfig | None = None,
-) -> list[Part]:
-    """Every actor of a run, learner ranks first. ``reference``, ``critic``: where they are services that it asks."""
-    ranks = [Part(f"learner-{i}", "learner", learner.threads, learner.gpus) for i in range(learner.ranks)]
-    services: dict[Kind, RewardConfig | ReferenceConfig | CriticConfig | None] = {
-        "reward": reward, "reference": reference, "critic": critic,
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Specs:
+    """Everything that the parts of a run are started with. ``reference`` and ``critic``: None where no service is
+    asked."""
+
+    generators: Sequence[GeneratorSpec]
+    learner: LearnerSpec
+    reward: RewardSpec
+    reference: ReferenceSpec | None = None
+    critic: CriticSpec | None = None
+
+    @property
+    def annotators(self) -> list[AnnotatorSpec]:
+        return [spec for spec in (self.reward, self.reference, self.critic) if spec is not None]
+
+
+def parts_of(specs: Specs) -> list[Part]:
+    """Every actor of a run, learner ranks first."""
+    own = specs.learner.learner
+    ranks = [Part(f"learner-{i}", "learner", own.threads, own.gpus) for i in range(own.ranks)]
     workers = [
-        Part(f"{kind}-{i}", kind, own.threads, own.gpus)
-        for kind, own in services.items()
-        if own is not None
-        for i in range(own.workers)
+        Part(f"{spec.kind}-{i}", spec.kind, spec.settings.threads, spec.settings.gpus)
+        for spec in specs.annotators
+        for i in range(spec.settings.workers)
     ]
-    return [*ranks, *(generator_part(spec) for spec in generators), *workers]
+    return [*ranks, *map(generator_part, specs.generators), *workers]
 
 
 def generator_part(spec: GeneratorSpec) -> Part:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
@@ -51,9 +52,7 @@ class Annotator:
         self._in_hand: set[int] = set()  # rollout ids in calls under way
         self._calls = 0  # under way
         readers = [] if totals is None else workers
-        self._ahead: ReadAhead[AnnotatorHandle] = state.reading_ahead(
-            self.kind, readers, totals or ReadTotals(), assembly.message
-        )
+        self._ahead: ReadAhead[AnnotatorHandle] = state.reading_ahead(self.kind, readers, totals or ReadTotals())
 
     @property
     def title(self) -> str:
@@ -164,7 +163,7 @@ class Annotator:
             return False
         except ReplicaError as error:
             self._ahead.lost(worker)
-            self._assembly.message(f"{error} So what it read ahead is lost.")
+            self._state.message(f"{error} So what it read ahead is lost.")
         return True
 
     def _file(self, batch: Sequence[RolloutInfo], annotations: Sequence[Annotation]) -> None:
@@ -189,7 +188,7 @@ class Annotator:
     def _suspect(self, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
         """Ask for each rollout of a call that died once more, alone; one that had its second chance has failed."""
         again = f" Its {len(batch)} rollouts are scored again, one by one." if batch else ""
-        self._assembly.message(f"{error}{again}")
+        self._state.message(f"{error}{again}")
         for info in batch:
             rollout_id = info.rollout_id
             self._deaths[rollout_id] = self._deaths.get(rollout_id, 0) + 1
@@ -259,20 +258,13 @@ class References(Annotator):
         super().__init__(state, assembly, workers, state.config.reference.token_budget, totals)
 
 
+@dataclass(eq=False)
 class Collector:
-    """Hands what generators finish to the annotators. ``on_dead`` is told of replicas that died."""
+    """Hands what generators finish to the annotators."""
 
-    def __init__(
-        self,
-        state: RunState,
-        assembly: Assembly,
-        annotators: Sequence[Annotator],
-        on_dead: Callable[[Replica, ReplicaError], None],
-    ) -> None:
-        self._state = state
-        self._assembly = assembly
-        self._annotators = annotators
-        self._on_dead = on_dead
+    state: RunState
+    assembly: Assembly
+    annotators: Sequence[Annotator]
 
     async def collect(self, replica: Replica) -> None:
         """Take what this replica finishes, for as long as it lives."""
@@ -281,26 +273,26 @@ class Collector:
             try:
                 collected = await replica.handle.collect()
             except ReplicaError as error:
-                self._on_dead(replica, error)
+                self.state.died(replica, error)
                 return
             if not replica.alive:
                 return  # buried as hanging, and back before its end: what it held is issued again already
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:
-                replica.end(failure.rollout_id, self._state.now(), finished=False)
-                group_id = failure.rollout_id // self._state.config.num_generations
-                self._assembly.failed(failure.rollout_id, group_id, failure.error, None)
-            for annotator in self._annotators:
+                replica.end(failure.rollout_id, self.state.now(), finished=False)
+                group_id = failure.rollout_id // self.state.config.num_generations
+                self.assembly.failed(failure.rollout_id, group_id, failure.error, None)
+            for annotator in self.annotators:
                 annotator.chunks_arrived(collected.chunks)
             for info in collected.finished:
-                replica.end(info.rollout_id, self._state.now(), finished=True)
-            finished = [known for info in collected.finished if (known := self._assembly.generated(info)) is not None]
-            for annotator in self._annotators:
+                replica.end(info.rollout_id, self.state.now(), finished=True)
+            finished = [known for info in collected.finished if (known := self.assembly.generated(info)) is not None]
+            for annotator in self.annotators:
                 annotator.arrived(finished)
             if collected.finished or collected.failed:
                 # A replica that is empty may be what a publish waits for.
-                self._state.touch(replica, self._state.queue if replica.in_flight else self._state.changed)
+                self.state.touch(replica, self.state.queue if replica.in_flight else self.state.changed)
 
 
 async def annotate(worker: AnnotatorHandle, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:

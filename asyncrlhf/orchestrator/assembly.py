@@ -17,10 +17,9 @@ class Assembly:
     """Keeps ledger, gate, buffer and groups in step. ``discard(rollout_id, group_id, facts, state, reason)`` records
     what will never be trained."""
 
-    def __init__(self, state: RunState, discard: Discard, message: Callable[[str], None]) -> None:
+    def __init__(self, state: RunState, discard: Discard) -> None:
         self._state = state
         self._discard = discard
-        self.message = message
         self._outcomes: deque[bool] = deque(maxlen=state.config.batch_size)
         self._failures_told = 0
         served = {"reference": state.config.reference_served, "critic": state.config.critic_served}
@@ -95,7 +94,7 @@ class Assembly:
         self._outcomes.append(False)
         self._failures_told += 1
         if self._failures_told <= 5:
-            self.message(f"rollout {rollout_id} failed: {error}")
+            self._state.message(f"rollout {rollout_id} failed: {error}")
         self._refuse_mass_failure(error)
         self._close_if_done(group)
 

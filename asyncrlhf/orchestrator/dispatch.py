@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ReplicaError
@@ -25,17 +24,10 @@ def request_seed(seed: int, rollout_id: int) -> int:
 class Dispatcher:
     """Starts groups where the gate, the buffer and a replica have room, and issues again what a dead replica held."""
 
-    def __init__(
-        self,
-        state: RunState,
-        source: PromptSource,
-        sampling: SamplingParams,
-        on_dead: Callable[[Replica, ReplicaError], None],
-    ) -> None:
+    def __init__(self, state: RunState, source: PromptSource, sampling: SamplingParams) -> None:
         self._state = state
         self._source = source
         self._sampling = sampling
-        self._on_dead = on_dead
         self._pacing = Pacing(state, self._probe)
         self._last_prompt: Prompt | None = None
         self._next_probe_id = FIRST_PROBE_ID
@@ -56,7 +48,7 @@ class Dispatcher:
         try:
             await replica.handle.submit(items)
         except ReplicaError as error:
-            self._on_dead(replica, error)
+            self._state.died(replica, error)
 
     def _plan(self) -> Plan:
         """Admit all that has room now, as work by replica; the ledger knows of it before any replica does."""
@@ -138,5 +130,5 @@ class Dispatcher:
         try:
             return bool(await replica.handle.generate([request]))
         except ReplicaError as error:
-            self._on_dead(replica, error)
+            self._state.died(replica, error)
             return False

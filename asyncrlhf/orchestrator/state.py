@@ -13,6 +13,7 @@ from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, Reader, ReadTotals
@@ -106,9 +107,11 @@ class RunState:
     ledger: Ledger
     gate: Gate
     buffer: ReplayBuffer
+    message: Callable[[str], None] = lambda text: None  # for the user
     replicas: list[Replica] = field(default_factory=list)
     groups: Groups = field(default_factory=Groups)
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
+    dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
     published_version: int = -1
     next_group_id: int = 0
@@ -159,9 +162,26 @@ class RunState:
         self.touched[replica.name] = replica
         self.progressed(self.room, *concerned)
 
-    def reading_ahead(
-        self, kind: str, workers: Sequence[Reader], totals: ReadTotals, message: Callable[[str], None]
-    ) -> ReadAhead[Reader]:
+    def died(self, replica: Replica, error: ReplicaError) -> None:
+        """Report a death, from any loop and any number of times: the first report takes the replica out and puts its
+        rollouts back in the queue, before anything else can run."""
+        if replica.alive:
+            self.bury(replica, error)
+
+    def bury(self, replica: Replica, error: ReplicaError) -> None:
+        """As :meth:`died`, also for a replica that died again before it was back."""
+        replica.alive = False
+        replica.version = -1
+        lost = sorted(replica.in_flight)
+        replica.in_flight.clear()
+        for rollout_id in lost:
+            self.ledger.requeue(rollout_id)
+            self.requeue.append(rollout_id)
+        self.message(f"{replica.name} died; its {len(lost)} rollouts are issued again. Cause: {error}")
+        self.dead.put_nowait(replica)
+        self.progressed()
+
+    def reading_ahead(self, kind: str, workers: Sequence[Reader], totals: ReadTotals) -> ReadAhead[Reader]:
         """Of the annotators of ``kind``; the rest as of :class:`ReadAhead`."""
 
         def group_of(rollout_id: int) -> GroupInProgress | None:
@@ -177,7 +197,7 @@ class RunState:
                 return False
             return rollout_id not in group.annotations[kind]
 
-        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, message, self.queue.notify)
+        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, self.message, self.queue.notify)
 
     def unfinished_versions(self) -> Counter[int]:
         """The groups in the making, counted by the oldest version that they can carry."""

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 
 
@@ -25,17 +24,10 @@ class Turns:
     ``weights.timeout_seconds`` to sleep or wake counts as dead.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        runtime: Runtime,
-        replicas: Replicas,
-        published: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, state: RunState, runtime: Runtime, published: Callable[[], Awaitable[None]]) -> None:
         self._state = state
         self._runtime = runtime
         self._published = published
-        self._replicas = replicas
         self._starting: set[str] = set()
         self._fresh: set[str] = set()  # started again; not counted as alive before they have weights
         self.training = False
@@ -88,4 +80,4 @@ class Turns:
         try:
             await replica.handle.call(self._state.config.weights.timeout_seconds, method)
         except ReplicaError as error:
-            self._replicas.died(replica, error)
+            self._state.died(replica, error)

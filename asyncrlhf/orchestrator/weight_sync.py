@@ -14,7 +14,6 @@ from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -28,18 +27,12 @@ class WeightPublisher:
     """One publish at a time. ``busy`` from the snapshot until every live replica has loaded it."""
 
     def __init__(
-        self,
-        state: RunState,
-        runtime: Runtime,
-        vocab_size: int,
-        replicas: Replicas,
-        hand_over: Callable[[], Awaitable[None]],
+        self, state: RunState, runtime: Runtime, vocab_size: int, hand_over: Callable[[], Awaitable[None]]
     ) -> None:
         """``hand_over`` publishes, beside the policy, what else a snapshot holds: the critic, where it is a service."""
         self._state = state
         self._hand_over = hand_over
         self._runtime = runtime
-        self._replicas = replicas
         self._task: asyncio.Task[None] | None = None
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
@@ -182,7 +175,7 @@ class WeightPublisher:
             for task in receiving:
                 task.cancel()
         for replica in (receiving[task] for task in late):
-            self._replicas.died(replica, ReplicaError(f"{replica.name} did not take its weights within {seconds:g} s"))
+            self._state.died(replica, ReplicaError(f"{replica.name} did not take its weights within {seconds:g} s"))
         results = await asyncio.gather(*receiving, return_exceptions=True)
         return [r for r in results if isinstance(r, Exception)]
 
@@ -191,13 +184,13 @@ class WeightPublisher:
         for replica in members:
             reason = error.receivers.get(replica.name)
             if reason is not None:
-                self._replicas.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
+                self._state.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
 
     async def _receive(self, replica: Replica, ticket: Any) -> None:
         try:
             await replica.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket)
         except ReplicaError as error:
-            self._replicas.died(replica, error)
+            self._state.died(replica, error)
 
     @property
     def _cache_mode(self) -> CacheMode:
@@ -220,7 +213,7 @@ class WeightPublisher:
                 await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache)
                 replica.version = version
         except ReplicaError as error:
-            self._replicas.died(replica, error)
+            self._state.died(replica, error)
 
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
         """Wait until the replica has nothing in flight, where ``async.on_weight_update=drain`` asks for that."""
@@ -275,7 +268,7 @@ class WeightPublisher:
                     continue
                 theirs = await replica.handle.call(LONG_SECONDS, GeneratorWorker.digests)
             except ReplicaError as error:
-                self._replicas.died(replica, error)
+                self._state.died(replica, error)
                 continue
             ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)

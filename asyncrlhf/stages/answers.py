@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from asyncrlhf.actors.reward import RewardSpec, build_reward
+from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
@@ -87,7 +87,7 @@ def written(
 def score(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Annotation]]:
     """One result an answer by ``reward.*``, for each list. The services are started once, and asked
     ``fusion.max_batch`` answers at a time, as their time limits are meant for."""
-    scorer = build_reward(RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length))
+    scorer = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length).build()
     size = config.fusion.max_batch
     try:
         return [

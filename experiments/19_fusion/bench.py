@@ -18,16 +18,15 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.messages import Collected, resolved
-from asyncrlhf.actors.reward import RewardSpec
 from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.cluster.ray_calls import START_SECONDS, addressed, ask
-from asyncrlhf.cluster.ray_handles import RayGenerator
+from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator
 from asyncrlhf.cluster.ray_runtime import MALLOC
-from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
@@ -235,15 +234,16 @@ def _pin(actor: Any, core: int) -> None:
 
 async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Sequence[int]) -> Batch:
     """Dispatch one batch, collect and score it with the loops of a run."""
-    state = build_state(config)
+    state = build_state(config, print)
+    state.died = _fail  # type: ignore[method-assign]
     tailed = _Tailed(pair.generator, lengths)
     replica = Replica(tailed, version=0)  # type: ignore[arg-type]
     state.replicas.append(replica)
-    assembly = _Recording(state, lambda *_: None, print)
+    assembly = _Recording(state, lambda *_: None)
     assembly.scores = {}
     rewards = Rewards(state, assembly, [pair.reward])
-    collector = Collector(state, assembly, [rewards], _fail)
-    dispatcher = Dispatcher(state, prepared.task.train_source(config.seed), prepared.sampling, _fail)
+    collector = Collector(state, assembly, [rewards])
+    dispatcher = Dispatcher(state, prepared.task.train_source(config.seed), prepared.sampling)
     started = state.now()
     loops = [dispatcher.run(), collector.collect(replica), rewards.serve(pair.reward)]
     tasks = [asyncio.create_task(loop) for loop in loops]

@@ -19,8 +19,8 @@ from asyncrlhf.actors.messages import ArrayBundle, RolloutBundle
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, fetch_local
 from asyncrlhf.cluster.parts import critic_spec, reference_spec
+from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.cluster.ray_runtime import RayRuntime
-from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError

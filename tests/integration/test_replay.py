@@ -126,7 +126,7 @@ def test_purge_empties_the_buffer_at_each_publish(
         self._state.ledger.check()
 
     async def step(self: LearnLoop, taken: list[RolloutGroup], waited: float) -> None:
-        assert purges[-1] == self._state.published_version
+        assert purges[-1] == self.state.published_version
         # Nothing is being sampled when drained replicas load, so that all that is trained is of the newest policy.
         assert update != "drain" or all(t.min_version >= purges[-1] for t in taken)
         await original_step(self, taken, waited)

@@ -255,7 +255,7 @@ class World:
         if not self.scheduled:
             self.replicas[replica] = self.published
             return
-        while self.replicas[0] < self.published and not self.open and self.gate.complete(self.replicas[0]):
+        while self.replicas[0] < self.published and not self.open and self.gate.room(self.replicas[0]) == 0:
             self.replicas = [version + 1 for version in self.replicas]
 
     # --- training

@@ -18,10 +18,9 @@ from asyncrlhf.actors.messages import RolloutBundle, annotated, joined, placed
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.parts import (
     build_runtime,
-    critic_notes,
     placement_plan,
-    reference_notes,
     reference_spec,
+    service_notes,
 )  # fmt: skip
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
@@ -88,12 +87,12 @@ def assert_refused(typed: str, words: list[str]) -> None:
     assert [word for word in words if word not in str(error.value)] == [], error.value
 
 
-@pytest.mark.parametrize(("kind", "notes"), [("reference", reference_notes), ("critic", critic_notes)])
-def test_an_algorithm_that_needs_none_starts_no_worker_and_says_so(kind: str, notes: Callable[..., list[str]]) -> None:
+@pytest.mark.parametrize("kind", SERVED)
+def test_an_algorithm_that_needs_none_starts_no_worker_and_says_so(kind: str) -> None:
     config = load_config(["runtime=local", "algorithm=rloo", f"{kind}=service", f"{kind}.workers=3"])
-    assert f"No {kind} worker is started: algorithm=rloo" in notes(config)[0]
+    assert f"No {kind} worker is started: algorithm=rloo" in service_notes(config)[0]
     assert not [name for name in placement_plan(config).seats if name.startswith(kind)]
-    assert notes(load_config([*SERVED[kind]])) == []
+    assert service_notes(load_config([*SERVED[kind]])) == []
     load_config(["algorithm=rloo", f"{kind}=service", "learner.sharding=fsdp2"])  # nothing to hand out
 
 
@@ -112,11 +111,11 @@ def test_the_workers_have_seats_beside_the_rewards(kind: str) -> None:
 
 def test_the_learner_is_told_what_it_need_not_compute(tmp_path: Path) -> None:
     runtime: Any = build_runtime(load_config([*BOTH]), tmp_path)
-    assert runtime._learner_spec.reference_served and runtime._reference_spec.temperature == 1.0
-    assert runtime._learner_spec.critic_served and runtime._critic_spec.critic.workers == 1
+    assert runtime._specs.learner.reference_served and runtime._specs.reference.temperature == 1.0
+    assert runtime._specs.learner.critic_served and runtime._specs.critic.settings.workers == 1
     runtime = build_runtime(load_config([*BOTH, "reference=learner", "critic=learner"]), tmp_path)
-    assert not runtime._learner_spec.reference_served and runtime._reference_spec is None
-    assert not runtime._learner_spec.critic_served and runtime._critic_spec is None
+    assert not runtime._specs.learner.reference_served and runtime._specs.reference is None
+    assert not runtime._specs.learner.critic_served and runtime._specs.critic is None
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -220,9 +219,8 @@ class World:
                 self.state.ledger.start(i, "generator-0", 0)
         self.state.buffer.reserve(8)
         self.messages: list[str] = []
-        self.assembly = Assembly(
-            self.state, lambda i, *rest: self.discarded.append((i, rest[-1])), self.messages.append
-        )
+        self.state.message = self.messages.append
+        self.assembly = Assembly(self.state, lambda i, *rest: self.discarded.append((i, rest[-1])))
         self.runtime: Any = PaperRuntime()
         self.versions = CriticVersions(self.state, self.runtime)
         self.workers = {

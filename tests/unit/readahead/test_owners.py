@@ -66,7 +66,7 @@ class PaperAssembly:
         self._state = state
         self.scores: dict[int, float] = {}
         self.messages: list[str] = []
-        self.message = self.messages.append
+        state.message = self.messages.append
 
     def awaits(self, info: RolloutInfo) -> bool:
         return info.group_id in self._state.groups and info.rollout_id in self._state.groups[info.group_id].unscored
