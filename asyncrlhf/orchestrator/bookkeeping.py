@@ -26,7 +26,8 @@ from asyncrlhf.types import Annotation, GenerationRequest, Prompt, Rollout, Samp
 
 
 class HeldOut:
-    """Mean reward of the greedy answers to prompts that training never sees; an accuracy where the reward is right or wrong.
+    """Mean reward of the greedy answers to prompts that training never sees; an accuracy where the reward is right or
+    wrong.
 
     The prompts go to the live replicas as requests with negative ids, beside whatever they sample; the mean is over
     the answers that could be scored.
