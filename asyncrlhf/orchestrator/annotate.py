@@ -270,13 +270,9 @@ class Collector:
         """Take what this replica finishes, for as long as it lives."""
         busy_before, tokens_before = replica.busy_seconds, replica.tokens
         while True:
-            try:
-                collected = await replica.handle.collect()
-            except ReplicaError as error:
-                self.state.died(replica, error)
-                return
-            if not replica.alive:
-                return  # buried as hanging, and back before its end: what it held is issued again already
+            collected = await self.state.heard(replica, replica.handle.collect())
+            if collected is None or not replica.alive:
+                return  # not alive: buried as hanging, and back before its end: what it held is issued again already
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,29 +38,19 @@ class HeldOut:
         self._runtime = runtime
         self._next_id = -1
 
-    async def accuracy(self, replicas: list[Replica], on_dead: Callable[[Replica, ReplicaError], None]) -> float | None:
+    async def accuracy(self, replicas: list[Replica], state: RunState) -> float | None:
         """None without prompts, replicas or a single score. The share of a replica that dies goes to the living."""
         rollouts: list[Rollout] = []
         left = self._prompts
-        while left and (able := [r for r in replicas if r.alive]):
+        while left and (able := [r for r in replicas if r.alive][: len(left)]):
             shares = [left[i :: len(able)] for i in range(len(able))]
-            asked = [self._ask(r, share, on_dead) for r, share in zip(able, shares, strict=True) if share]
+            asked = [state.heard(r, r.handle.generate(self._items(own))) for r, own in zip(able, shares, strict=True)]
             answers = await asyncio.gather(*asked)
-            rollouts += [rollout for found, _ in answers for rollout in found]
-            left = [prompt for _, missed in answers for prompt in missed]
+            rollouts += [rollout for found in answers for rollout in found or ()]
+            left = [p for own, found in zip(shares, answers, strict=True) if found is None for p in own]
         results = await self._score(rollouts, self._runtime.rewards[0]) if rollouts else []
         scores = [r.reward for r in results if r.reward is not None]
         return sum(scores) / len(scores) if scores else None
-
-    async def _ask(
-        self, replica: Replica, prompts: list[Prompt], on_dead: Callable[[Replica, ReplicaError], None]
-    ) -> tuple[list[Rollout], list[Prompt]]:
-        """The answers, and the prompts to be asked again because the replica died."""
-        try:
-            return await replica.handle.generate(self._items(prompts)), []
-        except ReplicaError as error:
-            on_dead(replica, error)
-            return [], prompts
 
     async def _score(self, rollouts: list[Rollout], worker: AnnotatorHandle) -> list[Annotation]:
         """One by one where the worker died of them together; one that it dies of alone has no score."""
@@ -127,7 +116,7 @@ class Bookkeeping:
         # A share for a replica that is held back would have the run wait for it alone.
         brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
         asked = brisk or self.state.replicas
-        accuracy = await self.heldout.accuracy(asked, self.state.died)
+        accuracy = await self.heldout.accuracy(asked, self.state)
         if accuracy is not None:
             self.accuracies.append(accuracy)
             self.state.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.pacing import Pacing
 from asyncrlhf.orchestrator.state import GroupInProgress, Replica, RunState
 from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
@@ -39,16 +38,10 @@ class Dispatcher:
             while True:
                 seen = room.count
                 plan = self._plan()
-                await asyncio.gather(*(self._submit(replica, items) for replica, items in plan.values()))
+                await asyncio.gather(*(self._state.heard(r, r.handle.submit(items)) for r, items in plan.values()))
                 await room.wait_past(seen)
         finally:
             self._pacing.close()
-
-    async def _submit(self, replica: Replica, items: list[GenerationRequest]) -> None:
-        try:
-            await replica.handle.submit(items)
-        except ReplicaError as error:
-            self._state.died(replica, error)
 
     def _plan(self) -> Plan:
         """Admit all that has room now, as work by replica; the ledger knows of it before any replica does."""
@@ -127,8 +120,4 @@ class Dispatcher:
         seed = request_seed(self._state.config.seed, self._next_probe_id)
         request = GenerationRequest(self._next_probe_id, self._next_probe_id, self._last_prompt, seed, self._sampling)
         self._next_probe_id -= 1
-        try:
-            return bool(await replica.handle.generate([request]))
-        except ReplicaError as error:
-            self._state.died(replica, error)
-            return False
+        return bool(await self._state.heard(replica, replica.handle.generate([request])))

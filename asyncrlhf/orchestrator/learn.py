@@ -10,7 +10,7 @@ from typing import Any
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.cluster.remote import LONG_SECONDS
-from asyncrlhf.errors import AsyncRLHFError, ReplicaError
+from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
@@ -44,6 +44,7 @@ class LearnLoop:
         self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1
+        self._telling: set[asyncio.Task[Any]] = set()  # replicas to forget what was dropped
 
     async def run(self) -> None:
         while self.state.version < self.state.config.steps:
@@ -191,11 +192,7 @@ class LearnLoop:
             if mine:
                 for rollout_id in mine:
                     replica.end(rollout_id, state.now(), finished=False)
-                task = asyncio.create_task(replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, mine))
-                task.add_done_callback(_swallow_death)
-
-
-def _swallow_death(task: asyncio.Task[list[int]]) -> None:
-    """A replica that dies while told to forget has forgotten; its collect loop reports the death."""
-    if not task.cancelled() and isinstance(task.exception(), ReplicaError):
-        return
+                told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, mine)
+                task = asyncio.create_task(state.heard(replica, told))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from asyncrlhf.buffer.admission import Gate
 from asyncrlhf.buffer.ledger import Ledger
@@ -18,6 +19,8 @@ from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, Reader, ReadTotals
 from asyncrlhf.types import Annotation, Prompt, RolloutInfo
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -167,6 +170,14 @@ class RunState:
         rollouts back in the queue, before anything else can run."""
         if replica.alive:
             self.bury(replica, error)
+
+    async def heard(self, replica: Replica, answer: Awaitable[R]) -> R | None:
+        """What a replica answers; None when it died instead, which is reported."""
+        try:
+            return await answer
+        except ReplicaError as error:
+            self.died(replica, error)
+            return None
 
     def bury(self, replica: Replica, error: ReplicaError) -> None:
         """As :meth:`died`, also for a replica that died again before it was back."""

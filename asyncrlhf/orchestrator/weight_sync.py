@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
@@ -148,7 +147,10 @@ class WeightPublisher:
         that hangs answers neither the sender nor its own handle."""
         ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
         self.waiting_for = f"weights to reach {_names(members)}"
-        receiving = {asyncio.create_task(self._receive(r, ticket)): r for r in members}
+        receiving = {
+            asyncio.create_task(self._state.heard(r, r.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket))): r
+            for r in members
+        }
         failures: list[BaseException] = []
         try:
             await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket)
@@ -185,12 +187,6 @@ class WeightPublisher:
             reason = error.receivers.get(replica.name)
             if reason is not None:
                 self._state.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
-
-    async def _receive(self, replica: Replica, ticket: Any) -> None:
-        try:
-            await replica.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket)
-        except ReplicaError as error:
-            self._state.died(replica, error)
 
     @property
     def _cache_mode(self) -> CacheMode:
@@ -260,15 +256,15 @@ class WeightPublisher:
         rounding does not."""
         tolerance = self._state.config.audit_tolerance
         for replica in [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]:
-            try:
-                scored = await replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
-                result = compare(expected, scored)
-                self.mismatch_kl = result.mismatch_kl
-                if result.mean_abs <= tolerance.suspicious:
-                    continue
-                theirs = await replica.handle.call(LONG_SECONDS, GeneratorWorker.digests)
-            except ReplicaError as error:
-                self._state.died(replica, error)
+            asked = replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
+            if (scored := await self._state.heard(replica, asked)) is None:
+                continue
+            result = compare(expected, scored)
+            self.mismatch_kl = result.mismatch_kl
+            if result.mean_abs <= tolerance.suspicious:
+                continue
+            theirs = await self._state.heard(replica, replica.handle.call(LONG_SECONDS, GeneratorWorker.digests))
+            if theirs is None:
                 continue
             ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)
