@@ -18,8 +18,6 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.types import GenerationRequest, Rollout
 
-__all__ = ["GeneratorActor", "GeneratorSpec", "GeneratorWorker", "build_worker"]
-
 T = TypeVar("T")
 
 # On cores that it shares with the learner a generator gives way: a learner that waits is time lost for good, while the

@@ -13,10 +13,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
-from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
-from asyncrlhf.actors.worker import located
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, located
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.placement import Specs

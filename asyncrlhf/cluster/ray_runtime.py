@@ -17,16 +17,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrlhf.actors.annotator import AnnotatorSpec
-from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
-from asyncrlhf.cluster.ray_calls import addressed, ask
-from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner
+from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed, ask
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig

@@ -67,10 +67,9 @@ GC_THRESHOLDS = (100_000, 20, 100)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``done`` or ``interrupted``, with the ledger's totals and the held-out accuracies."""
+    """How a run ended: ``done`` or ``interrupted``, with the held-out accuracies."""
 
     reason: str
-    ledger: dict[str, Any]
     heldout_before: float | None
     heldout_after: float | None
 
@@ -153,7 +152,7 @@ class Controller:
         reason = await self._run_loops(learn)
         accuracies = self._bookkeeping.accuracies
         after = accuracies[-1] if reason == "done" and accuracies else None
-        return Outcome(reason, state.ledger.counts(), accuracies[0] if accuracies else None, after)
+        return Outcome(reason, accuracies[0] if accuracies else None, after)
 
     async def _run_loops(self, learn: LearnLoop) -> str:
         """Supervise every loop until the learner's is through with the run."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from asyncrlhf.actors.generator import GeneratorSpec
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.cluster.ray_handles import RayGenerator

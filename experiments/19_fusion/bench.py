@@ -19,13 +19,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from asyncrlhf.actors.annotator import RewardSpec
-from asyncrlhf.actors.generator import GeneratorSpec
 from asyncrlhf.actors.messages import Collected, resolved
 from asyncrlhf.actors.where import available_cores, keep_to
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.cluster.ray_calls import START_SECONDS, addressed, ask
-from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator
+from asyncrlhf.cluster.ray_handles import START_SECONDS, RayAnnotator, RayGenerator, addressed, ask
 from asyncrlhf.cluster.ray_runtime import MALLOC
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config

@@ -10,7 +10,8 @@ import ray
 import torch
 
 import asyncrlhf
-from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
+from asyncrlhf.actors.generator import GeneratorActor
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig

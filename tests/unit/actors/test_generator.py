@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from asyncrlhf.actors import generator
-from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
+from asyncrlhf.actors.generator import GeneratorActor
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import StepOutput
