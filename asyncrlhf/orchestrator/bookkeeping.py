@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ class HeldOut:
         self._prompts = prompts
         self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         self._runtime = runtime
-        self._next_id = -1
+        self._ids = itertools.count(-1, -1)
 
     async def accuracy(self, replicas: list[Replica], state: RunState) -> float | None:
         """None without prompts, replicas or a single score. The share of a replica that dies goes to the living."""
@@ -64,11 +65,7 @@ class HeldOut:
         return [result for rollout in rollouts for result in await self._score([rollout], worker)]
 
     def _items(self, prompts: list[Prompt]) -> list[GenerationRequest]:
-        items = []
-        for prompt in prompts:
-            items.append(GenerationRequest(self._next_id, self._next_id, prompt, 0, self._sampling))
-            self._next_id -= 1
-        return items
+        return [GenerationRequest(i := next(self._ids), i, prompt, 0, self._sampling) for prompt in prompts]
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
-from asyncrlhf.orchestrator.meters import Meters, StepTimes
+from asyncrlhf.orchestrator.meters import Meters
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.signs import MissingSign
@@ -40,7 +40,7 @@ class LearnLoop:
 
     def __post_init__(self) -> None:
         self._unlogged: dict[str, Any] | None = None
-        self._meters = Meters(self.state)
+        self._meters = Meters(self.state, self.publisher)
         self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1
@@ -115,14 +115,7 @@ class LearnLoop:
         state.version = version + 1
         self._retire()
         await self._publish_if_due()
-        metrics = self._meters.step(
-            version,
-            taken,
-            result,
-            StepTimes(waited + begun - started, trained, self.publisher.snapshot_seconds),
-            self.publisher.last_seconds,
-            self.publisher.mismatch_kl,
-        )
+        metrics = self._meters.step(version, taken, result, waited + begun - started, trained)
         self._adapt(result.metrics)
         state.progressed()
         self._unlogged = metrics

@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from asyncrlhf.cluster.clock import VirtualClockLoop
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.summary import REPLICA_PREFIX
 from asyncrlhf.types import RolloutGroup
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one turn of the learner's loop."""
-
-    waited: float  # for a batch or for the publish before
-    trained: float
-    snapshot: float
-
 
 LAG_SECONDS = 0.05  # between two looks at the event loop's delay
 
@@ -55,8 +46,9 @@ class LoopLag:
 class Meters:
     """Turns a step's raw figures into the logged ones; remembers only what rates need."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, publisher: WeightPublisher) -> None:
         self._state = state
+        self._publisher = publisher
         self._last = state.now()
         self._started = self._last - state.elapsed  # a resumed run's clock goes on where the first one stopped
         self._replicas = ReplicaMeters(state)
@@ -68,15 +60,10 @@ class Meters:
         self._read_ahead = {name: (totals, replace(totals)) for name, reads, totals in readers if reads}
 
     def step(
-        self,
-        version: int,
-        taken: Sequence[RolloutGroup],
-        result: StepResult,
-        times: StepTimes,
-        weight_sync_seconds: float,
-        mismatch_kl: float,
+        self, version: int, taken: Sequence[RolloutGroup], result: StepResult, waited: float, trained: float
     ) -> dict[str, float]:
-        """Metrics of the step that moved the policy from ``version`` to ``version + 1``."""
+        """Metrics of the step that moved the policy from ``version`` to ``version + 1``. ``waited``: seconds for a
+        batch or for the publish before; ``trained``: seconds of the step itself."""
         now = self._state.now()
         elapsed = max(now - self._last, 1e-9)
         samples = sum(len(t) for t in taken)
@@ -91,14 +78,14 @@ class Meters:
             "ref_kl": math.nan,  # null in the records, unless there is a reference policy
             **result.metrics,
             "skipped": float(result.skipped),
-            "mismatch_kl": mismatch_kl,
+            "mismatch_kl": self._publisher.mismatch_kl,
             "samples_per_second": samples / elapsed,
             "tokens_per_second": sum(r.response_length for t in taken for r in t.rollouts) / elapsed,
-            "learner_idle_fraction": 1.0 - min(1.0, times.trained / elapsed),
-            "weight_sync_seconds": weight_sync_seconds,
-            "snapshot_seconds": times.snapshot,
-            "train_seconds": times.trained,
-            "wait_seconds": times.waited,
+            "learner_idle_fraction": 1.0 - min(1.0, trained / elapsed),
+            "weight_sync_seconds": self._publisher.last_seconds,
+            "snapshot_seconds": self._publisher.snapshot_seconds,
+            "train_seconds": trained,
+            "wait_seconds": waited,
             **_latencies(taken),
             **self._prefilled(),
             **self._buffer(),

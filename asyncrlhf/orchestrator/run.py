@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -174,10 +174,11 @@ def train(config: RunConfig) -> dict[str, Any]:
     for note in prepared.task.notes:
         view.message(note)
     job = _Job(prepared, recorder, view)
+    runner: Callable[[Coroutine[Any, Any, Outcome]], Outcome]
     runner = run_virtual if config.runtime == "local" else asyncio.run
     summary: dict[str, Any] = {}
     try:
-        outcome = _run(runner, job)
+        outcome = runner(job.main())
         summary = job.summary(outcome.reason, outcome)
     except (KeyboardInterrupt, asyncio.CancelledError):
         summary = job.summary("interrupted", None)
@@ -190,11 +191,6 @@ def train(config: RunConfig) -> dict[str, Any]:
         recorder.finish(summary)
         wandb.finish(summary, 0 if summary.get("exit_reason") == "done" else 1)
     return summary
-
-
-def _run(runner: Any, job: _Job) -> Outcome:
-    outcome: Outcome = runner(job.main())
-    return outcome
 
 
 class _Job:
