@@ -312,5 +312,7 @@ class ReplayBuffer:
             masked = max(0, version - self._bound)
         if free_running and self._over_stale == "downweight":
             weight *= self._staleness_weight(group, version)
-        rollouts = tuple(replace(r, weight=weight, masked_before_version=masked) for r in group.rollouts)
-        return replace(used, rollouts=rollouts, uses_left=left)
+        if weight != 1.0 or masked:
+            rollouts = tuple(replace(r, weight=weight, masked_before_version=masked) for r in group.rollouts)
+            used = replace(used, rollouts=rollouts)
+        return replace(used, uses_left=left)

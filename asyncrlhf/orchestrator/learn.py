@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,11 +101,10 @@ class LearnLoop:
         rollouts = [r for group in taken for r in group.rollouts]
         if not rollouts:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
-        rewards, reward_metrics = self.normalizer.of_batch(rollouts)
-        rollouts = [replace(r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True)]
+        normal, reward_metrics = self.normalizer.of_batch(rollouts)
         started = state.now()
         self.training = True
-        training = asyncio.ensure_future(self._train(rollouts))
+        training = asyncio.ensure_future(self._train(normal))
         await self._catch_up()
         result, begun, trained = await training
         result = replace(result, metrics={**result.metrics, **reward_metrics})
@@ -122,7 +121,7 @@ class LearnLoop:
         if self.bookkeeping.is_boundary(state.version):
             await self._catch_up()
 
-    async def _train(self, rollouts: list[RolloutInfo]) -> tuple[StepResult, float, float]:
+    async def _train(self, rollouts: Sequence[RolloutInfo]) -> tuple[StepResult, float, float]:
         """One step in the learner's turn; also when the turn began, and the seconds of the step."""
         async with self.turns.learner():
             begun = self.state.now()

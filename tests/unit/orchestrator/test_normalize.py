@@ -62,8 +62,8 @@ def scored(*rewards: float, group: int = 0) -> list[RolloutInfo]:
 def test_the_statistics_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) -> None:
     config = RewardConfig(normalize="running")
     normalizer, resumed = RewardNormalizer(config), RewardNormalizer(config)
-    rewards, metrics = normalizer.of_batch(scored(1, 3))
-    assert rewards == [-1.0, 1.0]
+    rollouts, metrics = normalizer.of_batch(scored(1, 3))
+    assert [r.reward for r in rollouts] == [-1.0, 1.0]
     assert metrics == {"normalized_reward_mean": 0.0, "normalized_reward_std": 1.0}
     normalizer.save(tmp_path)
     resumed.load(tmp_path)
@@ -77,12 +77,12 @@ def test_the_statistics_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) ->
 
 def test_groups_are_told_apart_by_what_the_controller_holds_of_a_rollout() -> None:
     normalizer = RewardNormalizer(RewardConfig(normalize="group"))
-    rewards, _ = normalizer.of_batch([*scored(1, 3, group=4), *scored(10, 30, group=2)])
-    assert rewards == [-1.0, 1.0, -1.0, 1.0]
+    rollouts, _ = normalizer.of_batch([*scored(1, 3, group=4), *scored(10, 30, group=2)])
+    assert [r.reward for r in rollouts] == [-1.0, 1.0, -1.0, 1.0]
 
 
 def test_without_normalisation_rewards_stay_and_a_checkpoint_has_no_statistics(tmp_path: Path) -> None:
     normalizer = RewardNormalizer(RewardConfig())
-    assert normalizer.of_batch(scored(1, 3)) == ([1, 3], {})
+    assert normalizer.of_batch(scored(1, 3)) == (scored(1, 3), {})
     normalizer.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
