@@ -13,7 +13,7 @@ import torch
 
 from asyncrlhf.data.adapter import is_adapter, merged
 from asyncrlhf.data.data_config import LoraConfig
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 CacheMode = Literal["keep", "recompute"]
 
@@ -26,7 +26,7 @@ class StepOutput:
     when the engine wants to be stepped again at once.
     """
 
-    finished: list[Generation | GenerationFailure] = field(default_factory=list)
+    finished: list[Rollout | GenerationFailure] = field(default_factory=list)
     tokens: int = 0  # sampled in this step
     wake_at: float | None = None
 
@@ -47,7 +47,7 @@ class Engine(ABC):
         self._vocabulary = vocabulary
         self._queue: deque[GenerationRequest] = deque()  # waiting for a slot
         self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
-        self._finished: list[Generation | GenerationFailure] = []  # for the next step to bring
+        self._finished: list[Rollout | GenerationFailure] = []  # for the next step to bring
 
     def in_flight(self) -> list[int]:
         """Rollout ids submitted and not yet returned, oldest first."""

@@ -13,7 +13,7 @@ import torch
 
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput
 from asyncrlhf.engines.generator_config import FakeConfig
-from asyncrlhf.types import FinishReason, FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.types import FinishReason, FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 AnswerIds = Callable[[GenerationRequest], IntArray | None]  # the reference answer's tokens, without a stop token
 
@@ -107,12 +107,14 @@ class FakeEngine(Engine):
         return new
 
     @staticmethod
-    def _result(draft: _Draft) -> Generation | GenerationFailure:
+    def _result(draft: _Draft) -> Rollout | GenerationFailure:
         rollout_id = draft.request.rollout_id
         if draft.fails:
             return GenerationFailure(rollout_id, "The fake engine failed this request (failure_probability).")
-        return Generation(
-            rollout_id=rollout_id,
+        return Rollout(
+            rollout_id,
+            draft.request.group_id,
+            draft.request.prompt,
             response_ids=draft.response_ids,
             behavior_logprobs=draft.logprobs,
             policy_versions=np.asarray(draft.versions, np.int64),

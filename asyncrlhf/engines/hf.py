@@ -15,7 +15,7 @@ from asyncrlhf.engines.kv_cache import KVCache
 from asyncrlhf.engines.sampling import sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
 from asyncrlhf.engines.weights import load_named_weights, named_weights
-from asyncrlhf.types import FloatArray, Generation, GenerationRequest, IntArray
+from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
 _SCORE_ELEMENTS = 2**26  # logits of one scoring pass
 
@@ -70,7 +70,7 @@ class HFEngine(Engine):
         self._finished.extend(self._sample(logits, rows))
         return self._report(len(rows))
 
-    def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Generation]:
+    def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Rollout]:
         table = self._table
         if len(rows) < table.count:
             logits = logits[torch.from_numpy(rows).to(self._device)]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrlhf.engines.kv_cache import LENGTH_MULTIPLE, ForwardPlan, KVCache, make_buckets
 from asyncrlhf.engines.sampling import Draws, seed_state
-from asyncrlhf.types import FinishReason, Generation, GenerationRequest, IdArray, IntArray
+from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, Rollout
 
 # What is known of one row beside its tokens: their number, prompt included; where it ends at the latest; whether the KV
 # cache holds all of them but the last, which the next decode iteration feeds; its stream of draws; how it samples.
@@ -90,15 +90,17 @@ class SlotTable:
             if request is not None:
                 yield request.rollout_id, row[start:stop]
 
-    def take(self, row: int, reason: FinishReason) -> Generation:
+    def take(self, row: int, reason: FinishReason) -> Rollout:
         """Empty a finished row into its result."""
         request = self.requests[row]
         assert request is not None
         self.requests[row] = None
         part = slice(int(self.prompt_length[row]), int(self.length[row]))
         kept, self.kept[row] = self.kept[row], []
-        return Generation(
-            rollout_id=request.rollout_id,
+        return Rollout(
+            request.rollout_id,
+            request.group_id,
+            request.prompt,
             response_ids=self.tokens[row, part].copy(),
             behavior_logprobs=self.logprobs[row, part].copy(),
             policy_versions=self.versions[row, part].copy(),

@@ -16,7 +16,7 @@ from torch import nn
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.engines.weights import match_named_weights
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, Rollout
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -100,8 +100,10 @@ class VllmEngine(Engine):
             self._finished.append(GenerationFailure(rollout_id, f"vLLM ended the request with {made.finish_reason!r}."))
             return
         self._finished.append(
-            Generation(
-                rollout_id=rollout_id,
+            Rollout(
+                rollout_id,
+                draft.request.group_id,
+                draft.request.prompt,
                 response_ids=np.asarray(draft.tokens, np.int64),
                 behavior_logprobs=np.asarray(draft.logprobs, np.float32),
                 policy_versions=np.asarray(draft.versions, np.int64),

@@ -165,7 +165,7 @@ def test_the_learner_waits_for_the_copy_of_its_critic_before_it_changes(
 
     monkeypatch.setattr(WeightSender, "copy_params", slowly)
     runtime: Any = build_runtime(load_config([*SERVED, "runtime=local"]), tmp_path)
-    worker = LearnerWorker(runtime._learner_spec)
+    worker = LearnerWorker(runtime._specs.learner)
     params = worker.backend.critic_parameters()
     given = samples()
     chosen = [(((0, i),), s.reward, s.weight, s.masked_before_version) for i, s in enumerate(given)]

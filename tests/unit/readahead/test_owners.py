@@ -15,7 +15,6 @@ from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.annotate import Rewards
-from asyncrlhf.orchestrator.assembly import Waiting
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, ChunkInfo, Prefilled, ReadAhead, ReadTotals
@@ -66,14 +65,14 @@ class PaperAssembly:
         self._state = state
         self.scores: dict[int, float] = {}
         self.messages: list[str] = []
-        self.message = self.messages.append
+        state.message = self.messages.append
 
     def awaits(self, info: RolloutInfo) -> bool:
         return info.group_id in self._state.groups and info.rollout_id in self._state.groups[info.group_id].unscored
 
-    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+    def annotated(self, kind: str, info: RolloutInfo, annotation: Annotation) -> None:
         self.scores[annotation.rollout_id] = float(annotation.reward or 0.0)
-        self._state.groups[waiting.info.group_id].unscored.discard(annotation.rollout_id)
+        self._state.groups[info.group_id].unscored.discard(annotation.rollout_id)
 
 
 class World:
@@ -106,7 +105,7 @@ class World:
         for i in ids:
             self.state.groups[i // SIZE].unfinished.discard(i)
             info = RolloutInfo(i, i // SIZE, "g", 3, 27, 0, 0, "stop", self.state.now(), Payload("rollouts", i))
-            self.scoring.arrived([Waiting(info, 0)])
+            self.scoring.arrived([info])
         self.state.progressed()
 
     async def idle(self) -> None:
