@@ -13,7 +13,7 @@ from asyncrlhf.validation import check
 
 # The module of each, whose function ``run`` takes the arguments. Those of experiments/ need the repository.
 BENCHMARKS = {
-    "control_plane": "asyncrlhf.bench.control_plane",
+    "control_plane": "experiments.22_control_plane.bench",
     "fusion": "experiments.19_fusion.bench",
     "generation": "experiments.17_generation.bench",
     "overlap": "asyncrlhf.bench.overlap",
