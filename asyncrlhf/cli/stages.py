@@ -32,8 +32,7 @@ def sft(arguments: Sequence[str]) -> int:
     def run(config: RunConfig) -> tuple[dict[str, Any], str]:
         from asyncrlhf.stages.sft import plain_words, run_sft
 
-        summary = run_sft(config)
-        return summary, plain_words(summary)
+        return _trained(run_sft(config), plain_words)
 
     return _stage(arguments, SFT, run)
 
@@ -42,10 +41,15 @@ def reward_model(arguments: Sequence[str]) -> int:
     def run(config: RunConfig) -> tuple[dict[str, Any], str]:
         from asyncrlhf.stages.reward_model import plain_words, run_reward_model
 
-        summary = run_reward_model(config)
-        return summary, plain_words(summary)
+        return _trained(run_reward_model(config), plain_words)
 
     return _stage(arguments, REWARD_MODEL, run)
+
+
+def _trained(summary: dict[str, Any], plain_words: Callable[[Mapping[str, Any]], str]) -> tuple[dict[str, Any], str]:
+    if summary["exit_reason"] == "done":
+        return summary, plain_words(summary)
+    return summary, f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."
 
 
 def preferences(arguments: Sequence[str]) -> int:

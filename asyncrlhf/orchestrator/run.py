@@ -162,10 +162,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
-    try:
-        recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
-    except OSError as error:
-        raise ConfigError(f"run_dir={prepared.run_dir} cannot be written: {error}.") from error
+    recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
     wandb = WandbSink(prepared.run_dir, plain, config.logging)
     start = prepared.saved.step if prepared.saved is not None else 0
     progress = Progress(config.steps, config.logging.progress, start_step=start)

@@ -6,17 +6,15 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from asyncrlhf.config.run_config import RunConfig, to_plain
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import new_run_dir
 from asyncrlhf.records.checkpoint import FOLDER
-from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, RecordMarker, RunRecorder
+from asyncrlhf.records.recorder import ROLLOUTS_FOLDER, RecordMarker, RunRecorder
 from asyncrlhf.records.summary import environment
 from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.validation import check
@@ -43,7 +41,8 @@ def run_folder(config: RunConfig, stage: str) -> Path:
 
 
 class StageRecord:
-    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does. ``marker`` is that of a resumed run.
+    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does, and W&B's run. ``marker`` is that of a
+    resumed run.
 
     Raises ConfigError for a folder that cannot be written or already holds a run.
     """
@@ -55,40 +54,16 @@ class StageRecord:
         self._seed = config.seed
         self._started = time.monotonic()
         self._console = Console() if is_main() and config.logging.progress != "none" else None
-        self._config = config
         self._recorder: RunRecorder | None = None
         self._wandb: WandbSink | None = None
         self._step = 0
-        self._fresh = marker is None
         if not is_main():
             return
-        try:
-            self._recorder = RunRecorder(run_dir, to_plain(config), config.logging, marker)
-        except OSError as error:
-            raise ConfigError(f"run_dir={run_dir} cannot be written: {error}.") from error
-
-    def begin(self) -> None:
-        """The checks are over: start W&B, and say where the run lies."""
-        self._started = time.monotonic()
-        if not is_main():
-            return
-        self._wandb = WandbSink(self.run_dir, to_plain(self._config), self._config.logging)
+        self._recorder = RunRecorder(run_dir, to_plain(config), config.logging, marker)
+        self._wandb = WandbSink(run_dir, to_plain(config), config.logging)
         if self._wandb.note:
             self.message(self._wandb.note)
-        self.message(f"Run directory: {self.run_dir}")
-
-    def abandon(self) -> None:
-        """Nothing was begun: leave no trace of a run that is new."""
-        if self._recorder is None:
-            return
-        self._recorder.close()
-        if not self._fresh:
-            return
-        for name in (METRICS_FILE, CONFIG_FILE):
-            (self.run_dir / name).unlink(missing_ok=True)
-        for folder in (self.run_dir / ROLLOUTS_FOLDER, self.run_dir / FOLDER, self.run_dir):
-            with suppress(OSError):
-                folder.rmdir()
+        self.message(f"Run directory: {run_dir}")
 
     def message(self, text: str) -> None:
         if self._console is not None:
@@ -105,9 +80,9 @@ class StageRecord:
         facts = ", ".join(f"{name.replace('_', ' ')} {row[name]:.3f}" for name in SHOWN if row.get(name) is not None)
         self.message(f"step {self._step}/{total}: {facts}")
 
-    def marker(self) -> dict[str, int]:
+    def marker(self) -> RecordMarker:
         """How far the records reach, for a checkpoint."""
-        return asdict(self._recorder.checkpoint()) if self._recorder is not None else {}
+        return self._recorder.checkpoint() if self._recorder is not None else RecordMarker()
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write the summary and end W&B; returns the summary."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ from transformers.utils import logging as transformers_logging
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import TrainerConfig
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer, resolve
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.checkpoint import FOLDER, find_checkpoint
-from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.records.recorder import RecordMarker, refuse_used_folder, writing_to
 from asyncrlhf.stages.stage_record import MODEL_FOLDER, StageRecord, is_main, run_folder
 from asyncrlhf.validation import check
 
 MARKER_FILE = "records.json"
 # Of TRL's logs, what says nothing of the model: how long the library's own evaluation took, and totals of the run.
 _LEFT_OUT = ("_runtime", "_per_second", "total_flos", "train_loss", "num_tokens", "num_input_tokens_seen")
+# Settings of TrainerConfig that are not TRL's or need a translation; the others are TRL's under the same names.
+_OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "mixed_precision")
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,20 @@ class Job:
     """A stage that passed its checks. ``key`` is its group of settings, ``settings`` the group."""
 
     config: RunConfig
-    settings: TrainerConfig
+    stage: str  # as its command is called
     key: str
+    settings: TrainerConfig
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
     max_length: int  # tokens, within the model's context
     resume: Path | None
 
 
-def prepare_job(config: RunConfig, settings: TrainerConfig, key: str, stage: str) -> Job:
-    """Everything that can be wrong beside the data; raises ConfigError with one sentence."""
+def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
+    """Check everything beside the data itself, of which is known whether it is ``conversational``; raises ConfigError
+    with one sentence."""
     transformers_logging.disable_progress_bar()
-    found = torch.cuda.device_count()
+    key, found = stage.replace("-", "_"), torch.cuda.device_count()
     check(
         found <= 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1,
         f"{found} GPUs are visible to one process, which trains on one; start it by accelerate launch "
@@ -60,9 +64,14 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, key: str, stage: str
     check_model(config.model)
     given = Path(config.run_dir) if config.run_dir else None
     resume = find_checkpoint(config.checkpoint.resume, given, RUNS / f"{config.name}-{stage}", MARKER_FILE, stage)
-    folder = resume.parents[1] if resume is not None and not config.run_dir else run_folder(config, stage)
-    limit = min(settings.max_length, context_length(config.model))
-    return Job(config, settings, key, folder, load_tokenizer(config.model), limit, resume)
+    folder = resume.parents[1] if resume is not None and given is None else run_folder(config, stage)
+    limit, tokenizer = min(settings.max_length, context_length(config.model)), load_tokenizer(config.model)
+    check(
+        tokenizer.chat_template or not conversational,
+        f"{key}.path={settings.path} holds conversations, but the tokenizer of model.path={config.model.path} has no "
+        "chat template.",
+    )
+    return Job(config, stage, key, settings, folder, tokenizer, limit, resume)
 
 
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
@@ -72,22 +81,12 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
     return {
         "output_dir": str(job.run_dir / FOLDER),
         "seed": config.seed,
-        "num_train_epochs": settings.num_train_epochs,
-        "max_steps": settings.max_steps,
-        "learning_rate": settings.learning_rate,
-        "lr_scheduler_type": settings.lr_scheduler_type,
-        "warmup_steps": settings.warmup_steps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-        "per_device_train_batch_size": settings.per_device_train_batch_size,
+        **{f.name: getattr(settings, f.name) for f in fields(TrainerConfig) if f.name not in _OURS},
         "per_device_eval_batch_size": settings.per_device_train_batch_size,
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-        "gradient_checkpointing": settings.gradient_checkpointing,
         "max_length": job.max_length,
         "use_cpu": not torch.cuda.is_available(),  # or transformers refuses bfloat16 there
         "bf16": settings.mixed_precision == "bfloat16",
         "fp16": settings.mixed_precision == "float16",
-        "logging_steps": settings.logging_steps,
         "eval_on_start": heldout and job.resume is None,
         "eval_strategy": "steps" if heldout and between else "no",
         "eval_steps": between or None,
@@ -119,11 +118,24 @@ def adapter_settings(job: Job, task_type: str, saved: list[str] | None) -> Any:
     )
 
 
-class QuietTrainer:
-    """Beside one of TRL's trainers: nothing of a run leaves the machine unasked."""
+def build_trainer(
+    job: Job, trainer: Any, arguments: Any, train: Any, heldout: Any, adapter: tuple[str, list[str] | None], **own: Any
+) -> Any:
+    """TRL's ``trainer``, which loads the model and tokenises the rows; ``own`` are ``arguments`` of it alone, and
+    ``adapter`` what :func:`adapter_settings` asks for."""
 
-    def _send_telemetry(self) -> None:
-        return
+    class Trainer(trainer):  # type: ignore[misc]
+        def _send_telemetry(self) -> None:
+            """Nothing of a run leaves the machine unasked."""
+
+    return Trainer(
+        model=resolve(job.config.model.path),
+        args=arguments(**trainer_arguments(job, bool(len(heldout))), **own),
+        train_dataset=train,
+        eval_dataset=heldout if len(heldout) else None,
+        processing_class=job.tokenizer,
+        peft_config=adapter_settings(job, *adapter),
+    )
 
 
 class _Recorder(TrainerCallback):
@@ -134,11 +146,8 @@ class _Recorder(TrainerCallback):
         self.interrupted = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        row = {
-            f"heldout_{name.removeprefix('eval_')}" if name.startswith("eval_") else name: value
-            for name, value in (logs or {}).items()
-            if not name.endswith(_LEFT_OUT)
-        }
+        known = {name: value for name, value in (logs or {}).items() if not name.endswith(_LEFT_OUT)}
+        row = {re.sub("^eval_", "heldout_", name): value for name, value in known.items()}
         if set(row) - {"epoch"}:
             self.record.log({"step": state.global_step, **row}, state.max_steps)
 
@@ -149,15 +158,11 @@ class _Recorder(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if is_main():
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (folder / MARKER_FILE).write_text(json.dumps(self.record.marker()) + "\n")
+            (folder / MARKER_FILE).write_text(json.dumps(asdict(self.record.marker())) + "\n")
 
 
 def run_trainer(
-    job: Job,
-    stage: str,
-    data: Mapping[str, int],
-    build: Callable[[], Any],
-    facts: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    job: Job, data: Mapping[str, int], build: Callable[[], Any], facts: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Build TRL's trainer, train, export ``run_dir/model``; returns the summary.
 
@@ -166,18 +171,23 @@ def run_trainer(
     summary, then raised.
     """
     marker = RecordMarker(**json.loads((job.resume / MARKER_FILE).read_text())) if job.resume is not None else None
-    record = StageRecord(job.config, job.run_dir, stage, marker)
+    if is_main():
+        if marker is None:
+            refuse_used_folder(job.run_dir)
+        with writing_to(job.run_dir):
+            (job.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     try:
         with redirect_stdout(sys.stderr):  # what TRL's libraries print as they load
             trainer = build()
         _check_trainer(job, trainer)
-        _without_empty_heldout(trainer)
     except BaseException:
-        record.abandon()
+        for folder in (job.run_dir / FOLDER, job.run_dir):
+            with suppress(OSError):  # a resumed run's are not empty
+                folder.rmdir()
         raise
+    record = StageRecord(job.config, job.run_dir, job.stage, marker)
     summary: dict[str, Any] = {"model": job.config.model.path, "data": {"path": job.settings.path, **data}}
     try:
-        record.begin()
         if _train(job, record, trainer):
             export(job, trainer)
             history = trainer.state.log_history
@@ -207,10 +217,7 @@ def _check_trainer(job: Job, trainer: Any) -> None:
         f"model.lora.r={job.config.model.lora.r} does not work with FSDP or DeepSpeed here: the adapter is merged into "
         "whole weights at the end.",
     )
-
-
-def _without_empty_heldout(trainer: Any) -> None:
-    """TRL cannot evaluate on no row, which is what is left when every held-out one is too long."""
+    # TRL cannot evaluate on no row, which is what is left when every held-out one is too long.
     if trainer.eval_dataset is not None and not len(trainer.eval_dataset):
         trainer.eval_dataset = None
         trainer.args.eval_on_start = False
@@ -234,8 +241,7 @@ def _train(job: Job, record: StageRecord, trainer: Any) -> bool:
 @contextmanager
 def _on_interrupt(callback: _Recorder) -> Iterator[None]:
     """The first Ctrl-C ends the run after the step under way, with a checkpoint; a second one ends it at once."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -246,7 +252,7 @@ def _on_interrupt(callback: _Recorder) -> Iterator[None]:
         restore()
         callback.record.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
 
-    for number in numbers:
+    for number in before:
         signal.signal(number, first)
     try:
         yield
@@ -257,11 +263,7 @@ def _on_interrupt(callback: _Recorder) -> Iterator[None]:
 def heldout_ends(history: list[dict[str, Any]]) -> dict[str, Any]:
     """The first and the last of TRL's own evaluations, by name without ``eval_``."""
     found = [
-        {
-            name.removeprefix("eval_"): value
-            for name, value in row.items()
-            if name.startswith("eval_") and not name.endswith(_LEFT_OUT)
-        }
+        {name[5:]: value for name, value in row.items() if name.startswith("eval_") and not name.endswith(_LEFT_OUT)}
         for row in history
         if "eval_loss" in row
     ]
@@ -279,27 +281,3 @@ def export(job: Job, trainer: Any) -> None:
         model.to(getattr(torch, job.config.model.dtype)).save_pretrained(folder)
     if is_main():
         job.tokenizer.save_pretrained(folder)
-
-
-def model_source(job: Job) -> str:
-    return resolve(job.config.model.path)
-
-
-def refuse(condition: Any, job: Job, problem: str) -> None:
-    """Raise ConfigError about the stage's data when ``condition`` holds."""
-    if condition:
-        raise ConfigError(f"{job.key}.path={job.settings.path} {problem}")
-
-
-def refuse_without_template(job: Job, conversational: bool) -> None:
-    """Raise ConfigError for conversations that the model's tokenizer cannot write."""
-    refuse(
-        conversational and not job.tokenizer.chat_template,
-        job,
-        f"holds conversations, but the tokenizer of model.path={job.config.model.path} has no chat template.",
-    )
-
-
-def interrupted_words(summary: Mapping[str, Any]) -> str:
-    """What the terminal shows of a stage that did not come to its end."""
-    return f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."
