@@ -11,10 +11,10 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -228,15 +228,9 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
         if rollout is not None:
             row.fill(rollout)
     temporary = target.with_suffix(".tmp")
-    pq.write_table(rows_to_table(rows), temporary, compression="zstd")
+    columns = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
+    pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
     os.replace(temporary, target)
-
-
-def rows_to_table(rows: Iterable[RolloutRow]) -> pa.Table:
-    """The rows as an Arrow table with exactly the columns of ``ROLLOUT_SCHEMA``."""
-    rows = list(rows)
-    columns = {f.name: [getattr(row, f.name) for row in rows] for f in fields(RolloutRow)}
-    return pa.table({name: columns[name] for name in ROLLOUT_SCHEMA.names}, schema=ROLLOUT_SCHEMA)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -38,10 +38,6 @@ class Pair:
     gold_chosen: float
     gold_rejected: float
 
-    @property
-    def agrees(self) -> bool:
-        return self.gold_chosen > self.gold_rejected
-
 
 def run_preferences(config: RunConfig) -> dict[str, Any]:
     """Sample, score, pair and label; returns what ``run_dir/summary.json`` holds, beside ``run_dir/preferences.jsonl``.
@@ -148,7 +144,7 @@ def describe(pairs: Sequence[Pair], rewards: Sequence[float]) -> dict[str, float
     margins = np.array([pair.gold_chosen - pair.gold_rejected for pair in pairs])
     return {
         "pairs": len(pairs),
-        "agreement": float(np.mean([pair.agrees for pair in pairs])),
+        "agreement": float(np.mean(margins > 0)),
         "margin_mean": float(np.abs(margins).mean()),
         "reward_chosen_mean": float(np.mean([pair.gold_chosen for pair in pairs])),
         "reward_rejected_mean": float(np.mean([pair.gold_rejected for pair in pairs])),

@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.rewards.model import padded_batches, score_batch
+from asyncrlhf.rewards.model_loading import load_reward_model
+from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.stages.data import Split, hold_out
 from asyncrlhf.stages.preference_data import PairEncoder, about, choose_padding, read_pairs
 from asyncrlhf.stages.stage_record import MODEL_FOLDER, is_main
@@ -70,7 +76,8 @@ def _trainer(job: Job, pairs: Split) -> Any:
     from trl import RewardConfig, RewardTrainer  # seconds of imports, which wrong input need not wait for
 
     centre = job.config.reward_model.center_rewards_coefficient or None
-    head = ("SEQ_CLS", ["score"])  # TRL gives the model a new head with one label, all of which trains
+    # TRL gives the model a new head with one label, all of which trains.
+    head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     return build_trainer(
         job, RewardTrainer, RewardConfig, pairs.train, pairs.heldout, head, center_rewards_coefficient=centre
     )
@@ -88,13 +95,6 @@ def measure(job: Job, pairs: Split) -> dict[str, Any]:
 
 def score_ids(folder: Path, texts: Sequence[Sequence[int]], config: RunConfig) -> list[float]:
     """The scores of N token sequences by the checkpoint in ``folder``, loaded and run as a reward worker does."""
-    import numpy as np
-    import torch
-
-    from asyncrlhf.rewards.model import padded_batches, score_batch
-    from asyncrlhf.rewards.model_loading import load_reward_model
-    from asyncrlhf.rewards.service_config import RewardModelConfig
-
     settings = RewardModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)
     model = load_reward_model(settings, "reward", "cuda" if torch.cuda.is_available() else "cpu")
     lengths = np.array([len(text) for text in texts], dtype=np.int64)

@@ -45,9 +45,11 @@ def run_sft(config: RunConfig) -> dict[str, Any]:
 def _trainer(job: Job, split: Split, columns: Sequence[str]) -> Any:
     from trl import SFTConfig, SFTTrainer  # seconds of imports, which wrong input need not wait for
 
-    tables = (rows.select_columns(list(columns)) for rows in (split.train, split.heldout))
-    own = {"packing": job.config.sft.packing, "assistant_only_loss": job.config.sft.assistant_only_loss}
-    return build_trainer(job, SFTTrainer, SFTConfig, *tables, ("CAUSAL_LM", None), eval_packing=False, **own)
+    train, heldout = (rows.select_columns(list(columns)) for rows in (split.train, split.heldout))
+    own: dict[str, Any] = {"packing": job.config.sft.packing, "assistant_only_loss": job.config.sft.assistant_only_loss}
+    return build_trainer(
+        job, SFTTrainer, SFTConfig, train, heldout, {"task_type": "CAUSAL_LM"}, eval_packing=False, **own
+    )
 
 
 def _facts(history: list[dict[str, Any]]) -> dict[str, Any]:

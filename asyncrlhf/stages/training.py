@@ -1,34 +1,33 @@
-"""What `sft` and `reward-model` share: TRL's arguments, records, checkpoints, interruption, the exported model."""
+"""What `sft` and `reward-model` share: checks, TRL's arguments, the run itself and the exported model."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback
 from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import TrainerConfig
+from asyncrlhf.data.adapter import peft_settings
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer, resolve
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.checkpoint import FOLDER, find_checkpoint
 from asyncrlhf.records.recorder import RecordMarker, refuse_used_folder, writing_to
-from asyncrlhf.stages.stage_record import MODEL_FOLDER, StageRecord, is_main, run_folder
+from asyncrlhf.stages.stage_record import LEFT_OUT, MARKER_FILE, MODEL_FOLDER, StageRecord, is_main, run_folder
 from asyncrlhf.validation import check
 
-MARKER_FILE = "records.json"
-# Of TRL's logs, what says nothing of the model: how long the library's own evaluation took, and totals of the run.
-_LEFT_OUT = ("_runtime", "_per_second", "total_flos", "train_loss", "num_tokens", "num_input_tokens_seen")
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 # Settings of TrainerConfig that are not TRL's or need a translation; the others are TRL's under the same names.
 _OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "mixed_precision")
 
@@ -101,64 +100,25 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
     }
 
 
-def adapter_settings(job: Job, task_type: str, saved: list[str] | None) -> Any:
-    """PEFT's settings of ``model.lora``, or None for all weights; modules in ``saved`` are trained as a whole."""
-    lora = job.config.model.lora
-    if not lora.r:
-        return None
-    from peft import LoraConfig  # check_model has found it
-
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.target_modules) or "all-linear",
-        lora_dropout=0.0,
-        task_type=task_type,
-        modules_to_save=saved,
-    )
-
-
 def build_trainer(
-    job: Job, trainer: Any, arguments: Any, train: Any, heldout: Any, adapter: tuple[str, list[str] | None], **own: Any
+    job: Job, trainer: Any, arguments: Any, train: Dataset, heldout: Dataset, adapter: Mapping[str, Any], **own: Any
 ) -> Any:
-    """TRL's ``trainer``, which loads the model and tokenises the rows; ``own`` are ``arguments`` of it alone, and
-    ``adapter`` what :func:`adapter_settings` asks for."""
+    """TRL's ``trainer``, which loads the model and tokenises the rows. ``own``: what its ``arguments`` take alone;
+    ``adapter``: what PEFT must know of the model beside ``model.lora``."""
 
     class Trainer(trainer):  # type: ignore[misc]
         def _send_telemetry(self) -> None:
             """Nothing of a run leaves the machine unasked."""
 
+    lora = job.config.model.lora
     return Trainer(
         model=resolve(job.config.model.path),
         args=arguments(**trainer_arguments(job, bool(len(heldout))), **own),
         train_dataset=train,
         eval_dataset=heldout if len(heldout) else None,
         processing_class=job.tokenizer,
-        peft_config=adapter_settings(job, *adapter),
+        peft_config=peft_settings(lora, **adapter) if lora.r else None,
     )
-
-
-class _Recorder(TrainerCallback):
-    """Writes what TRL logs, keeps the records' marker with each checkpoint, and ends the run in order when asked."""
-
-    def __init__(self, record: StageRecord) -> None:
-        self.record = record
-        self.interrupted = False
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        known = {name: value for name, value in (logs or {}).items() if not name.endswith(_LEFT_OUT)}
-        row = {re.sub("^eval_", "heldout_", name): value for name, value in known.items()}
-        if set(row) - {"epoch"}:
-            self.record.log({"step": state.global_step, **row}, state.max_steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.interrupted:
-            control.should_training_stop = control.should_save = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if is_main():
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (folder / MARKER_FILE).write_text(json.dumps(asdict(self.record.marker())) + "\n")
 
 
 def run_trainer(
@@ -226,44 +186,21 @@ def _check_trainer(job: Job, trainer: Any) -> None:
 
 def _train(job: Job, record: StageRecord, trainer: Any) -> bool:
     """Whether training came to its end."""
-    callback = _Recorder(record)
     trainer.remove_callback(PrinterCallback)  # it prints every log a second time
-    trainer.add_callback(callback)
-    with _on_interrupt(callback):
+    trainer.add_callback(record)
+    with record.stopped_in_order():
         trainer.train(resume_from_checkpoint=str(job.resume) if job.resume is not None else None)
-        if callback.interrupted:
+        if record.interrupted:
             return False
         if trainer.eval_dataset is not None:
             trainer.evaluate()  # a first Ctrl-C in here costs nothing: what is left is to write the model
     return True
 
 
-@contextmanager
-def _on_interrupt(callback: _Recorder) -> Iterator[None]:
-    """The first Ctrl-C ends the run after the step under way, with a checkpoint; a second one ends it at once."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def first(*_: Any) -> None:
-        callback.interrupted = True
-        restore()
-        callback.record.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
-
-    for number in before:
-        signal.signal(number, first)
-    try:
-        yield
-    finally:
-        restore()
-
-
 def heldout_ends(history: list[dict[str, Any]]) -> dict[str, Any]:
     """The first and the last of TRL's own evaluations, by name without ``eval_``."""
     found = [
-        {name[5:]: value for name, value in row.items() if name.startswith("eval_") and not name.endswith(_LEFT_OUT)}
+        {name[5:]: value for name, value in row.items() if name.startswith("eval_") and not name.endswith(LEFT_OUT)}
         for row in history
         if "eval_loss" in row
     ]
