@@ -13,7 +13,16 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from asyncrlhf.report.curves import Line, Panel, line_color, panel_lines, shown_panels, staleness_bound, step_name
+from asyncrlhf.report.curves import (
+    DASHES,
+    Line,
+    Panel,
+    line_color,
+    panel_lines,
+    shown_panels,
+    staleness_bound,
+    step_name,
+)
 from asyncrlhf.report.load import Group
 
 _DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (4, 2)), "dot": ":"}
@@ -70,19 +79,20 @@ def _draw_line(axes: Axes, line: Line) -> None:
         axes.plot(x, y, color=color, linewidth=0.8, alpha=0.3, **style)
     if drawn.low is not None and drawn.high is not None:
         axes.fill_between(drawn.x, drawn.low, drawn.high, color=color, alpha=0.18, linewidth=0)
-    dash, marker = _DASHES[line.series.dash], "o" if line.markers else ""
+    dash, marker = _DASHES[line.dash], "o" if line.markers else ""
     axes.plot(drawn.x, drawn.y, color=color, linewidth=1.9, linestyle=dash, marker=marker, markersize=4)
 
 
 def _style_legend(axes: Axes, panel: Panel, groups: int, bound: float | None) -> None:
     """Names of the panel's lines, between title and axes, where they can cover nothing."""
-    if len(panel.series) < 2:
+    if len(panel.labels) < 2:
         return
+    colors = ["#555555" if groups > 1 else line_color(i) for i in range(len(panel.labels))]
     handles = [
-        Line2D([], [], color="#555555" if groups > 1 else line_color(i), linestyle=_DASHES[series.dash], linewidth=1.9)
-        for i, series in enumerate(panel.series)
+        Line2D([], [], color=color, linestyle=_DASHES[dash], linewidth=1.9)
+        for color, dash in zip(colors, DASHES, strict=False)
     ]
-    labels = [series.label for series in panel.series]
+    labels = list(panel.labels.values())
     if bound is not None:
         handles.append(Line2D([], [], color="#888888", linestyle=":", linewidth=1.2))
         labels.append(f"bound ({bound:g})")

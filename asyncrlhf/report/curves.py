@@ -14,19 +14,10 @@ Axis = Literal["step", "wall_time"]
 GRID_POINTS = 200  # of the common wall-clock axis on which seeds are averaged
 SMOOTH_FROM = 40  # steps; shorter runs are drawn as they are
 
-DASHES = ("solid", "dash", "dot")  # of a panel's first, second and third line
+DASHES = ("solid", "dash", "dot")  # of a panel's lines, told apart by them where colour tells the runs apart
 
 # Okabe and Ito's palette, told apart also by colour-blind readers; yellow is left out, too pale on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-
-
-@dataclass(frozen=True)
-class Series:
-    """One metric of a panel; ``dash`` tells it from its neighbours when colour already tells the runs apart."""
-
-    metric: str
-    label: str
-    dash: str  # as plotly names it
 
 
 def is_sparse(metric: str) -> bool:
@@ -43,10 +34,6 @@ class Panel:
     labels: Mapping[str, str]
     limits: tuple[float, float] | None = None
     bound: bool = False  # draws the staleness bound
-
-    @property
-    def series(self) -> list[Series]:
-        return [Series(*named, dash) for named, dash in zip(self.labels.items(), DASHES, strict=False)]
 
 
 _FRACTION = (0.0, 1.0)
@@ -165,24 +152,26 @@ def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0) -> Curve | 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a panel as it is drawn: ``markers`` where single points must be seen."""
+    """A curve of a panel as it is drawn: ``dash`` in plotly's words, ``markers`` where single points must be seen."""
 
     curve: Curve
-    color: str
-    series: Series
     group: Group
+    label: str
+    dash: str
+    color: str
     markers: bool
 
 
 def panel_lines(groups: Sequence[Group], panel: Panel, axis: Axis, scale: float = 1.0) -> list[Line]:
-    """All curves of a panel: colours tell groups apart where there are several, else the panel's own series."""
+    """All curves of a panel: colours tell groups apart where there are several, else the panel's own metrics."""
     lines = []
     for group_index, group in enumerate(groups):
-        for series_index, series in enumerate(panel.series):
-            drawn = curve(group, series.metric, axis, scale)
+        for index, (metric, label) in enumerate(panel.labels.items()):
+            drawn = curve(group, metric, axis, scale)
             if drawn is not None:
-                color = line_color(group_index if len(groups) > 1 else series_index)
-                lines.append(Line(drawn, color, series, group, is_sparse(series.metric) or len(drawn.x) == 1))
+                color = line_color(group_index if len(groups) > 1 else index)
+                markers = is_sparse(metric) or len(drawn.x) == 1
+                lines.append(Line(drawn, group, label, DASHES[index], color, markers))
     return lines
 
 

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from asyncrlhf.report.curves import (
+    DASHES,
     Axis,
     Line,
     Panel,
@@ -102,11 +103,11 @@ def _figure(groups: Sequence[Group], panel: Panel, axis: Axis) -> str:
     scale, unit = time_scale([run for group in groups for run in group.runs]) if axis == "wall_time" else (1.0, "")
     figure, several = go.Figure(), len(groups) > 1
     for line in panel_lines(groups, panel, axis, scale):
-        name = f"{line.group.label}: {line.series.label}" if several else line.series.label
-        _add_line(figure, line, name, shown=len(panel.series) > 1 and not several)
-    if several and len(panel.series) > 1:
-        for series in panel.series:
-            _add_key(figure, series.label, {"color": "#555", "width": 2, "dash": series.dash})
+        name = f"{line.group.label}: {line.label}" if several else line.label
+        _add_line(figure, line, name, shown=len(panel.labels) > 1 and not several)
+    if several and len(panel.labels) > 1:
+        for label, dash in zip(panel.labels.values(), DASHES, strict=False):
+            _add_key(figure, label, {"color": "#555", "width": 2, "dash": dash})
     bound = staleness_bound(groups) if panel.bound else None
     if bound is not None:
         dotted = {"color": "#888", "width": 1.3, "dash": "dot"}
@@ -133,7 +134,7 @@ def _add_line(figure: go.Figure, line: Line, name: str, shown: bool) -> None:
         red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
         figure.add_scatter(y=drawn.low, fill="tonexty", fillcolor=f"rgba({red},{green},{blue},0.18)", **edge)
     mode = "lines+markers" if line.markers else "lines"
-    style = {"color": color, "width": 2.2, "dash": line.series.dash}
+    style = {"color": color, "width": 2.2, "dash": line.dash}
     figure.add_scatter(x=drawn.x, y=drawn.y, mode=mode, line=style, name=name, showlegend=shown)
 
 

@@ -249,14 +249,14 @@ def test_a_stage_has_its_own_curves_and_figures(tmp_path: Path, stage: str, titl
     assert run.stage == stage and [panel.title for panel in shown_panels([group])] == titles
     frame = pd.read_json(run.path / "metrics.jsonl", lines=True)
     for panel in shown_panels([group]):
-        for series in panel.series:
-            if series.metric not in frame:
+        for metric in panel.labels:
+            if metric not in frame:
                 continue
-            drawn = curve(group, series.metric, "step")
-            known = frame[frame[series.metric].notna()]
+            drawn = curve(group, metric, "step")
+            known = frame[frame[metric].notna()]
             assert drawn is not None
             np.testing.assert_array_equal(drawn.x, known.step)
-            assert_close(drawn.y, known[series.metric])
+            assert_close(drawn.y, known[metric])
     [results] = build_tables([run], [group])
     cells = dict(zip(results.header, results.rows[0], strict=True))
     held = frame.heldout_loss.dropna()
