@@ -16,7 +16,7 @@ from asyncrlhf.rewards.service_config import RewardModelConfig
 from asyncrlhf.stages.data import Split, hold_out
 from asyncrlhf.stages.preference_data import PairEncoder, about, choose_padding, read_pairs
 from asyncrlhf.stages.stage_record import MODEL_FOLDER, is_main
-from asyncrlhf.stages.statistics import Estimate, agreement
+from asyncrlhf.stages.statistics import Estimate, agreement, padded
 from asyncrlhf.stages.training import Job, build_trainer, heldout_ends, prepare_job, run_trainer
 from asyncrlhf.validation import check
 
@@ -100,10 +100,7 @@ def score_ids(folder: Path, texts: Sequence[Sequence[int]], config: RunConfig) -
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     scores = np.zeros(len(texts))
     for batch in padded_batches(lengths, config.reward.max_batch_tokens):
-        rows = [torch.tensor(texts[i]) for i in batch]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        scores[batch] = score_batch(model, ids.to(model.device), mask.to(model.device)).cpu().numpy()
+        scores[batch] = score_batch(model, *padded([texts[i] for i in batch], model.device)).cpu().numpy()
     return [float(score) for score in scores]
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.logprobs import token_logprobs
 from asyncrlhf.rewards.model import padded_batches
-from asyncrlhf.types import FloatArray, Rollout
+from asyncrlhf.types import FloatArray, IntArray, Rollout
 
 BINS = 5
 _LOGITS = 2**26  # held at once
@@ -89,6 +89,14 @@ def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Seque
     }
 
 
+def padded(texts: Sequence[Sequence[int] | IntArray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [N, T] of N texts, with zeros behind them, and a mask that is 1 where a token is."""
+    rows = [torch.from_numpy(np.asarray(text, dtype=np.int64)) for text in texts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids, mask = pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids.to(device), mask.to(device)
+
+
 @torch.inference_mode()
 def response_logprobs(
     model: PreTrainedModel, rollouts: Sequence[Rollout], temperatures: Sequence[float]
@@ -98,14 +106,9 @@ def response_logprobs(
     lengths = np.array([len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts], dtype=np.int64)
     found: list[list[FloatArray]] = [[np.zeros(0, np.float32)] * len(rollouts) for _ in temperatures]
     for batch in padded_batches(lengths, max(1, _LOGITS // int(embedding.num_embeddings))):
-        ids = torch.zeros((len(batch), int(lengths[batch].max())), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, i in enumerate(batch):
-            text = np.concatenate([rollouts[i].prompt.token_ids, rollouts[i].response_ids]).astype(np.int64)
-            ids[row, : len(text)] = torch.from_numpy(text)
-            mask[row, : len(text)] = 1
-        ids = ids.to(model.device)
-        logits = model(input_ids=ids, attention_mask=mask.to(model.device), use_cache=False).logits
+        texts = [np.concatenate([rollouts[i].prompt.token_ids, rollouts[i].response_ids]) for i in batch]
+        ids, mask = padded(texts, model.device)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         for row, i in enumerate(batch):
             begin, end = len(rollouts[i].prompt.token_ids), int(lengths[i])
             for level, temperature in zip(found, temperatures, strict=True):
