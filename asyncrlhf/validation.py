@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,9 +19,14 @@ Settings = TypeVar("Settings")
 
 def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        close = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(str(value), allowed)
         raise ConfigError(f"{key}={value} is not known{hint}; allowed: {', '.join(allowed)}.")
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """`` (did you mean X?)`` with what is nearest to ``word``, to put into a sentence; empty where nothing is near."""
+    close = difflib.get_close_matches(word, list(allowed), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check_range(

@@ -27,7 +27,7 @@ from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
-from asyncrlhf.records.progress import Progress, RunView
+from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.summary import build_summary
 from asyncrlhf.records.wandb_sink import WandbSink
@@ -160,14 +160,10 @@ def train(config: RunConfig) -> dict[str, Any]:
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
-    try:
-        recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
-    except OSError as error:
-        raise ConfigError(f"run_dir={prepared.run_dir} cannot be written: {error}.") from error
+    recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
     wandb = WandbSink(prepared.run_dir, plain, config.logging)
     start = prepared.saved.step if prepared.saved is not None else 0
-    progress = Progress(config.steps, config.logging.progress, start_step=start)
-    view = RunView(progress, wandb)
+    view = RunView(wandb, config.steps, config.logging.progress, start)
     view.message(f"Run directory: {prepared.run_dir}")
     for note in prepared.notes:
         view.message(note)

@@ -3,8 +3,7 @@
 The dispatcher, gate, buffer, assembly, learner's loop and records are the real ones. Generators, reward worker and
 learner are replaced by timers on the virtual clock, so nearly all CPU time that is measured is the controller's. This
 file uses nothing that is private to one version of the package, so an older version can be measured with it, in turn
-with this one: copy it to ``asyncrlhf/bench/control_plane.py`` of the other checkout and run there
-``PYTHONPATH=OTHER_CHECKOUT python -m asyncrlhf.bench.control_plane``.
+with this one: ``PYTHONPATH=OTHER_CHECKOUT python experiments/22_control_plane/bench.py``.
 """
 
 from __future__ import annotations
