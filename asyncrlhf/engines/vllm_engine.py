@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput
-from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
-from asyncrlhf.engines.weights import match_named_weights
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, tied_names
+from asyncrlhf.engines.vllm_core import VllmCore, tells_kept
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray, IntArray
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -168,30 +166,24 @@ class VllmEngine(Engine):
         with self._awake(weights_only=True):
             held = self._core.tensors()
         known = {name: held[name] for name, _ in self._skeleton.named_parameters() if name in held}
-        for name, first in _tied(self._skeleton).items():
+        for name, first in tied_names(self._skeleton).items():
             if name in held and first in known and not torch.equal(held[name], known[first]):
                 known[name] = held[name]
         return known
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
         with self._awake(weights_only=False):
-            return self._score(token_ids)
+            return [self._score(np.asarray(text, np.int64)) for text in token_ids]
 
-    def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        results = [np.zeros(0, np.float32) for _ in token_ids]
-        waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
-        running: dict[str, int] = {}
-        while waiting or running:
-            while waiting and len(running) < SCORE_SLOTS:
-                index = waiting.popleft()
-                name = f"score-{self._scores}"
-                self._scores += 1
-                running[name] = index
-                self._core.score(name, np.asarray(token_ids[index], np.int64))
+    def _score(self, text: IntArray) -> FloatArray:
+        if len(text) < 2:
+            return np.zeros(0, np.float32)
+        self._scores += 1
+        name = f"score-{self._scores}"
+        self._core.score(name, text)
+        while name not in self._scored:
             self._advance()
-            for name in [name for name in running if name in self._scored]:
-                results[running.pop(name)] = self._scored.pop(name)
-        return results
+        return self._scored.pop(name)
 
     def close(self) -> None:
         super().close()
@@ -214,10 +206,3 @@ def _skeleton(folder: str, trust_remote_code: bool) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Names of tied parameters beyond the first, and that first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: original for name, original in names if name != original}

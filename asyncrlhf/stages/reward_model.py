@@ -124,7 +124,7 @@ def score_ids(folder: Path, texts: Sequence[Sequence[int]], config: RunConfig) -
     import torch
 
     from asyncrlhf.rewards.model import load_reward_model, padded_batches, score_batch
-    from asyncrlhf.rewards.service_config import RewardModelConfig
+    from asyncrlhf.rewards.reward_config import RewardModelConfig
 
     settings = RewardModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)
     model = load_reward_model(settings, "reward", "cuda" if torch.cuda.is_available() else "cpu")
