@@ -19,7 +19,7 @@ from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-SCORE_SLOTS = 1  # for a text to score, beside the slots that generate: an audit does not wait for a sequence to end
+SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit does not wait for a sequence to end
 RAY_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"  # vLLM's own; beside it VLLM_RAY_PER_WORKER_GPUS, 1 unless told
 TIES = 8  # log-probs asked for beyond top_k: vLLM keeps all tokens that tie with the last
 CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, tied_names
-from asyncrlhf.engines.vllm_core import VllmCore, tells_kept
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray, IntArray
+from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
+from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -173,17 +174,24 @@ class VllmEngine(Engine):
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
         with self._awake(weights_only=False):
-            return [self._score(np.asarray(text, np.int64)) for text in token_ids]
+            return self._score(token_ids)
 
-    def _score(self, text: IntArray) -> FloatArray:
-        if len(text) < 2:
-            return np.zeros(0, np.float32)
-        self._scores += 1
-        name = f"score-{self._scores}"
-        self._core.score(name, text)
-        while name not in self._scored:
+    def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        """Some at once: each step for them is a step of what is in flight, too."""
+        results = [np.zeros(0, np.float32) for _ in token_ids]
+        waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
+        running: dict[str, int] = {}
+        while waiting or running:
+            while waiting and len(running) < SCORE_SLOTS:
+                index = waiting.popleft()
+                name = f"score-{self._scores}"
+                self._scores += 1
+                running[name] = index
+                self._core.score(name, np.asarray(token_ids[index], np.int64))
             self._advance()
-        return self._scored.pop(name)
+            for name in [name for name in running if name in self._scored]:
+                results[running.pop(name)] = self._scored.pop(name)
+        return results
 
     def close(self) -> None:
         super().close()

@@ -157,7 +157,7 @@ def test_settings_reach_vllm_under_its_names() -> None:
     expected = {
         "dtype": "bfloat16", "max_model_len": 96, "block_size": 32, "max_num_batched_tokens": None,
         "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "distributed_executor_backend": "mp",
-        "max_num_seqs": 17, "enforce_eager": False, "logprobs_mode": "processed_logprobs",
+        "max_num_seqs": 20, "enforce_eager": False, "logprobs_mode": "processed_logprobs",
         "enable_chunked_prefill": None,
     }  # fmt: skip
     assert {key: arguments[key] for key in expected} == expected
@@ -201,8 +201,8 @@ def test_a_cpu_replica_has_room_for_all_slots_at_full_length() -> None:
     arguments = engine_arguments(GeneratorConfig(engine="vllm", slots=3, vllm=VllmConfig(block_size=32)), ModelConfig())
     assert arguments["enforce_eager"] and arguments["enable_chunked_prefill"] is False
     assert arguments["distributed_executor_backend"] == "uni"
-    # Keys and values, 4 layers, 4 heads of 32, float32, 128 tokens; 2 sequences more are scored or spare.
-    assert arguments["kv_cache_memory_bytes"] == 2 * 4 * 4 * 32 * 4 * 128 * (3 + 2)
+    # Keys and values, 4 layers, 4 heads of 32, float32, 128 tokens; 5 sequences more are scored or spare.
+    assert arguments["kv_cache_memory_bytes"] == 2 * 4 * 4 * 32 * 4 * 128 * (3 + 5)
 
 
 @pytest.mark.parametrize(
