@@ -1,4 +1,4 @@
-"""What all engines share; an engine's base weights, kept beside it so that an adapter alone has to travel."""
+"""What all engines share; named weights, loaded in place; and base weights for an adapter that travels alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from asyncrlhf.data.adapter import is_adapter, merged
 from asyncrlhf.data.data_config import LoraConfig
+from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 CacheMode = Literal["keep", "recompute"]
@@ -166,3 +168,52 @@ class AdapterMerge:
     def __call__(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Raises WeightSyncError when the adapter does not fit the base."""
         return merged(self._base, weights, self._scaling) if is_adapter(weights) else weights
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters by name, tied ones once under their first name."""
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``weights`` under the names of the parameters, each once; a tied tensor may come under any of its names.
+
+    Raises WeightSyncError that names what is missing, unknown or of another shape.
+    """
+    own = dict(model.named_parameters())
+    tied = tied_names(model)
+    unknown = [name for name in weights if name not in own and name not in tied]
+    given = {tied[name]: tensor for name, tensor in weights.items() if name in tied}
+    given.update({name: tensor for name, tensor in weights.items() if name in own})
+    missing = [name for name in own if name not in given]
+    shapes = [
+        f"{name} is {tuple(given[name].shape)} instead of {tuple(parameter.shape)}"
+        for name, parameter in own.items()
+        if name in given and given[name].shape != parameter.shape
+    ]
+    problems = [
+        f"{kind}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        for kind, names in (("missing", missing), ("unknown", unknown), ("wrong shape", shapes))
+        if names
+    ]
+    if problems:
+        raise WeightSyncError(f"The weights do not fit the engine's model ({'; '.join(problems)}).")
+    return {name: given[name] for name in own}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of tied parameters beyond the first, and that first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in names if name != original}
+
+
+def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``weights`` into the parameters; the dtype may differ, names and shapes may not.
+
+    Nothing is written unless everything fits: raises what :func:`match_named_weights` raises.
+    """
+    given = match_named_weights(model, weights)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(given[name])

@@ -9,15 +9,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
 from asyncrlhf.engines.sampling import sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
-from asyncrlhf.engines.weights import load_named_weights, named_weights
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
-
-_SCORE_ELEMENTS = 2**26  # logits of one scoring pass
 
 
 class HFEngine(Engine):
@@ -48,8 +45,9 @@ class HFEngine(Engine):
         super().__init__(slots, version, _context_length(model), int(embedding.num_embeddings))
         self._table = SlotTable(slots)
         self._holes: list[int] = []  # rows below the table's count that hold no request
-        self._row_prompt: list[bytes | None] = [None] * slots  # whose prompt's keys and values a row begins with
-        self._donors: dict[bytes, int] = {}  # prompt -> a row that holds its keys and values under these weights
+        self._row_prompt = [b""] * slots  # whose prompt's keys and values a row begins with, or will
+        # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
+        self._donors: dict[bytes, int] = {}
         self._capacity = 0  # of the cache when it fell asleep
 
     @torch.inference_mode()
@@ -65,7 +63,7 @@ class HFEngine(Engine):
         for _, sharers in prefills:
             table.ready[sharers] = True
             for row in sharers:
-                self._offer(row)
+                self._donors[self._row_prompt[row]] = row
         rows = np.flatnonzero(table.ready[: table.count])
         self._finished.extend(self._sample(logits, rows))
         return self._report(len(rows))
@@ -103,24 +101,13 @@ class HFEngine(Engine):
         self._cache.reserve(len(prompt) + request.sampling.max_completion_length)
         key = np.ascontiguousarray(prompt, np.int64).tobytes()
         donor = self._donors.get(key)
+        if donor is not None and self._row_prompt[donor] != key:
+            del self._donors[key]
+            donor = None
         if donor is not None and donor != row:
             copies.append((donor, row))
-        if self._row_prompt[row] != key:
-            self._forget_prompt(row)
         self._row_prompt[row] = key
         self._table.occupy(row, request, ready=donor is not None)
-
-    def _offer(self, row: int) -> None:
-        """A freshly prefilled row can give its prompt to siblings that come later."""
-        key = self._row_prompt[row]
-        if key is not None:
-            self._donors[key] = row
-
-    def _forget_prompt(self, row: int) -> None:
-        key = self._row_prompt[row]
-        if key is not None and self._donors.get(key) == row:
-            del self._donors[key]
-        self._row_prompt[row] = None
 
     def _close_holes(self) -> None:
         table = self._table
@@ -131,13 +118,10 @@ class HFEngine(Engine):
         if sources:
             self._cache.copy_rows(sources, targets, int(table.length[sources].max()))
         for source, target in zip(sources, targets, strict=True):
-            self._forget_prompt(target)
             key = self._row_prompt[source]
-            gives = key is not None and self._donors.get(key) == source
-            self._forget_prompt(source)
-            self._row_prompt[target] = key
-            if gives:
-                self._offer(target)
+            self._row_prompt[target], self._row_prompt[source] = key, b""
+            if self._donors.get(key) == source:
+                self._donors[key] = target
             table.move(source, target)
         table.count = survivors
         self._holes.clear()
@@ -193,43 +177,23 @@ class HFEngine(Engine):
         return named_weights(self._model)
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        if not self.asleep:
-            return self._score(token_ids)
-        self._move(self._device)
+        if self.asleep:
+            self._move(self._device)
         try:
-            return self._score(token_ids)
+            return [self._score(np.asarray(text, np.int64)) for text in token_ids]
         finally:
-            self._move("cpu")
+            if self.asleep:
+                self._move("cpu")
 
     @torch.inference_mode()
-    def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        results: dict[int, FloatArray] = {i: np.zeros(0, np.float32) for i in range(len(token_ids))}
-        for members in self._score_passes(token_ids):
-            texts = [np.asarray(token_ids[i], np.int64) for i in members]
-            plan = plan_score(texts, self._device)
-            logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
-            # Entry t speaks of token t + 1; what the last token of a text predicts is left out below.
-            chosen = logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
-            start = 0
-            for i, text in zip(members, texts, strict=True):
-                results[i] = chosen[start : start + len(text) - 1].copy()
-                start += len(text)
-        return [results[i] for i in range(len(token_ids))]
-
-    def _score_passes(self, token_ids: Sequence[np.ndarray]) -> Iterator[list[int]]:
-        budget = max(1, _SCORE_ELEMENTS // self._vocabulary)
-        members: list[int] = []
-        tokens = 0
-        for i in sorted(range(len(token_ids)), key=lambda i: len(token_ids[i])):
-            if len(token_ids[i]) < 2:
-                continue
-            if members and tokens + len(token_ids[i]) > budget:
-                yield members
-                members, tokens = [], 0
-            members.append(i)
-            tokens += len(token_ids[i])
-        if members:
-            yield members
+    def _score(self, text: IntArray) -> FloatArray:
+        if len(text) < 2:
+            return np.zeros(0, np.float32)
+        plan = plan_score(text, self._device)
+        logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
+        # Entry t speaks of token t + 1; what the last token predicts is left out.
+        found: FloatArray = logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
+        return found
 
     def close(self) -> None:
         super().close()

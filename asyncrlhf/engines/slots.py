@@ -171,16 +171,15 @@ def plan_step(
     )
 
 
-def plan_score(texts: Sequence[IntArray], device: torch.device) -> ForwardPlan:
-    """All logits of ``texts``, which come in ascending order of their lengths; nothing is cached."""
-    lengths = [len(text) for text in texts]
+def plan_score(text: IntArray, device: torch.device) -> ForwardPlan:
+    """All logits of one text; nothing is cached."""
     return ForwardPlan(
-        input_ids=_join(list(texts), device),
-        positions=_join([np.arange(length) for length in lengths], device),
+        input_ids=_join([text], device),
+        positions=_join([np.arange(len(text))], device),
         num_decode=0,
-        num_logits=sum(lengths),
-        longest=max(lengths),
-        buckets=make_buckets(lengths, 0, device),
+        num_logits=len(text),
+        longest=len(text),
+        buckets=make_buckets([len(text)], 0, device),
     )
 
 

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, tied_names
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
-from asyncrlhf.engines.weights import match_named_weights
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, Rollout
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ class VllmEngine(Engine):
         with self._awake(weights_only=True):
             held = self._core.tensors()
         known = {name: held[name] for name, _ in self._skeleton.named_parameters() if name in held}
-        for name, first in _tied(self._skeleton).items():
+        for name, first in tied_names(self._skeleton).items():
             if name in held and first in known and not torch.equal(held[name], known[first]):
                 known[name] = held[name]
         return known
@@ -180,6 +179,7 @@ class VllmEngine(Engine):
             return self._score(token_ids)
 
     def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        """Some at once: each step for them is a step of what is in flight, too."""
         results = [np.zeros(0, np.float32) for _ in token_ids]
         waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
         running: dict[str, int] = {}
@@ -216,10 +216,3 @@ def _skeleton(folder: str, trust_remote_code: bool) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Names of tied parameters beyond the first, and that first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: original for name, original in names if name != original}

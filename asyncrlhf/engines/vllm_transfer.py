@@ -4,26 +4,12 @@ holds through vLLM's own loader, and the way back to the checkpoint's names: unf
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 BACKEND = "asyncrlhf"
-
-
-@dataclass(frozen=True)
-class StagedInitInfo:
-    """Nothing has to be agreed on: the learner's process group ends at the replica, not at vLLM's workers."""
-
-
-@dataclass(frozen=True)
-class StagedUpdateInfo:
-    """Whole tensors by their names in the checkpoint. A worker in the replica's own process gets them by reference, one
-    in another process as a copy."""
-
-    tensors: Mapping[str, torch.Tensor]
 
 
 class StagedWeightTransferEngine:
@@ -43,10 +29,10 @@ class StagedWeightTransferEngine:
         self.model = model
         self.model_config = vllm_config.model_config
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> StagedInitInfo:
-        return StagedInitInfo(**init_dict)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> None:
+        """Nothing has to be agreed on: the learner's process group ends at the replica, not at vLLM's workers."""
 
-    def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
+    def init_transfer_engine(self, init_info: None) -> None:
         """There is no group to join."""
 
     def reset_weight_update_target(self) -> None:
@@ -58,12 +44,11 @@ class StagedWeightTransferEngine:
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One chunk; no accelerator is synchronised, since the tensors are complete before they are handed over."""
-        self.receive_weights(StagedUpdateInfo(**update_info))
-
-    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        """One chunk: ``tensors``, whole ones by their names in the checkpoint. A worker in the replica's own process
+        gets them by reference, one in another process as a copy. No accelerator is synchronised, since they are
+        complete before they are handed over."""
         with self.device:
-            self.model.load_weights(update_info.tensors.items())  # type: ignore[operator]
+            self.model.load_weights(update_info["tensors"].items())  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

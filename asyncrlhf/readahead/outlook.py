@@ -26,8 +26,7 @@ def fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tu
     possible, notes = reward_outlook(config.reward, tokenizer)
     refused = reference_note(config)
     reference = config.reference_reads_ahead and refused is None
-    if reference and not config.reward_reads_ahead:
-        notes = []
+    notes = [] if reference and not config.reward_reads_ahead else notes
     if not possible and not reference:
         config = replace(config, fusion=replace(config.fusion, granularity="rollout"))
     return config, [*notes, *([] if refused is None else [refused])]

@@ -16,18 +16,23 @@ from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.readahead.readings import Answer, Reading, Readings, past_refusal, reading_refusal
 from asyncrlhf.rewards.model import SLOW_PASS, ModelSource, context_of, head_of, policy_ids
-from asyncrlhf.rewards.reward import Score, Scorer
+from asyncrlhf.rewards.reward import RewardSource, Score, Scorer
 from asyncrlhf.types import FloatArray, IntArray, Rollout
 
 
-class ReadingModel(Readings):
+class ReadingModel(Readings, RewardSource):
     """A causal :class:`ModelSource` that reads ahead: a score is made of the last token's hidden state [H]."""
 
     def __init__(self, source: ModelSource, cache_tokens: int, budget: int) -> None:
         """``budget``: new tokens of one pass."""
         super().__init__(source.model, source.scores, cache_tokens, budget, source.max_length)
         self._source = source
-        self.scores, self.close = self.answers, source.close
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        return self.answers(rollouts)
+
+    def close(self) -> None:
+        self._source.close()
 
     def _pass(self, batch: Sequence[Reading]) -> None:
         tokens = sum(len(reading.tokens) - reading.cached for reading in batch)

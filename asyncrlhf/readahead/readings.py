@@ -182,8 +182,7 @@ class Readings:
                 self._give_up(chunk.rollout_id, reading)
 
     def _readable(self, ids: IntArray) -> bool:
-        known = int(ids.min(initial=0)) >= 0 and int(ids.max(initial=0)) < self._vocabulary
-        return known and len(ids) <= self._max_length
+        return len(ids) <= self._max_length and ids.min(initial=0) >= 0 and ids.max(initial=0) < self._vocabulary
 
     def _give_up(self, rollout_id: int, reading: Reading) -> None:
         reading.cache = None  # a caller may hold the reading for longer
@@ -225,8 +224,8 @@ class Readings:
         ids, reading = policy_ids(rollout), self._readings.get(rollout.rollout_id)
         if reading is None or not len(rollout.prompt.token_ids) == reading.prompt_length < len(ids):
             return None
-        cached = reading.cached
-        if not cached or not np.array_equal(ids[:cached], reading.tokens[:cached]) or not self._readable(ids):
+        n = reading.cached
+        if not (n and np.array_equal(ids[:n], reading.tokens[:n]) and self._readable(ids)):
             return None
         reading.tokens = ids
         return reading

@@ -8,9 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.rewards.functions import FunctionSource, LengthSource, task_reward
 from asyncrlhf.rewards.model_thread import ModelThread
-from asyncrlhf.rewards.reward import RewardSource, Scorer, WeightedSource
+from asyncrlhf.rewards.reward import FunctionSource, LengthSource, RewardSource, Scorer, WeightedSource, task_reward
 from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt, Rollout
@@ -87,13 +86,11 @@ def _build(
 
         budget, device = config.max_batch_tokens, "cuda" if config.gpus > 0 else "cpu"
         return ModelSource(part.model, key, tokenizer, max_batch_tokens=budget, device=device, thread=thread)
-    from asyncrlhf.rewards.judge import ChatEndpoint, JudgeSource
+    from asyncrlhf.rewards.judge import ChatEndpoint, VllmChat
 
     if part.judge.engine == "http":
-        return JudgeSource(part.judge, ChatEndpoint(part.judge, part.http, config.timeout_seconds))
-    from asyncrlhf.rewards.judge import VllmChat
-
-    return JudgeSource(part.judge, VllmChat(part.judge, key, config.gpus, thread))
+        return ChatEndpoint(part.judge, part.http, config.timeout_seconds)
+    return VllmChat(part.judge, key, config.gpus, thread)
 
 
 def _is_heavy(part: RewardPart) -> bool:
@@ -115,17 +112,9 @@ def _check_heavy(part: RewardPart, key: str, tokenizer: PreTrainedTokenizerBase)
 
 def preflight(scorer: Scorer, prompt: Prompt) -> None:
     """Score one probe, the reference answer or else the prompt's own text; ConfigError if that gives no score."""
-    probe = Rollout(
-        rollout_id=-1,
-        group_id=-1,
-        prompt=prompt,
-        response_ids=prompt.token_ids,
-        behavior_logprobs=np.zeros(len(prompt.token_ids), dtype=np.float32),
-        policy_versions=np.zeros(len(prompt.token_ids), dtype=np.int64),
-        finish_reason="stop",
-        response_text=prompt.answer or prompt.text,
-        generator_id="preflight",
-    )
+    ids, text = prompt.token_ids, prompt.answer or prompt.text
+    logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
+    probe = Rollout(-1, -1, prompt, ids, logprobs, versions, "stop", text, "preflight")
     (result,) = scorer.score([probe])
     if result.error is not None:
         raise ConfigError(f"{scorer.source} gives no score for a first probe: {result.error}")

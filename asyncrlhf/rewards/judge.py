@@ -8,42 +8,37 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.endpoint import Endpoint
-from asyncrlhf.rewards.functions import late
 from asyncrlhf.rewards.model_thread import SETTING, ModelThread
-from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError
-from asyncrlhf.rewards.service_config import HttpConfig, JudgeConfig
+from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError, late
+from asyncrlhf.rewards.reward_config import HttpConfig, JudgeConfig
 from asyncrlhf.types import Rollout
 
 SHOWN = 120  # characters of an answer in a message
 
 
-class ChatModel(Protocol):
-    """What answers the questions: an endpoint or a vLLM engine."""
+class JudgeSource(RewardSource):
+    """A generative model that is asked for a score."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config = config
+        self._pattern = re.compile(config.pattern)
 
     def answers(self, questions: Sequence[str]) -> list[str | RewardError]:
         """One text or failure a question, in order."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class JudgeSource(RewardSource):
-    def __init__(self, config: JudgeConfig, model: ChatModel) -> None:
-        self._config = config
-        self._model = model
-        self._pattern = re.compile(config.pattern)
+        raise NotImplementedError
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        answers = self._model.answers([self.question(rollout) for rollout in rollouts])
+        answers = self.answers([self.question(rollout) for rollout in rollouts])
         services = [a for a in answers if isinstance(a, ServiceError)]
         if answers and len(services) == len(answers):
             raise services[0]
@@ -69,15 +64,12 @@ class JudgeSource(RewardSource):
             )
         return score
 
-    def close(self) -> None:
-        self._model.close()
 
-
-class ChatEndpoint:
+class ChatEndpoint(JudgeSource):
     """A server that speaks OpenAI's ``/chat/completions``, such as ``vllm serve``."""
 
     def __init__(self, config: JudgeConfig, http: HttpConfig, timeout_seconds: float) -> None:
-        self._config = config
+        super().__init__(config)
         self._endpoint = Endpoint(http, timeout_seconds, path="/chat/completions")
         self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="judge")
 
@@ -154,7 +146,7 @@ class Asker:
         self._under_way.clear()
 
 
-class VllmChat:
+class VllmChat(JudgeSource):
     """Answers all questions of a call in one batch. Raises ConfigError where vLLM is missing or refuses the model.
 
     vLLM starts and runs in ``thread``, whose limit holds for all questions of a call. More than one GPU
@@ -162,14 +154,12 @@ class VllmChat:
     """
 
     def __init__(self, config: JudgeConfig, key: str, gpus: float, thread: ModelThread | None = None) -> None:
-        thread = thread if thread is not None else ModelThread()
-        self._thread = thread
+        super().__init__(config)
+        self._thread = thread = thread if thread is not None else ModelThread()
         self._llm = thread.call_without_limit(lambda: start(config, key, gpus))
         self._context = int(self._llm.llm_engine.model_config.max_model_len)
-        self._max_tokens = config.max_tokens
         self._tokenizer = cast(Any, self._llm.get_tokenizer())
-        self._chat = config.chat_template
-        if self._chat and not self._tokenizer.chat_template:
+        if config.chat_template and not self._tokenizer.chat_template:
             raise ConfigError(
                 f"{key}.judge.model={config.model} has no chat template; allowed: {key}.judge.chat_template=false."
             )
@@ -187,25 +177,21 @@ class VllmChat:
         from vllm.inputs import tokens_input
 
         encoded = [self._encode(question) for question in questions]
-        fitting = {i: ids for i, ids in enumerate(encoded) if len(ids) + self._max_tokens <= self._context}
+        fitting = {i: ids for i, ids in enumerate(encoded) if len(ids) + self._config.max_tokens <= self._context}
         answers = self._asker.answers({i: tokens_input(ids) for i, ids in fitting.items()})
-        results: list[str | RewardError] = []
-        for i, ids in enumerate(encoded):
-            if i in answers:
-                results.append(answers[i])
-            elif i in fitting:
-                results.append(RewardError(late("The judge's answer", cast(float, self._thread.seconds), SETTING)))
-            else:
-                results.append(
-                    RewardError(
-                        f"The judge's question has {len(ids)} tokens, which with an answer of {self._max_tokens} "
-                        f"do not fit its context of {self._context}."
-                    )
-                )
-        return results
+
+        def failure(i: int) -> RewardError:
+            if i in fitting:
+                return RewardError(late("The judge's answer", cast(float, self._thread.seconds), SETTING))
+            return RewardError(
+                f"The judge's question has {len(encoded[i])} tokens, which with an answer of "
+                f"{self._config.max_tokens} do not fit its context of {self._context}."
+            )
+
+        return [answers[i] if i in answers else failure(i) for i in range(len(encoded))]
 
     def _encode(self, question: str) -> list[int]:
-        if not self._chat:
+        if not self._config.chat_template:
             return list(self._tokenizer(question).input_ids)
         turn = [{"role": "user", "content": question}]
         rendered = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
@@ -218,20 +204,15 @@ class VllmChat:
 
 def start(config: JudgeConfig, key: str, gpus: float) -> Any:
     """A vLLM ``LLM`` that has answered once: its first answer compiles, which is in no question's time."""
-    _prepare_environment()
-    set_threads = torch.set_num_threads
-    try:
+    with starting_vllm(f"{key}.judge.engine=vllm"):
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
-    except ImportError as error:
-        raise ConfigError(f"{key}.judge.engine=vllm needs vLLM, whose import fails here: {error}.") from error
-    try:
-        llm = LLM(**engine_arguments(config, gpus))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ConfigError(f"{key}.judge.model={config.model} could not be started under vLLM: {reason}.") from error
-    finally:
-        torch.set_num_threads = set_threads  # vLLM's CPU worker replaces it for the whole process
+
+        try:
+            llm = LLM(**engine_arguments(config, gpus))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(f"{key}.judge.model={config.model} could not be started under vLLM: {reason}.") from error
     llm.generate([TokensPrompt(prompt_token_ids=[0])], SamplingParams(max_tokens=2), use_tqdm=False)
     return llm
 
@@ -253,10 +234,20 @@ def engine_arguments(config: JudgeConfig, gpus: float) -> dict[str, Any]:
     return arguments
 
 
-def _prepare_environment() -> None:
-    """vLLM reads these when it is imported or started; this process belongs to the worker, or is a test's."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+@contextmanager
+def starting_vllm(setting: str) -> Iterator[None]:
+    """For the import and the start of vLLM in this process, which belongs to who starts it, or is a test's. Raises
+    ConfigError, which names the ``setting`` that asks for vLLM, where its import fails."""
+    # vLLM reads these when it is imported or started.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or a CPU worker would get a process of its own
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM would bind its CPU worker to a NUMA node of its own; the cores are shared with the learner here.
+    # vLLM would bind each CPU worker to a NUMA node of its own; the cores are shared with the learner here.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    set_threads = torch.set_num_threads
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{setting} needs vLLM, whose import fails here: {error}.") from error
+    finally:
+        torch.set_num_threads = set_threads  # vLLM's CPU worker replaces it for the whole process

@@ -23,7 +23,7 @@ from transformers import (
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.reward import RewardSource, Score
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.types import IntArray, Rollout
 
 HEAD = "ForSequenceClassification"
@@ -59,16 +59,6 @@ def load_reward_model(config: RewardModelConfig, key: str, device: str) -> PreTr
     return loaded
 
 
-def load_reward_tokenizer(config: RewardModelConfig, key: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = load(AutoTokenizer, config, key)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error} Where its tokens are the policy's, {key}.model.inputs=ids needs no tokenizer."
-        ) from error
-    return tokenizer
-
-
 def load(auto: Any, config: RewardModelConfig, key: str, **options: Any) -> Any:
     """What transformers' ``auto`` class makes of the checkpoint; raises ConfigError where it cannot."""
     path = Path(config.path).expanduser()
@@ -92,7 +82,12 @@ def build_encoder(config: RewardModelConfig, key: str, policy: PreTrainedTokeniz
     """The encoder that ``inputs`` asks for; raises ConfigError where the checkpoint has no tokenizer or template."""
     if config.inputs == "ids":
         return policy_ids
-    own = load_reward_tokenizer(config, key)
+    try:
+        own: PreTrainedTokenizerBase = load(AutoTokenizer, config, key)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} Where its tokens are the policy's, {key}.model.inputs=ids needs no tokenizer."
+        ) from error
     if config.chat_template:
         if not own.chat_template:
             raise ConfigError(
@@ -160,7 +155,8 @@ class ModelSource(RewardSource):
         self.model = self.thread.call_without_limit(lambda: load_reward_model(config, key, device))
         self.encoder: Encoder = build_encoder(config, key, policy)
         self.is_causal = is_causal(self.model)
-        self.max_length = longest_input(self.model, config)
+        # Of prompt and response together; the model's context, where that is known, bounds it.
+        self.max_length = min(limit for limit in (config.max_length, context_of(self.model)) if limit)
         self._key = key
         self._max_batch_tokens = max_batch_tokens
 
@@ -248,11 +244,6 @@ def is_causal(model: PreTrainedModel) -> bool:
     """Whether a score is a linear layer on the last token's state, as in all of transformers' decoders; encoders pool
     in ways of their own."""
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
-
-
-def longest_input(model: PreTrainedModel, config: RewardModelConfig) -> int:
-    """Tokens of prompt and response together: ``max_length``, but at most the model's context where that is known."""
-    return min(limit for limit in (config.max_length, context_of(model)) if limit)
 
 
 def context_of(model: PreTrainedModel) -> int:

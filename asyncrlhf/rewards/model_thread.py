@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from asyncrlhf.rewards.functions import late
-from asyncrlhf.rewards.reward import StuckError
+from asyncrlhf.rewards.reward import StuckError, late
 
 T = TypeVar("T")
 SETTING = "reward.model_timeout_seconds"

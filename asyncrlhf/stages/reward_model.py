@@ -11,7 +11,7 @@ import torch
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.rewards.model import load_reward_model, padded_batches, score_batch
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.stages.data import Split, hold_out
 from asyncrlhf.stages.preference_data import PairEncoder, about, choose_padding, read_pairs
 from asyncrlhf.stages.stage_record import MODEL_FOLDER, is_main

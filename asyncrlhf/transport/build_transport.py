@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrlhf.transport.collective import CollectiveSender
-from asyncrlhf.transport.collective_receiver import CollectiveReceiver
+from asyncrlhf.transport.collective import CollectiveReceiver, CollectiveSender
 from asyncrlhf.transport.disk import DiskReceiver, DiskSender
 from asyncrlhf.transport.local import LocalReceiver, LocalSender
 from asyncrlhf.transport.manifest import ShardedParams, build_manifest

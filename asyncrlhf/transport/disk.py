@@ -16,6 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import quote
@@ -91,48 +92,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-class VersionWriter:
-    """Writes one version: ``begin``, ``add`` each bucket, ``publish``. A writer that never gets there leaves a
-    folder under a temporary name, which ``take_over`` or ``discard`` removes.
-    """
-
-    def __init__(self, root: Path, name: str, manifest: WeightManifest) -> None:
-        self._final = root / name
-        self._draft = root / f"{WRITING}{name}"
-        self._manifest = manifest
-
-    def begin(self) -> None:
-        self._draft.mkdir()
-
-    def add(self, bucket: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors``: contiguous ones on the host; they are written without another copy."""
-        save_file(dict(tensors), self._path(bucket), metadata={"format": "pt"})
-
-    def add_same(self, bucket: int, older: Path) -> bool:
-        """Take over the unchanged file of an older version, without writing its bytes where the file system allows."""
-        try:
-            os.link(older / self._path(bucket).name, self._path(bucket))
-        except OSError:
-            return False
-        return True
-
-    def publish(self, version: int, checksums: Sequence[int]) -> Path:
-        """The folder gets its name, by which receivers know that it is complete."""
-        count = len(self._manifest.bucket_bytes)
-        files = {e.name: bucket_file(e.bucket, count) for e in self._manifest.tensors}
-        index = {"metadata": {"total_size": self._manifest.total_bytes}, "weight_map": files}
-        (self._draft / INDEX).write_text(json.dumps(index))
-        tensors = [[e.name, list(e.shape), e.dtype, e.bucket] for e in self._manifest.tensors]
-        facts = {"version": version, "checksums": list(checksums), "buckets": count, "tensors": tensors}
-        (self._draft / MANIFEST).write_text(json.dumps(facts))
-        os.rename(self._draft, self._final)
-        return self._final
-
-    def discard(self) -> None:
-        shutil.rmtree(self._draft, ignore_errors=True)
-
-    def _path(self, bucket: int) -> Path:
-        return self._draft / bucket_file(bucket, len(self._manifest.bucket_bytes))
+def described(manifest: WeightManifest) -> list[list[Any]]:
+    """What a version's ``manifest.json`` says of its tensors."""
+    return [[e.name, list(e.shape), e.dtype, e.bucket] for e in manifest.tensors]
 
 
 def missing_parts(folder: Path, buckets: int) -> str:
@@ -228,18 +190,33 @@ class DiskSender(WeightSender):
         if self._newest is not None and self._newest.name == self._name:
             return
         self._sweep()
-        writer = VersionWriter(self._root, self._name, self.manifest)
-        views = self.buckets.views()
+        final, draft = self._root / self._name, self._root / f"{WRITING}{self._name}"
+        views, count = self.buckets.views(), len(self.manifest.bucket_bytes)
         try:
-            writer.begin()
+            draft.mkdir()
             for bucket, entries in enumerate(entries_by_bucket(self.manifest)):
-                if bucket in outgoing or self._newest is None or not writer.add_same(bucket, self._newest):
-                    writer.add(bucket, {entry.name: views[entry.name].cpu() for entry in entries})
-            self._newest = writer.publish(ticket.version, self.checksums)
+                file = draft / bucket_file(bucket, count)
+                if bucket in outgoing or not self._take_same(file):
+                    save_file({e.name: views[e.name].cpu() for e in entries}, file, metadata={"format": "pt"})
+            files = {e.name: bucket_file(e.bucket, count) for e in self.manifest.tensors}
+            index = {"metadata": {"total_size": self.manifest.total_bytes}, "weight_map": files}
+            (draft / INDEX).write_text(json.dumps(index))
+            facts = {"version": ticket.version, "checksums": self.checksums, "tensors": described(self.manifest)}
+            (draft / MANIFEST).write_text(json.dumps(facts | {"buckets": count}))
+            os.rename(draft, final)  # the name by which receivers know that it is complete
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"Version {ticket.version} cannot be written to {self._root}: {error}.") from error
         finally:
-            writer.discard()
+            shutil.rmtree(draft, ignore_errors=True)
+        self._newest = final
+
+    def _take_same(self, file: Path) -> bool:
+        """Link the unchanged file of the newest version; false where there is none or the file system has no links."""
+        with suppress(OSError):
+            if self._newest is not None:
+                os.link(self._newest / file.name, file)
+                return True
+        return False
 
     def _sweep(self) -> None:
         """Remove the versions before the newest once every receiver of the group has the newest."""
@@ -297,8 +274,7 @@ class DiskReceiver(WeightReceiver):
                 f"Version {ticket.version} is not complete in {self._root} after {self._timeout_seconds:g} s: "
                 f"{missing_parts(folder, len(ticket.manifest.bucket_bytes))}."
             )
-        tensors = [[e.name, list(e.shape), e.dtype, e.bucket] for e in ticket.manifest.tensors]
-        if (facts["version"], facts["tensors"]) != (ticket.version, tensors):
+        if (facts["version"], facts["tensors"]) != (ticket.version, described(ticket.manifest)):
             raise WeightSyncError(f"The manifest of the ticket for version {ticket.version} is not that of {folder}.")
         return folder
 

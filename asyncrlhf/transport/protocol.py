@@ -14,18 +14,12 @@ class LostReceiversError(WeightSyncError):
     """Weights did not reach some receivers; ``receivers`` maps each one's name to what happened to it."""
 
     def __init__(self, what: str, receivers: Mapping[str, str]) -> None:
-        self.receivers = dict(receivers)
+        self.what, self.receivers = what, dict(receivers)
         super().__init__(f"{what}: {'; '.join(f'{name} {reason}' for name, reason in self.receivers.items())}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call __init__ with the finished sentence alone when the error crosses a process.
-        return _rebuild, (str(self), self.receivers)
-
-
-def _rebuild(sentence: str, receivers: Mapping[str, str]) -> LostReceiversError:
-    error = LostReceiversError("", receivers)
-    error.args = (sentence,)
-    return error
+        return LostReceiversError, (self.what, self.receivers)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import changed_buckets, verify_bucket
-from asyncrlhf.transport.manifest import FlatBuckets, entries_by_bucket, manifest_difference
+from asyncrlhf.transport.manifest import (
+    FlatBuckets,
+    bucket_checksum,
+    changed_buckets,
+    entries_by_bucket,
+    manifest_difference,
+)
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.types import TensorEntry, WeightManifest
+from asyncrlhf.types import TensorEntry
+
+NAMES_SHOWN = 10
 
 
 class Staging:
@@ -29,17 +36,29 @@ class Staging:
         Raises WeightSyncError when the layout is another one than before: a run publishes one model, so that a changed
         layout is a mistake.
         """
-        self._buckets = self._fitting(ticket.manifest, device)
+        if self._buckets is None:
+            self._buckets, self._entries = FlatBuckets(ticket.manifest, device), entries_by_bucket(ticket.manifest)
+        difference = manifest_difference(self._buckets.manifest, ticket.manifest)
+        if difference is not None:
+            raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
         wanted = changed_buckets(self._checksums, ticket.checksums) if ticket.delta else range(len(self._entries))
         # From here on the bytes are neither version's: an error on the way must not leave a claim to them.
         self._checksums, self._pending = (), set(range(len(self._entries)))
         return self._buckets, list(wanted)
 
     def verify(self, ticket: Ticket, bucket: int) -> None:
-        """Check one bucket that is complete. Raises WeightSyncError naming it."""
+        """Check one bucket that is complete. Raises WeightSyncError naming it, its tensors and the receiver unless its
+        checksum is the ticket's."""
         if ticket.checksums and self._buckets is not None and bucket in self._pending:
-            entries, views = self._entries[bucket], self._buckets.views()
-            verify_bucket(bucket, entries, views, ticket.checksums[bucket], ticket.version, self.name)
+            entries, expected = self._entries[bucket], ticket.checksums[bucket]
+            found = bucket_checksum(entries, self._buckets.views())
+            if found != expected:
+                names = ", ".join(entry.name for entry in entries[:NAMES_SHOWN])
+                more = f" and {len(entries) - NAMES_SHOWN} more" if len(entries) > NAMES_SHOWN else ""
+                raise WeightSyncError(
+                    f"Bucket {bucket} of version {ticket.version} arrived at {self.name} with the checksum "
+                    f"{found:016x} instead of {expected:016x}; it holds {names}{more}."
+                )
         self._pending.discard(bucket)
 
     def finish(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
@@ -55,15 +74,6 @@ class Staging:
         """Let go of the memory: something may still write into it."""
         self._buckets = None
         self._checksums = ()
-
-    def _fitting(self, manifest: WeightManifest, device: torch.device | str) -> FlatBuckets:
-        if self._buckets is None:
-            self._entries = entries_by_bucket(manifest)
-            return FlatBuckets(manifest, device)
-        difference = manifest_difference(self._buckets.manifest, manifest)
-        if difference is not None:
-            raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
-        return self._buckets
 
 
 class WeightReceiver:

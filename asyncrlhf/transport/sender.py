@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.checksum import changed_buckets, manifest_checksums
-from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams
+from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, changed_buckets, manifest_checksums
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.types import WeightManifest
 

@@ -10,10 +10,9 @@ import torch
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.engine import Engine
+from asyncrlhf.engines.engine import Engine, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -20,8 +20,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.readahead.readers import ReadingModel
 from asyncrlhf.rewards.model import ModelSource
-from asyncrlhf.rewards.reward_config import GRANULARITIES
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import GRANULARITIES, RewardModelConfig
 from asyncrlhf.types import Annotation, Payload, Rollout
 from tests import ray_run
 from tests.integration.test_local_loop import TAIL, kill_at

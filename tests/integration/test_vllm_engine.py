@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,9 @@ import torch
 
 from asyncrlhf.data.adapter import add_adapter, trained_tensors
 from asyncrlhf.data.data_config import LoraConfig
-from asyncrlhf.engines.engine import AdapterMerge, CacheMode
+from asyncrlhf.engines.engine import AdapterMerge, CacheMode, load_named_weights, named_weights
 from asyncrlhf.engines.vllm_engine import VllmEngine
-from asyncrlhf.engines.vllm_transfer import StagedUpdateInfo, StagedWeightTransferEngine
-from asyncrlhf.engines.weights import load_named_weights, named_weights
+from asyncrlhf.engines.vllm_transfer import StagedWeightTransferEngine
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Prompt, Rollout, SamplingParams
@@ -285,14 +285,14 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_loaded(tiny: TinyVllm)
      "model.norm.weight"],
 )  # fmt: skip
 def test_a_tensor_that_vllm_skips_is_named(tiny: TinyVllm, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = StagedWeightTransferEngine.receive_weights
+    original = StagedWeightTransferEngine.update_weights
 
-    def skip(self: StagedWeightTransferEngine, update: StagedUpdateInfo) -> None:
-        original(self, StagedUpdateInfo({n: w for n, w in update.tensors.items() if n != name}))
+    def skip(self: StagedWeightTransferEngine, update: dict[str, Any]) -> None:
+        original(self, {"tensors": {n: w for n, w in update["tensors"].items() if n != name}})
 
     engine = tiny.engine(2)
     weights = moved(named_weights(tiny.model), 5, 0.2)
-    monkeypatch.setattr(StagedWeightTransferEngine, "receive_weights", skip)
+    monkeypatch.setattr(StagedWeightTransferEngine, "update_weights", skip)
     engine.load_weights(1, weights, "keep")
     text = PROBE[0]
     assert not np.abs(engine.score([text])[0] - own_logprobs(reference(tiny, weights, text), text)).max() < AGREE

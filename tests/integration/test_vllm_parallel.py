@@ -14,8 +14,8 @@ from asyncrlhf.actors.generator import GeneratorActor
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams

@@ -17,9 +17,8 @@ from asyncrlhf.actors.generator import GeneratorActor
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.engine import StepOutput
+from asyncrlhf.engines.engine import StepOutput, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.weights_config import WeightsConfig

@@ -18,8 +18,7 @@ from asyncrlhf.orchestrator.annotate import Rewards
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, ChunkInfo, Prefilled, ReadAhead, ReadTotals
-from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig, RewardModelConfig
 from asyncrlhf.types import Annotation, Payload, Prompt, RolloutInfo
 
 SIZE = 4  # rollouts of a group

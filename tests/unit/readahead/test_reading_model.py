@@ -24,8 +24,7 @@ from asyncrlhf.readahead.readers import ReadingModel, read_ahead, reading_model
 from asyncrlhf.readahead.readings import Reading, token_batches
 from asyncrlhf.rewards.model import ModelSource, score_batch
 from asyncrlhf.rewards.reward import Scorer, WeightedSource
-from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import RewardConfig, RewardModelConfig
 from asyncrlhf.types import Rollout
 from tests.numeric import assert_close
 from tests.unit.readahead.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories

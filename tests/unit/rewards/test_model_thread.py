@@ -24,8 +24,7 @@ from asyncrlhf.rewards.judge import Asker
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.reward import Scorer, StuckError
-from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import RewardConfig, RewardModelConfig
 from tests.hanging import Hanging
 from tests.numeric import assert_close
 from tests.unit.rewards.worlds import rollout, save_reward_model

@@ -31,7 +31,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model import ModelSource, chat_ids, padded_batches, policy_ids, score_batch, text_ids
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.types import Rollout
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.rewards.worlds import rollout, save_reward_model

@@ -15,8 +15,7 @@ from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.build_scorer import build_scorer, check_rewards, preflight
-from asyncrlhf.rewards.functions import FunctionSource
-from asyncrlhf.rewards.reward import Score, Scorer, ServiceError, WeightedSource, overlong_penalty
+from asyncrlhf.rewards.reward import FunctionSource, Score, Scorer, ServiceError, WeightedSource, overlong_penalty
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.types import Prompt, Rollout
