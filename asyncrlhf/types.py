@@ -119,10 +119,10 @@ class Payload:
     annotations: tuple[Payload, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutInfo:
-    """What the controller knows of a finished rollout; its token arrays stay behind ``payload``. Each part of the loop
-    hands on a copy that says more: the assembly, then the buffer, then the learner's loop.
+    """What the controller knows of a finished rollout; its token arrays stay behind ``payload``. The assembly fills in
+    times and reward, and nothing changes it any more once it is in the buffer: a batch has copies.
 
     ``finished_at_version`` is the learner's version when the rollout left its generator; it splits staleness into the
     part in flight and the part in the queue. ``weight`` and ``masked_before_version`` are those of the batch.

@@ -282,7 +282,7 @@ class Collector:
                 annotator.chunks_arrived(collected.chunks)
             for info in collected.finished:
                 replica.end(info.rollout_id, self.state.now(), finished=True)
-            finished = [known for info in collected.finished if (known := self.assembly.generated(info)) is not None]
+            finished = [info for info in collected.finished if self.assembly.generated(info)]
             for annotator in self.annotators:
                 annotator.arrived(finished)
             if collected.finished or collected.failed:

@@ -25,17 +25,18 @@ class Assembly:
         served = {"reference": state.config.reference_served, "critic": state.config.critic_served}
         self._kinds = ["reward", *(kind for kind, is_served in served.items() if is_served)]  # that a rollout waits for
 
-    def generated(self, info: RolloutInfo) -> RolloutInfo | None:
-        """A rollout left its generator: with what the run knows of it. None when its group was dropped meanwhile."""
+    def generated(self, info: RolloutInfo) -> bool:
+        """A rollout left its generator; False when its group was dropped meanwhile."""
         group = self._state.groups.get(info.group_id)
         if group is None or info.rollout_id not in group.unfinished:
-            return None
+            return False
         group.unfinished.discard(info.rollout_id)
         self._state.ledger.finish_generation(info.rollout_id)
         # In the scheduled modes the version that the schedule has the generators at, which unlike the clock is the same
         # in every run.
-        version = info.max_version if self._state.scheduled else self._state.version
-        return replace(info, admitted_at=group.admitted_at, finished_at_version=version)
+        info.finished_at_version = info.max_version if self._state.scheduled else self._state.version
+        info.admitted_at = group.admitted_at
+        return True
 
     def awaits(self, info: RolloutInfo) -> bool:
         """Whether the rollout's group still lacks it."""
@@ -63,19 +64,15 @@ class Assembly:
         score, _ = given["reward"]
         assert score.reward is not None, "an annotation without arrays has a reward"
         arrays = tuple(annotation.arrays for annotation, _ in given.values() if annotation.arrays is not None)
-        scored = replace(
-            info,
-            payload=replace(info.payload, annotations=arrays),
-            reward=score.reward,
-            reward_parts=dict(score.parts),
-            scored_at=times["reward"],
-            referenced_at=times.get("reference"),
-            valued_at=times.get("critic"),
+        info.payload = replace(info.payload, annotations=arrays)
+        info.reward, info.reward_parts = score.reward, dict(score.parts)
+        info.scored_at, info.referenced_at, info.valued_at = (
+            times.get(kind) for kind in ("reward", "reference", "critic")
         )
         self._outcomes.append(True)
         self._state.ledger.buffer(rollout_id)
         group.unscored.discard(rollout_id)
-        group.scored.append(scored)
+        group.scored.append(info)
         self._close_if_done(group)
 
     def failed(self, rollout_id: int, group_id: int, error: str, facts: RolloutInfo | None) -> None:

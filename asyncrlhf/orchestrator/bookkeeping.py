@@ -85,13 +85,9 @@ class Bookkeeping:
 
     def is_boundary(self, step: int) -> bool:
         """Whether the step after ``step`` must wait for this one's evaluation or checkpoint, which read its weights."""
-        return self._evaluates(step) or self._saves(step) or step == self.state.config.steps
-
-    def _evaluates(self, step: int) -> bool:
-        return self._falls_on(step, self.state.config.eval_every)
-
-    def _saves(self, step: int) -> bool:
-        return self._falls_on(step, self.state.config.checkpoint.every)
+        config = self.state.config
+        due = self._falls_on(step, config.eval_every) or self._falls_on(step, config.checkpoint.every)
+        return due or step == config.steps
 
     def _falls_on(self, step: int, every: int) -> bool:
         """The last step is evaluated and saved where the run ends."""
@@ -100,12 +96,12 @@ class Bookkeeping:
     async def after_step(self, metrics: dict[str, Any]) -> None:
         """Record a step; evaluate and write a checkpoint where one is due."""
         step = int(metrics["step"])
-        if self._evaluates(step):
+        if self._falls_on(step, self.state.config.eval_every):
             metrics["heldout_accuracy"] = await self.evaluate()
         await off_loop(partial(self.recorder.log_step, metrics))
         await off_loop(partial(self.view.step, metrics))
         self.state.ledger.check()
-        if self._saves(step):
+        if self._falls_on(step, self.state.config.checkpoint.every):
             await self.save()
 
     async def evaluate(self) -> float | None:

@@ -35,7 +35,7 @@ class CriticVersions:
         self._tickets[ticket.version] = ticket
         oldest = ticket.version
         if self._state.scheduled:
-            oldest = min([oldest, self._state.published_version, *self._state.unfinished_versions()])
+            oldest = min([oldest, self._state.published_version, *self._state.groups.versions])
         self._tickets = {version: kept for version, kept in self._tickets.items() if version >= oldest}
         self._state.progressed()
 

@@ -75,7 +75,7 @@ class LearnLoop:
                 self._purged_for = state.published_version
                 self.assembly.purge(state.published_version)
                 state.changed.notify()
-            elif (taken := buffer.take(state.version, state.unfinished_versions())) is not None:
+            elif (taken := buffer.take(state.version, state.groups.versions)) is not None:
                 state.room.notify()
                 return taken
             elif self._may_publish():
@@ -86,7 +86,7 @@ class LearnLoop:
         state = self.state
         if state.stopping or self.publisher.failure is not None or self._purge_is_due() or self._may_publish():
             return True
-        return state.buffer.ready(state.version, state.unfinished_versions())
+        return state.buffer.ready(state.version, state.groups.versions)
 
     def _purge_is_due(self) -> bool:
         """No batch is taken between a publish and the purge that it asks for."""

@@ -209,7 +209,3 @@ class RunState:
             return rollout_id not in group.annotations[kind]
 
         return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, self.message, self.queue.notify)
-
-    def unfinished_versions(self) -> Counter[int]:
-        """The groups in the making, counted by the oldest version that they can carry."""
-        return self.groups.versions

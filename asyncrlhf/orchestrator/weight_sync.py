@@ -241,15 +241,12 @@ class WeightPublisher:
         self._rejoining += 1
         try:
             async with self._lock:
-                await self._rejoin(replica, self._state.published_version)
+                replica.alive = True
+                await self._send([r for r in self._state.replicas if r.alive])
+                await self._load(replica, self._state.published_version, "keep")
         finally:
             self._rejoining -= 1
             self._state.progressed()
-
-    async def _rejoin(self, replica: Replica, version: int) -> None:
-        replica.alive = True
-        await self._send([r for r in self._state.replicas if r.alive])
-        await self._load(replica, version, "keep")
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while
