@@ -92,7 +92,7 @@ def model_of(folder: Path) -> tuple[str, ...]:
 
 def readers_of(runtime: LocalRuntime) -> list[ReadingModel]:
     workers: Any = runtime.rewards
-    return [reader for handle in workers for reader in handle.worker.scorer.readers]
+    return [reader for handle in workers for reader in handle.worker.readers]
 
 
 def test_the_four_granularities_give_the_same_rewards(tmp_path: Path, folder: Path, checked: Checked) -> None:
