@@ -7,8 +7,10 @@ boundaries without torch; times are seconds of the run's clock (wall clock under
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -51,27 +53,14 @@ class GenerationRequest:
 
     rollout_id: int
     group_id: int
-    prompt_ids: IntArray  # [P]
+    prompt: Prompt
     seed: int
     sampling: SamplingParams
 
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished response as the engine made it.
-
-    Where sampling was truncated, the tokens that had a chance at each position come along as ragged ids: those of
-    response token t are the ``kept_counts[t]`` ids behind those of the tokens before it. A count of 0 stands for the
-    whole vocabulary.
-    """
-
-    rollout_id: int
-    response_ids: IntArray  # [L], with the stop token if one was sampled
-    behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k, top-p and min-p
-    policy_versions: IntArray  # [L] the version that sampled each token
-    finish_reason: FinishReason
-    kept_ids: IdArray | None = None  # [K] in total; None where nothing was truncated
-    kept_counts: IdArray | None = None  # [L]
+    @property
+    def prompt_ids(self) -> IntArray:
+        """[P]"""
+        return self.prompt.token_ids
 
 
 @dataclass(frozen=True)
@@ -84,21 +73,27 @@ class GenerationFailure:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response with everything that training or a record needs; the payload of the object store."""
+    """One finished response with everything that training or a record needs; the payload of the object store. The
+    engine makes it, its worker adds text and name.
+
+    Where sampling was truncated, the tokens that had a chance at each position come along as ragged ids: those of
+    response token t are the ``kept_counts[t]`` ids behind those of the tokens before it. A count of 0 stands for the
+    whole vocabulary.
+    """
 
     rollout_id: int
     group_id: int
     prompt: Prompt
-    response_ids: IntArray  # [L]
-    behavior_logprobs: FloatArray  # [L]
-    policy_versions: IntArray  # [L]
+    response_ids: IntArray  # [L], with the stop token if one was sampled
+    behavior_logprobs: FloatArray  # [L] log mu after temperature, top-k, top-p and min-p
+    policy_versions: IntArray  # [L] the version that sampled each token
     finish_reason: FinishReason
-    response_text: str
-    generator_id: str
+    response_text: str = ""
+    generator_id: str = ""
     ref_logprobs: FloatArray | None = None  # [L] log pi_ref, once a reference service has computed it
     values: FloatArray | None = None  # [L] of the state in which each token was chosen, once a critic service gave them
     critic_version: int | None = None  # of the critic that gave the values
-    kept_ids: IdArray | None = None  # [K] as in Generation
+    kept_ids: IdArray | None = None  # [K] in total; None where nothing was truncated
     kept_counts: IdArray | None = None  # [L]
 
     def __post_init__(self) -> None:
@@ -124,9 +119,14 @@ class Payload:
     annotations: tuple[Payload, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutInfo:
-    """What the controller knows of a finished rollout; its token arrays stay behind ``payload``."""
+    """What the controller knows of a finished rollout; its token arrays stay behind ``payload``. The assembly fills in
+    times and reward, and nothing changes it any more once it is in the buffer: a batch has copies.
+
+    ``finished_at_version`` is the learner's version when the rollout left its generator; it splits staleness into the
+    part in flight and the part in the queue. ``weight`` and ``masked_before_version`` are those of the batch.
+    """
 
     rollout_id: int
     group_id: int
@@ -138,48 +138,52 @@ class RolloutInfo:
     finish_reason: FinishReason
     generated_at: float
     payload: Payload
+    admitted_at: float = 0.0
+    finished_at_version: int = 0
+    reward: float = math.nan
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    scored_at: float | None = None  # None: not all kinds of workers have annotated it
+    referenced_at: float | None = None  # where a reference service is asked
+    valued_at: float | None = None  # where a critic service is asked
+    weight: float = 1.0  # of its loss: down-weighting and replay correction
+    masked_before_version: int = 0  # tokens older than this leave the loss (over_stale=mask)
 
     @property
     def tokens(self) -> int:
         """Of prompt and response."""
         return self.prompt_length + self.response_length
 
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """A rollout in the buffer: its facts, its reward and the times it passed each gate.
-
-    ``finished_at_version`` is the learner's version when the rollout left its generator; it splits staleness into the
-    part in flight and the part in the queue.
-    """
-
-    info: RolloutInfo
-    reward: float
-    admitted_at: float
-    scored_at: float
-    finished_at_version: int
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
-    referenced_at: float | None = None  # where a reference service is asked
-    valued_at: float | None = None  # where a critic service is asked
-
     def staleness(self, version: int) -> int:
         """Staleness in the batch that moves the policy from ``version`` to ``version + 1``."""
-        return version - self.info.min_version
+        return version - self.min_version
 
     def staleness_in_flight(self) -> int:
-        return self.finished_at_version - self.info.min_version
+        return self.finished_at_version - self.min_version
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The finished siblings of one prompt; whole, unless a sibling failed."""
+    """The finished siblings of one prompt; whole, unless a sibling failed.
+
+    ``scheduled_step``: the step that it is made for, in the scheduled modes. ``uses``: trainings so far, with the batch
+    that took it. ``uses_left``, as the buffer hands it out: those that may follow; of an evicted group those that the
+    gate counted on.
+    """
 
     group_id: int
-    rollouts: tuple[ScoredRollout, ...]
+    rollouts: tuple[RolloutInfo, ...]
+    scheduled_step: int | None = None
+    uses: int = 0
+    uses_left: int = 0
+
+    @cached_property
+    def min_version(self) -> int:
+        return min(r.min_version for r in self.rollouts)
 
     @property
-    def min_version(self) -> int:
-        return min(r.info.min_version for r in self.rollouts)
+    def replayed(self) -> bool:
+        """Whether the batch that took it was not its first."""
+        return self.uses > 1
 
     def staleness(self, version: int) -> int:
         return version - self.min_version

@@ -5,17 +5,28 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from asyncrlhf.errors import ConfigError
+
+Settings = TypeVar("Settings")
 
 
 def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        close = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(str(value), allowed)
         raise ConfigError(f"{key}={value} is not known{hint}; allowed: {', '.join(allowed)}.")
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """`` (did you mean X?)`` with what is nearest to ``word``, to put into a sentence; empty where nothing is near."""
+    close = difflib.get_close_matches(word, list(allowed), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check_range(
@@ -53,3 +64,28 @@ def check_package(what: str, package: str, extra: str) -> None:
         importlib.util.find_spec(package.replace("-", "_")),
         f"{what} needs the package {package}, which is not installed: pip install 'asyncrlhf[{extra}]'.",
     )
+
+
+def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:
+    """``base``, a frozen dataclass of settings, with ``changes`` in it, at any depth; raises ConfigError naming the
+    key."""
+    names = [f.name for f in fields(base)]  # type: ignore[arg-type]
+    for key, value in changes.items():
+        if key not in names:
+            close = difflib.get_close_matches(str(key), names, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise ConfigError(f"{where}.{key} is not a setting{hint}; allowed in {where}: {', '.join(sorted(names))}.")
+        own = getattr(base, key)
+        if is_dataclass(own) and isinstance(value, Mapping):
+            base = replace(base, **{key: overlay(own, value, f"{where}.{key}")})  # type: ignore[type-var]
+            continue
+        node = OmegaConf.structured(base)
+        OmegaConf.set_readonly(node, False)
+        try:
+            base = OmegaConf.to_object(OmegaConf.merge(node, {key: value}))  # type: ignore[assignment]
+        except OmegaConfBaseException as error:
+            kind = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(f"{where}.{key}={value} is of the wrong kind: {kind}.") from None
+        except ConfigError as error:
+            raise ConfigError(f"In {where}: {error}") from None
+    return base

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.tasks.task import Task
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, SamplingParams
+from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 
 SLOTS = 512
 ROWS = 512  # sequences of one forward pass
@@ -42,11 +42,11 @@ def sample(policy: PreTrainedModel, prompts: Sequence[Prompt], eos: int, length:
     """One response to each prompt; the n-th depends on n and the policy alone."""
     sampling = SamplingParams(max_completion_length=length, stop_token_ids=(eos,))
     engine = HFEngine(policy, slots=SLOTS)
-    engine.submit([GenerationRequest(i, i, p.token_ids, i, sampling) for i, p in enumerate(prompts)])
+    engine.submit([GenerationRequest(i, i, p, i, sampling) for i, p in enumerate(prompts)])
     found: dict[int, np.ndarray] = {}
     while engine.in_flight():
         for result in engine.step(0.0).finished:
-            assert isinstance(result, Generation), "a held-out prompt does not fit the context"
+            assert isinstance(result, Rollout), "a held-out prompt does not fit the context"
             found[result.rollout_id] = result.response_ids
     return [found[i] for i in range(len(prompts))]
 

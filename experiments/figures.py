@@ -14,10 +14,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from asyncrlhf.report.curves import (
-    COLORS,
-    Curve,
+    DASHES,
+    Line,
     Panel,
-    curve,
+    line_color,
+    panel_lines,
     shown_panels,
     staleness_bound,
     step_name,
@@ -43,20 +44,15 @@ def write_curves(groups: Sequence[Group], path: Path) -> None:
     for index, panel in enumerate(panels, start=1):
         _draw_panel(figure.add_subplot(rows, columns, index), groups, panel)
     if len(groups) > 1:
-        handles = [Line2D([], [], color=_color(i), linewidth=2.5) for i in range(len(groups))]
+        handles = [Line2D([], [], color=line_color(i), linewidth=2.5) for i in range(len(groups))]
         labels = [_group_label(group) for group in groups]
         figure.legend(handles, labels, loc="outside upper left", ncols=min(len(groups), 3), frameon=False, fontsize=10)
     figure.savefig(path)
 
 
 def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel) -> None:
-    for group_index, group in enumerate(groups):
-        for series_index, series in enumerate(panel.series):
-            sparse = panel.sparse or series.sparse
-            drawn = curve(group, series.metric, "step", sparse=sparse)
-            if drawn is not None:
-                color = _color(group_index if len(groups) > 1 else series_index)
-                _draw_curve(axes, drawn, color, _DASHES[series.dash], sparse)
+    for line in panel_lines(groups, panel, "step"):
+        _draw_line(axes, line)
     bound = staleness_bound(groups) if panel.bound else None
     if bound is not None:
         axes.axhline(bound, color="#888888", linewidth=1.2, linestyle=":")
@@ -76,32 +72,27 @@ def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel) -> None:
     _style_legend(axes, panel, len(groups), bound)
 
 
-def _draw_curve(axes: Axes, drawn: Curve, color: str, dash: Any, sparse: bool) -> None:
+def _draw_line(axes: Axes, line: Line) -> None:
+    drawn, color = line.curve, line.color
     for x, y in drawn.faint:
-        axes.plot(
-            x,
-            y,
-            color=color,
-            linewidth=0.8,
-            alpha=0.3,
-            linestyle="-" if len(x) > 1 else "",
-            marker="" if len(x) > 1 else ".",
-        )
+        style = {"linestyle": "-"} if len(x) > 1 else {"linestyle": "", "marker": "."}
+        axes.plot(x, y, color=color, linewidth=0.8, alpha=0.3, **style)
     if drawn.low is not None and drawn.high is not None:
         axes.fill_between(drawn.x, drawn.low, drawn.high, color=color, alpha=0.18, linewidth=0)
-    marker = "o" if sparse or len(drawn.x) == 1 else ""
+    dash, marker = _DASHES[line.dash], "o" if line.markers else ""
     axes.plot(drawn.x, drawn.y, color=color, linewidth=1.9, linestyle=dash, marker=marker, markersize=4)
 
 
 def _style_legend(axes: Axes, panel: Panel, groups: int, bound: float | None) -> None:
     """Names of the panel's lines, between title and axes, where they can cover nothing."""
-    if len(panel.series) < 2:
+    if len(panel.labels) < 2:
         return
+    colors = ["#555555" if groups > 1 else line_color(i) for i in range(len(panel.labels))]
     handles = [
-        Line2D([], [], color="#555555" if groups > 1 else _color(i), linestyle=_DASHES[series.dash], linewidth=1.9)
-        for i, series in enumerate(panel.series)
+        Line2D([], [], color=color, linestyle=_DASHES[dash], linewidth=1.9)
+        for color, dash in zip(colors, DASHES, strict=False)
     ]
-    labels = [series.label for series in panel.series]
+    labels = list(panel.labels.values())
     if bound is not None:
         handles.append(Line2D([], [], color="#888888", linestyle=":", linewidth=1.2))
         labels.append(f"bound ({bound:g})")
@@ -116,10 +107,6 @@ def _style_legend(axes: Axes, panel: Panel, groups: int, bound: float | None) ->
         handlelength=2.2,
         columnspacing=1.2,
     )
-
-
-def _color(index: int) -> str:
-    return COLORS[index % len(COLORS)]
 
 
 def _group_label(group: Group) -> str:

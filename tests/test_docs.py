@@ -91,6 +91,28 @@ def test_the_walks_name_files_and_functions_that_exist() -> None:
     assert missing == []
 
 
+def test_the_way_of_a_rollout_is_as_short_as_it_says() -> None:
+    page = (ROOT / "docs" / "walks.md").read_text()
+    way = page[page.index("## A rollout") : page.index("## A weight")]
+    said = re.search(r"at most (\d+) files and (\d+) types: ([^.]*)\.", way)
+    assert said is not None
+    files = set(re.findall(r"^\| `([a-z_/]+\.py)` \|", way, re.MULTILINE))
+    types = re.findall(r"`(\w+)`", said.group(3))
+    assert len(files) <= int(said.group(1)) <= 20 and len(types) <= int(said.group(2)) <= 14
+    handed_on = re.findall(r"\| ([^|]*) \|$", way, re.MULTILINE)
+    wrapped = re.findall(r"`([A-Z]\w+)`", way[said.end() :].split("\n\n")[1])
+    named = {name for cell in handed_on for name in re.findall(r"`([A-Z]\w+)`", cell)}
+    assert sorted(named - {*types, *wrapped}) == []
+    sources = [ROOT / "asyncrlhf" / "types.py", *(ROOT / "asyncrlhf" / file for file in files)]
+    classes = {
+        node.name
+        for source in {path for file in sources for path in file.parent.glob("*.py")}
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert sorted({*types, *wrapped} - classes) == []
+
+
 def test_the_core_can_be_read_in_an_afternoon() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     part = page[page.index("## The core") : page.index("## Layers")]

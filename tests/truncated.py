@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from asyncrlhf.engines.engine import Engine
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainBatch, TrainSample
+from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams, TrainBatch, TrainSample
 
 TRUNCATED = SamplingParams(12, temperature=0.7, top_p=0.9, top_k=20)
 
@@ -39,19 +39,12 @@ def sampled(
     """``groups`` prompts with ``size`` responses each, in order."""
     rng = np.random.default_rng(seed)
     prompts = [Prompt(str(g), "", rng.integers(0, vocabulary, 2 + g % 4)) for g in range(groups)]
-    engine.submit(
-        [GenerationRequest(i, i // size, prompts[i // size].token_ids, 50 + i, sampling) for i in range(groups * size)]
-    )
+    engine.submit([GenerationRequest(i, i // size, prompts[i // size], 50 + i, sampling) for i in range(groups * size)])
     found: dict[int, Rollout] = {}
     while engine.in_flight():
         for made in engine.step(0.0).finished:
-            assert isinstance(made, Generation), made
-            group = made.rollout_id // size
-            found[made.rollout_id] = Rollout(
-                made.rollout_id, group, prompts[group], made.response_ids, made.behavior_logprobs,
-                made.policy_versions, made.finish_reason, "", "g0",
-                kept_ids=made.kept_ids, kept_counts=made.kept_counts,
-            )  # fmt: skip
+            assert isinstance(made, Rollout), made
+            found[made.rollout_id] = replace(made, generator_id="g0")
     return [found[i] for i in range(groups * size)]
 
 

@@ -13,13 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.types import Rollout
-
-__all__ = ["GeneratorActor", "GeneratorSpec", "GeneratorWorker", "build_worker"]
+from asyncrlhf.types import GenerationRequest, Rollout
 
 T = TypeVar("T")
 
@@ -147,10 +144,10 @@ class GeneratorActor(PartActor):
         """How long what is finished waits for others: a score waits with it."""
         return max(self.LINGER_SECONDS, self._collected_at + self.RESULT_SECONDS - now)
 
-    def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+    def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         """Private answers, without those that could not be sampled."""
         self.call("submit", items)
-        box, ids = self._worker.outbox, [item.request.rollout_id for item in items]
+        box, ids = self._worker.outbox, [item.rollout_id for item in items]
         with box.changed:
             while (done := box.take_private(ids)) is None:
                 box.changed.wait(self.POLL_SECONDS)

@@ -21,12 +21,13 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy, load_tokenizer
 from asyncrlhf.learner.backend import BackendSpec, StepResult
-from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.distributed import init_process_group
+from asyncrlhf.learner.torch_backend import build_learner
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
-from asyncrlhf.transport.gather import ShardedParams, take_part
-from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightSender
+from asyncrlhf.transport.manifest import ShardedParams, take_part
+from asyncrlhf.transport.protocol import Ticket, TransferStats
+from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import TrainSample
 

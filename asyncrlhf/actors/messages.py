@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from asyncrlhf.readahead.messages import ChunkInfo
+from asyncrlhf.readahead.owners import ChunkInfo
 from asyncrlhf.types import (
     Annotation,
     FloatArray,
     GenerationFailure,
-    GenerationRequest,
     IntArray,
     Payload,
     Prompt,
@@ -21,15 +21,10 @@ from asyncrlhf.types import (
     RolloutInfo,
 )
 
-OPTIONAL = ("ref_logprobs", "values", "kept_ids", "kept_counts")  # the arrays that a rollout may lack
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """One request with the prompt it belongs to."""
-
-    request: GenerationRequest
-    prompt: Prompt
+# The fields of a rollout: its arrays, of which it may lack the last four; what else it holds, but for its prompt.
+ARRAYS = ("response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts")
+FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version")
+_facts = attrgetter(*FACTS)
 
 
 @dataclass(frozen=True)
@@ -61,26 +56,10 @@ class RolloutBundle(Sequence[Rollout]):
     def __reduce__(self) -> tuple[Any, ...]:
         prompts = list({id(r.prompt): r.prompt for r in self._rollouts}.values())
         places = {id(prompt): place for place, prompt in enumerate(prompts)}
-        facts = [
-            (
-                r.rollout_id,
-                r.group_id,
-                places[id(r.prompt)],
-                r.finish_reason,
-                r.response_text,
-                r.generator_id,
-                r.critic_version,
-            )
-            for r in self._rollouts
-        ]
-        lengths = [len(r.response_ids) for r in self._rollouts]
-        flat = tuple(
-            np.concatenate([getattr(r, name) for r in self._rollouts]) if self._rollouts else np.empty(0, np.int64)
-            for name in ("response_ids", "behavior_logprobs", "policy_versions")
-        )
-        return _unpack, (prompts, facts, lengths, flat, {name: self._optional(name) for name in OPTIONAL})
+        facts = [(places[id(r.prompt)], *_facts(r)) for r in self._rollouts]
+        return _unpack, (prompts, facts, {name: self._flat(name) for name in ARRAYS})
 
-    def _optional(self, name: str) -> tuple[list[int | None], Any] | None:
+    def _flat(self, name: str) -> tuple[list[int | None], Any] | None:
         """The length of each rollout's array, None where it has none, and all arrays one behind the other; None where
         no rollout has any."""
         given = [getattr(r, name) for r in self._rollouts]
@@ -89,33 +68,26 @@ class RolloutBundle(Sequence[Rollout]):
 
 
 def _unpack(
-    prompts: list[Prompt],
-    facts: list[Any],
-    lengths: list[int],
-    flat: tuple[Any, Any, Any],
-    optional: dict[str, tuple[list[int | None], Any] | None],
+    prompts: list[Prompt], facts: list[Any], flat: dict[str, tuple[list[int | None], Any] | None]
 ) -> RolloutBundle:
-    given = {name: _cut(found, len(lengths)) for name, found in optional.items()}
-    rollouts, start = [], 0
-    for i, ((rollout_id, group_id, place, finish, text, generator, critic_version), length) in enumerate(
-        zip(facts, lengths, strict=True)
-    ):
-        ids, logprobs, versions = (array[start : start + length] for array in flat)
-        start += length
-        extra = {name: arrays[i] for name, arrays in given.items()}
-        prompt = prompts[place]
-        rollout = Rollout(rollout_id, group_id, prompt, ids, logprobs, versions, finish, text, generator, **extra)
-        rollouts.append(rollout if critic_version is None else replace(rollout, critic_version=critic_version))
-    return RolloutBundle(rollouts)
+    arrays = [(name, _cut(*found)) for name, found in flat.items() if found is not None]
+    return RolloutBundle(
+        Rollout(
+            prompt=prompts[place],
+            **dict(zip(FACTS, own, strict=True)),
+            **{name: parts[i] for name, parts in arrays},
+        )
+        for i, (place, *own) in enumerate(facts)
+    )
 
 
-def _cut(found: tuple[list[int | None], Any] | None, count: int) -> list[Any]:
+def _cut(lengths: list[int | None], flat: Any) -> list[Any]:
     """Each rollout's own part, None where it has none."""
-    if found is None:
-        return [None] * count
-    lengths, flat = found
-    parts = np.split(flat, np.cumsum([length or 0 for length in lengths])[:-1])
-    return [None if length is None else part for length, part in zip(lengths, parts, strict=True)]
+    parts, end = [], 0
+    for length in lengths:
+        end += length or 0
+        parts.append(None if length is None else flat[end - length : end])
+    return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,10 +113,10 @@ class ArrayBundle:
 
 
 def annotated(
-    name: str, rollouts: Sequence[Rollout], answers: Iterable[Rollout | str], critic_version: int | None = None
+    name: str, rollouts: Sequence[Rollout], answers: Iterable[FloatArray | str], critic_version: int | None = None
 ) -> tuple[list[Annotation], ArrayBundle]:
-    """The annotations of ``rollouts``, in order, and the bundle that their arrays lie in. An answer is the rollout with
-    its array in the field ``name``, or the sentence that says why there is none."""
+    """The annotations of ``rollouts``, in order, and the bundle that their arrays lie in. An answer is the array [L]
+    for the field ``name``, or the sentence that says why there is none."""
     arrays: list[FloatArray] = []
     annotations = []
     for rollout, answer in zip(rollouts, answers, strict=True):
@@ -152,7 +124,7 @@ def annotated(
             annotations.append(Annotation(rollout.rollout_id, error=answer))
             continue
         annotations.append(Annotation(rollout.rollout_id, arrays=Payload(None, len(arrays))))
-        arrays.append(getattr(answer, name))
+        arrays.append(answer)
     flat = np.concatenate(arrays) if arrays else np.empty(0, np.float32)
     return annotations, ArrayBundle(name, flat, np.cumsum([len(array) for array in arrays]), critic_version)
 
@@ -176,18 +148,6 @@ def resolved(addresses: Iterable[Address], bundles: Sequence[Any]) -> list[Any]:
     """The rollouts or chunks at ``addresses``, rollouts with the arrays of their annotations."""
     found = ([bundles[bundle][index] for bundle, index in address] for address in addresses)
     return [joined(first, annotations) for first, *annotations in found]
-
-
-@dataclass(frozen=True)
-class TrainItem:
-    """One rollout of a batch, by reference; its payload also says where the arrays of its annotations lie."""
-
-    payload: Payload
-    reward: float
-    group_id: int
-    tokens: int  # prompt and response
-    weight: float = 1.0
-    masked_before_version: int = 0
 
 
 @dataclass(frozen=True)

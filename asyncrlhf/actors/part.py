@@ -1,10 +1,14 @@
-"""The Ray actor around one worker: it says where it runs, and runs the worker's methods by their names."""
+"""The Ray actor around one worker, which runs the worker's methods by name; and the one that writes records."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
 from asyncrlhf.actors.where import Where, where
+from asyncrlhf.records.recorder import RolloutRow, write_part
 
 
 class PartActor:
@@ -28,3 +32,16 @@ class PartActor:
         close = getattr(self._worker, "close", None)
         if close is not None:
             close()
+
+
+class RecordActor:
+    """Writes rollout records: token arrays come to it from the object store, and never to the controller. One call
+    writes one Parquet file, on the controller's machine."""
+
+    def write(
+        self, target: str, rows: Sequence[RolloutRow], places: Sequence[Address | None], *bundles: RolloutBundle
+    ) -> None:
+        """``places``: the address of each row's rollout among ``bundles``; None for a row without one."""
+        found = iter(resolved([place for place in places if place is not None], bundles))
+        rollouts = [None if place is None else next(found) for place in places]
+        write_part(Path(target), rows, rollouts)

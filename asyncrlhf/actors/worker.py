@@ -1,35 +1,36 @@
-"""A generator replica without threads: an engine, the weights it waits for, and what it has in flight."""
+"""A generator replica without threads: an engine, the weights it waits for, what it has in flight and has finished."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from asyncrlhf.actors.messages import WorkItem
-from asyncrlhf.actors.outbox import Outbox
+from asyncrlhf.actors.messages import Collected, RolloutBundle
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.readahead.messages import Chunk
+from asyncrlhf.readahead.owners import Chunk, ChunkInfo
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.build_transport import build_receiver
-from asyncrlhf.transport.protocol import Ticket, WeightReceiver
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import (
     FloatArray,
-    Generation,
     GenerationFailure,
     GenerationRequest,
     IntArray,
-    Prompt,
+    Payload,
     Rollout,
+    RolloutInfo,
 )
 
 
@@ -45,6 +46,112 @@ class GeneratorSpec:
     chunk_tokens: int = 0  # sampled tokens after which a sequence is sent on (fusion.granularity=chunk); 0: at its end
 
 
+class Outbox:
+    """What a replica has finished and the controller has not collected yet. The engine's thread fills it and another
+    may empty it; ``changed`` is notified when something was put in.
+
+    Answers to requests with negative ids are private (an evaluation's, a probe's): :meth:`take_private` alone gives
+    them.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._rollouts: list[Rollout] = []
+        self._failures: list[GenerationFailure] = []
+        self._chunks: list[Chunk] = []
+        self._ended: dict[int, float] = {}  # when each rollout got its last token
+        self._private: dict[int, Rollout | GenerationFailure] = {}
+
+    @property
+    def has_results(self) -> bool:
+        return bool(self._rollouts or self._failures)
+
+    @property
+    def has_chunks(self) -> bool:
+        return bool(self._chunks)
+
+    def put(self, results: Sequence[Rollout | GenerationFailure], now: float) -> None:
+        """``results`` ended at the clock time ``now``."""
+        with self.changed:
+            for result in results:
+                if result.rollout_id < 0:
+                    self._private[result.rollout_id] = result
+                elif isinstance(result, GenerationFailure):
+                    self._failures.append(result)
+                else:
+                    self._rollouts.append(result)
+                    self._ended[result.rollout_id] = now
+            if results:
+                self.changed.notify_all()
+
+    def put_chunks(self, chunks: Sequence[Chunk]) -> None:
+        with self.changed:
+            self._chunks += chunks
+            if chunks:
+                self.changed.notify_all()
+
+    def withdraw(self, rollout_ids: Sequence[int]) -> list[int]:
+        """Take out what is not wanted any more; returns the ids of the results among it."""
+        wanted = set(rollout_ids)
+        with self.changed:
+            found = [r.rollout_id for r in self._rollouts if r.rollout_id in wanted]
+            found += [f.rollout_id for f in self._failures if f.rollout_id in wanted]
+            self._rollouts = [r for r in self._rollouts if r.rollout_id not in wanted]
+            self._failures = [f for f in self._failures if f.rollout_id not in wanted]
+            self._chunks = [c for c in self._chunks if c.rollout_id not in wanted]
+        return found
+
+    def take(self, busy_seconds: float, tokens: int, now: float) -> tuple[Collected, RolloutBundle, list[Chunk]]:
+        """All but the private answers: the facts, and what their payloads point into once :func:`located` says where it
+        lies."""
+        with self.changed:
+            rollouts, self._rollouts = self._rollouts, []
+            failures, self._failures = self._failures, []
+            chunks, self._chunks = self._chunks, []
+            ended, self._ended = self._ended, {}
+        ages = [now - ended[r.rollout_id] for r in rollouts]
+        infos = [ChunkInfo(c.rollout_id, c.start, len(c.token_ids), Payload(None, i)) for i, c in enumerate(chunks)]
+        facts = Collected(describe(rollouts), failures, busy_seconds, tokens, ages, infos)
+        return facts, RolloutBundle(rollouts), chunks
+
+    def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:
+        """The rollouts once none is under way, without those that could not be sampled; else None."""
+        with self.changed:
+            if not all(i in self._private for i in rollout_ids):
+                return None
+            results = [self._private.pop(i) for i in rollout_ids]
+        return [r for r in results if isinstance(r, Rollout)]
+
+
+def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
+    """The facts that the controller keeps; :func:`located` sets the payload and the time."""
+    return [
+        RolloutInfo(
+            rollout_id=r.rollout_id,
+            group_id=r.group_id,
+            generator_id=r.generator_id,
+            prompt_length=len(r.prompt.token_ids),
+            response_length=len(r.response_ids),
+            min_version=int(r.policy_versions.min(initial=np.iinfo(np.int64).max)),
+            max_version=int(r.policy_versions.max(initial=0)),
+            finish_reason=r.finish_reason,
+            generated_at=0.0,
+            payload=Payload(None, i),
+        )
+        for i, r in enumerate(rollouts)
+    ]
+
+
+def located(facts: Collected, rollouts: Any, chunks: Any, now: float) -> Collected:
+    """``facts`` with the references behind which the rollouts and chunks lie, by the caller's clock ``now``."""
+    finished = [
+        replace(info, payload=Payload(rollouts, info.payload.index), generated_at=now - age)
+        for info, age in zip(facts.finished, facts.ages, strict=True)
+    ]
+    begun = [replace(info, payload=Payload(chunks, info.payload.index)) for info in facts.chunks]
+    return replace(facts, finished=finished, chunks=begun)
+
+
 class GeneratorWorker:
     """One replica without threads: its owner calls :meth:`step` while :meth:`has_work` and counts the time in
     ``busy_seconds``. What was finished lies in ``outbox``."""
@@ -55,7 +162,6 @@ class GeneratorWorker:
         engine: Engine,
         decode: Callable[[Sequence[int]], str],
         receiver: WeightReceiver,
-        prompts: dict[int, tuple[int, Prompt]],
         merge: AdapterMerge | None = None,
         chunk_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +175,7 @@ class GeneratorWorker:
         self._clock = clock
         self._decode = decode
         self._merge = merge  # when the learner sends an adapter
-        self._prompts = prompts  # of what is in flight, by rollout id: group id and prompt
+        self._requests: dict[int, GenerationRequest] = {}  # of what is in flight, by rollout id
         self._staged: tuple[int, Any] | None = None
         self._chunk_tokens = chunk_tokens  # 0: nothing is sent before the end
         self._sent: dict[int, int] = {}  # response tokens that went out in chunks, of what is in flight
@@ -77,20 +183,20 @@ class GeneratorWorker:
 
     def has_work(self) -> bool:
         """Whether a step would bring tokens nearer: what is in flight in an engine that is awake."""
-        return bool(self._prompts) and not self.engine.asleep
+        return bool(self._requests) and not self.engine.asleep
 
-    def submit(self, items: Sequence[WorkItem]) -> None:
-        for item in items:
-            self._prompts[item.request.rollout_id] = (item.request.group_id, item.prompt)
-            if self._chunk_tokens and item.request.rollout_id >= 0:
-                self._sent[item.request.rollout_id] = 0
-        self.engine.submit([item.request for item in items])
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._requests[request.rollout_id] = request
+            if self._chunk_tokens and request.rollout_id >= 0:
+                self._sent[request.rollout_id] = 0
+        self.engine.submit(requests)
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         """Returns the ids of those that were not collected yet, and now never will be."""
         gone = self.engine.cancel(rollout_ids)
         for rollout_id in gone:
-            del self._prompts[rollout_id]
+            del self._requests[rollout_id]
             self._sent.pop(rollout_id, None)
         return gone + self.outbox.withdraw(rollout_ids)
 
@@ -100,39 +206,24 @@ class GeneratorWorker:
         self.tokens += output.tokens
         results: list[Rollout | GenerationFailure] = []
         for result in output.finished:
-            group_id, prompt = self._prompts.pop(result.rollout_id)
+            del self._requests[result.rollout_id]
             self._sent.pop(result.rollout_id, None)
-            if isinstance(result, Generation):
-                results.append(self._rollout(result, group_id, prompt))
-            else:
-                results.append(result)
+            if isinstance(result, Rollout):
+                text = self._decode(result.response_ids.tolist())
+                result = replace(result, response_text=text, generator_id=self.name)
+            results.append(result)
         self.outbox.put(results, self._clock())
         return output
-
-    def _rollout(self, result: Generation, group_id: int, prompt: Prompt) -> Rollout:
-        return Rollout(
-            rollout_id=result.rollout_id,
-            group_id=group_id,
-            prompt=prompt,
-            response_ids=result.response_ids,
-            behavior_logprobs=result.behavior_logprobs,
-            policy_versions=result.policy_versions,
-            finish_reason=result.finish_reason,
-            response_text=self._decode(result.response_ids.tolist()),
-            generator_id=self.name,
-            kept_ids=result.kept_ids,
-            kept_counts=result.kept_counts,
-        )
 
     def send_chunks(self) -> None:
         """Put into the outbox, of each sequence under way that has ``chunk_tokens`` more of it, what was sampled since
         the last call."""
         chunks = []
         for rollout_id, ids in self.engine.partial(self._sent, self._chunk_tokens).items() if self._sent else ():
-            prompt, sent = self._prompts[rollout_id][1].token_ids, self._sent[rollout_id]
+            prompt, sent = self._requests[rollout_id].prompt_ids, self._sent[rollout_id]
             self._sent[rollout_id] = sent + len(ids)
             whole = np.concatenate([prompt, ids]) if sent == 0 else ids
-            chunks.append(Chunk(rollout_id, 0 if sent == 0 else len(prompt) + sent, len(prompt), whole))
+            chunks.append(Chunk(rollout_id, 0 if sent == 0 else len(prompt) + sent, len(prompt), whole.tolist()))
         self.outbox.put_chunks(chunks)
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
@@ -188,10 +279,9 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
     """Load the model and the engine; the caller has set the process's thread count."""
     tokenizer = load_tokenizer(spec.model)
     device = "cuda" if spec.generator.gpus > 0 else "cpu"
-    prompts: dict[int, tuple[int, Prompt]] = {}
 
     def answer_ids(request: GenerationRequest) -> IntArray | None:
-        answer = prompts[request.rollout_id][1].answer
+        answer = request.prompt.answer
         if answer is None:
             return None
         return np.array(tokenizer.encode(answer, add_special_tokens=False), dtype=np.int64)
@@ -210,4 +300,4 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
     adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake"
     merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
     receiver = build_receiver(spec.weights, spec.runtime, device)
-    return GeneratorWorker(spec.name, engine, decode, receiver, prompts, merge, spec.chunk_tokens, clock)
+    return GeneratorWorker(spec.name, engine, decode, receiver, merge, spec.chunk_tokens, clock)

@@ -72,11 +72,11 @@ def token_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} cannot divide logits; allowed: > 0.")
-    rows = chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
     apply = cast(Any, _TokenLogprobs.apply)
-    return cast(tuple[Tensor, Tensor], apply(logits, targets, temperature, rows, kept))
+    return cast(tuple[Tensor, Tensor], apply(logits, targets, temperature, _parts(logits, chunk_tokens), kept))
 
 
+@torch.no_grad()
 def collision_probability(
     logits: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 0, kept: KeptSets | None = None
 ) -> Tensor:
@@ -86,12 +86,9 @@ def collision_probability(
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} cannot divide logits; allowed: > 0.")
-    rows = chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
     found = _numbers(logits)
-    with torch.no_grad():
-        for start in range(0, len(logits), rows):
-            part = slice(start, start + rows)
-            found[part] = _scaled(logits, part, temperature, kept).softmax(-1).square_().sum(-1)
+    for part in _parts(logits, chunk_tokens):
+        found[part] = _scaled(logits, part, temperature, kept).softmax(-1).square_().sum(-1)
     return found
 
 
@@ -101,13 +98,17 @@ def kept_mass(logits: Tensor, kept: KeptSets, *, temperature: float = 1.0, chunk
 
     Arguments and type as in ``token_logprobs``. A metric: how much truncation takes away. It is no correction.
     """
-    rows = chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
     found = _numbers(logits)
-    for start in range(0, len(logits), rows):
-        part = slice(start, start + rows)
+    for part in _parts(logits, chunk_tokens):
         whole = _scaled(logits, part, temperature, None).logsumexp(-1)
         found[part] = _scaled(logits, part, temperature, kept).logsumexp(-1).sub_(whole).exp_()
     return found
+
+
+def _parts(logits: Tensor, chunk_tokens: int) -> list[slice]:
+    """The rows that are worked on at once, chunk by chunk."""
+    rows = chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
 
 def _numbers(logits: Tensor) -> Tensor:
@@ -128,20 +129,19 @@ def _scaled(logits: Tensor, part: slice, temperature: float, kept: KeptSets | No
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, rows: int, kept: KeptSets | None
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, parts: list[slice], kept: KeptSets | None
     ) -> tuple[Tensor, Tensor]:
         logprobs = _numbers(logits)
         entropies = torch.empty_like(logprobs)
         log_totals = torch.empty_like(logprobs)
-        for start in range(0, len(logits), rows):
-            part = slice(start, start + rows)
+        for part in parts:
             scaled = _scaled(logits, part, temperature, kept)
             log_totals[part] = scaled.logsumexp(-1)
             log_p = scaled.sub_(log_totals[part, None])
             logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
             entropies[part] = -_expectation(log_p.exp(), log_p)
         ctx.save_for_backward(logits, targets, log_totals, entropies)
-        ctx.temperature, ctx.rows, ctx.kept = temperature, rows, kept
+        ctx.temperature, ctx.parts, ctx.kept = temperature, parts, kept
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -152,8 +152,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropies is None:
             return (None,) * 5
         grad = torch.empty_like(logits)
-        for start in range(0, len(logits), ctx.rows):
-            part = slice(start, start + ctx.rows)
+        for part in ctx.parts:
             log_p = _scaled(logits, part, ctx.temperature, ctx.kept).sub_(log_totals[part, None])
             p = log_p.exp()
             # d log p_target / dz = onehot - p and dH/dz = -p (log p + H): both are p times a factor, plus the onehot.

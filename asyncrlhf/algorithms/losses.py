@@ -18,7 +18,6 @@ class PolicyLoss(NamedTuple):
     """``loss`` is 0-dim and carries the gradient; the rest is [T] and detached, for the diagnostics."""
 
     loss: Tensor
-    log_ratio: Tensor  # log(pi_theta / pi_anchor) a token, whatever the loss's level; zero outside the mask
     coefficient: Tensor
     clipped: Tensor  # bool
 
@@ -76,7 +75,7 @@ def policy_loss(
     loss = aggregate_loss(
         per_token, loss_mask, sequence_ids, how=aggregate, normaliser=normaliser, sample_weights=sample_weights
     )
-    return PolicyLoss(loss, fixed_policy - anchor, masked_values(coefficients, loss_mask), clipped & loss_mask)
+    return PolicyLoss(loss, masked_values(coefficients, loss_mask), clipped & loss_mask)
 
 
 def value_loss(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,19 +13,7 @@ from asyncrlhf.algorithms.masked import masked_mean, masked_values, segment_tota
 MAX_LOG_RATIO = 20.0
 
 
-def _token(log_ratio: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    return log_ratio
-
-
-def _geometric(log_ratio: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    return segment_total(log_ratio, sequence_ids) / sequence_lengths(loss_mask, sequence_ids)
-
-
-def _product(log_ratio: Tensor, loss_mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    return segment_total(log_ratio, sequence_ids)
-
-
-LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"token": _token, "geo": _geometric, "prod": _product}
+LEVELS = ("token", "geo", "prod")
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor, sequence_ids: Tensor, level: str) -> Tensor:
@@ -38,7 +25,11 @@ def log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor, sequenc
             the exact sequence ratio. Sequence levels give every masked token of a sequence the same number.
     """
     per_token = masked_values((numerator - denominator).detach(), loss_mask)
-    return masked_values(LEVELS[level](per_token, loss_mask, sequence_ids), loss_mask)
+    if level == "token":
+        return per_token
+    total = segment_total(per_token, sequence_ids)
+    mean = total / sequence_lengths(loss_mask, sequence_ids)
+    return masked_values({"geo": mean, "prod": total}[level], loss_mask)
 
 
 def ratio_of(log_ratios: Tensor, bound: float = math.inf) -> Tensor:
@@ -74,9 +65,10 @@ def behavior_weight(
     mask: it keeps its share of the normaliser.
     """
     raw = ratio_of(log_ratio(proximal_logprobs, behavior_logprobs, loss_mask, sequence_ids, level))
-    weight, cut = CORRECTIONS[mode](raw, low, high)
-    weight = weight.clamp(max=ratio_bound)
-    nothing = torch.zeros_like(cut)
+    nothing = torch.zeros_like(loss_mask)
+    cut = nothing if mode == "none" else (raw < low) | (raw > high)
+    held = {"none": torch.ones_like(raw), "truncate": raw.clamp(low, high), "mask": raw.masked_fill(cut, 0.0)}
+    weight = held[mode].clamp(max=ratio_bound)
     return masked_values(weight, loss_mask), {
         "behavior_weight_mean": masked_mean(weight, loss_mask),
         "behavior_truncated_fraction": masked_mean((cut if mode == "truncate" else nothing).to(raw.dtype), loss_mask),
@@ -103,25 +95,13 @@ def target_anchor(target_logprobs: Tensor, behavior_logprobs: Tensor, ratio_cap:
     return torch.maximum(target_logprobs, behavior_logprobs - math.log(ratio_cap)).detach()
 
 
-def _outside(weight: Tensor, low: float, high: float) -> Tensor:
-    return (weight < low) | (weight > high)
+def sqrt_ess_factor(ess_fraction: float, base: float) -> float:
+    """What the learning rate is multiplied by: min(1, ess_fraction / base)^0.5 (VCPO, 2602.17616).
 
-
-def _uncorrected(weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    return torch.ones_like(weight), torch.zeros_like(weight, dtype=torch.bool)
-
-
-def _truncated(weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    return weight.clamp(low, high), _outside(weight, low, high)
-
-
-def _rejected(weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    cut = _outside(weight, low, high)
-    return weight.masked_fill(cut, 0.0), cut
-
-
-CORRECTIONS: dict[str, Callable[[Tensor, float, float], tuple[Tensor, Tensor]]] = {
-    "none": _uncorrected,
-    "truncate": _truncated,
-    "mask": _rejected,
-}
+    Args:
+        ess_fraction: of the *uncut* behavior weights, 0 to 1; an empty batch's 0 gives 0.
+        base: the fraction at which the rate is left alone, > 0.
+    """
+    if base <= 0:
+        raise ValueError(f"the ESS fraction's base is {base}; allowed: > 0.")
+    return math.sqrt(min(1.0, ess_fraction / base))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -25,11 +25,8 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def show(title: str, rows: dict[str, dict[str, Any]], unit: str) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("what")
-    for column in ("median", "smallest", "largest"):
-        table.add_column(f"{column} {unit}".strip(), justify="right")
-    table.add_column("repeats", justify="right")
+    figures = (*(f"{name} {unit}".strip() for name in ("median", "smallest", "largest")), "repeats")
+    table = Table("what", *(Column(name, justify="right") for name in figures), title=title, title_justify="left")
     for name, row in rows.items():
         table.add_row(name, f"{row['median']:.3g}", f"{row['min']:.3g}", f"{row['max']:.3g}", str(row["repeats"]))
     Console(width=110).print(table)

@@ -7,11 +7,11 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.actors.messages import TrainItem, WorkItem
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
@@ -107,23 +107,17 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
     marks: list[float] = []
     issued = 0
 
-    def group() -> list[WorkItem]:
+    def group() -> list[GenerationRequest]:
         nonlocal issued
         prompt, size = source.next(), config.num_generations
         ids = range(issued, issued + size)
         issued += size
-        return [
-            WorkItem(
-                GenerationRequest(i, i // size, prompt.token_ids, request_seed(config.seed, i), prepared.sampling),
-                prompt,
-            )
-            for i in ids
-        ]
+        return [GenerationRequest(i, i // size, prompt, request_seed(config.seed, i), prepared.sampling) for i in ids]
 
     async def keep_busy(generator: GeneratorHandle) -> None:
         in_flight = 0
         while len(rollouts) < wanted:
-            fresh: list[WorkItem] = []
+            fresh: list[GenerationRequest] = []
             while in_flight + len(fresh) < generator.slots:
                 fresh.extend(group())
             if fresh:
@@ -146,7 +140,7 @@ async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo
     """Train on the same few batches again and again, with rewards that have spread."""
     size = config.batch_size
     batches = [
-        [TrainItem(r.payload, float(i % 2), r.group_id, r.tokens) for i, r in enumerate(rollouts[start : start + size])]
+        [replace(r, reward=float(i % 2)) for i, r in enumerate(rollouts[start : start + size])]
         for start in range(0, len(rollouts) - size + 1, size)
     ]
     started = 0.0

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, did_you_mean
 
 # The module of each, whose function ``run`` takes the arguments. Those of experiments/ need the repository.
 BENCHMARKS = {
-    "control_plane": "asyncrlhf.bench.control_plane",
+    "control_plane": "experiments.22_control_plane.bench",
     "fusion": "experiments.19_fusion.bench",
     "generation": "experiments.17_generation.bench",
     "overlap": "asyncrlhf.bench.overlap",
@@ -30,8 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     benchmark where the package is installed without its repository."""
     name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
-        close = difflib.get_close_matches(name, BENCHMARKS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(name, BENCHMARKS)
         raise ConfigError(f"{name or 'nothing'} is no benchmark{hint}; allowed: {', '.join(BENCHMARKS)}.")
     module = BENCHMARKS[name]
     if module.startswith("experiments."):

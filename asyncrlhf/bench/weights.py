@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from asyncrlhf.transport.build_transport import build_receiver, build_sender
-from asyncrlhf.transport.protocol import WeightReceiver, WeightSender
+from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 
 TIMEOUT_SECONDS = 60.0

@@ -1,39 +1,15 @@
-"""Admission: how many rollouts may start, so that none can only be consumed over the staleness bound."""
+"""Admission: how many rollouts may start, so that none can only be consumed over the staleness bound.
+
+Both gates count whole groups: a group that lost some siblings keeps its place, for it still fills a place of a batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.errors import StaleBatchError
-
-
-class Gate(Protocol):
-    """Counts whole groups: a group that lost some siblings keeps its place, for it still fills a place of a batch."""
-
-    def room(self, replica_version: int) -> int:
-        """Rollouts that may start on a replica that holds ``replica_version``, a multiple of ``num_generations``."""
-        ...
-
-    def admit(self, replica_version: int) -> int | None:
-        """Count one group in; returns the step it is made for, or None when the loop runs free."""
-        ...
-
-    def release(self, uses: int | None = None) -> None:
-        """A group left with ``uses`` of its trainings undone; None: all of them (it failed, or was dropped unused)."""
-        ...
-
-    def follow(self, version: int, replayed: int, max_staleness: int) -> None:
-        """The learner is at ``version``; ``replayed`` places of the batches up to that version's own are replay's;
-        fresh rollouts are asked for up to ``max_staleness``, the bound in force or less."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
-        """Restore; ``version`` is the policy version of the checkpoint."""
-        ...
 
 
 class StalenessGate:
@@ -78,6 +54,7 @@ class StalenessGate:
         self._places = 0
 
     def room(self, replica_version: int) -> int:
+        """Rollouts that may start on a replica that holds ``replica_version``, a multiple of ``num_generations``."""
         steps = replica_version + self._max_staleness + 1
         if self._steps is not None:
             steps = min(steps, self._steps + self._max_reuse - 1)
@@ -85,24 +62,30 @@ class StalenessGate:
         free = steps * self._groups_per_step - self._replayed - planned - self._places
         return max(0, free // self._max_reuse) * self._num_generations
 
-    def admit(self, replica_version: int) -> None:
+    def admit(self, replica_version: int) -> int | None:
+        """Count one group in; returns the step it is made for, or None where the loop runs free."""
         if self.room(replica_version) == 0:
             raise StaleBatchError(
                 f"a group was admitted on a replica at version {replica_version} with all {self._places} places taken; "
                 f"it could only be consumed over async.max_staleness={self._max_staleness}."
             )
         self._places += self._max_reuse
+        return None
 
     def release(self, uses: int | None = None) -> None:
+        """A group left with ``uses`` of its trainings undone; None: all of them (it failed, or was dropped unused)."""
         self._places -= self._max_reuse if uses is None else uses
 
     def follow(self, version: int, replayed: int, max_staleness: int) -> None:
+        """The learner is at ``version``; ``replayed`` places of the batches up to that version's own are replay's;
+        fresh rollouts are asked for up to ``max_staleness``, the bound in force or less."""
         self._version, self._replayed, self._max_staleness = version, replayed, max_staleness
 
     def state_dict(self) -> dict[str, Any]:
         return {"places": self._places}
 
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
+        """Restore; ``version`` is the policy version of the checkpoint."""
         self._places, self._version = state["places"], version
 
 
@@ -119,8 +102,8 @@ def scheduled_versions(step: int, lag: int, resumed_at: int) -> tuple[int, int]:
 class LagGate:
     """Exact schedule: the batch of step t is generated wholly by version ``max(0, t - lag)``.
 
-    Before replicas load version h + 1, everything scheduled for version h must have been admitted (:meth:`complete`)
-    and generated. A failed group frees no place: the batch of its step is smaller.
+    Before replicas load version h + 1, everything scheduled for version h must have been admitted (no :meth:`room`
+    is left) and generated. A failed group frees no place: the batch of its step is smaller.
     """
 
     def __init__(self, batch_size: int, lag: int, *, num_generations: int = 1, steps: int | None = None) -> None:
@@ -131,22 +114,14 @@ class LagGate:
         self._admitted = 0
         self._resumed_at = 0
 
-    def step_of(self, ordinal: int) -> int:
-        """The step for which the ``ordinal``-th admitted group (from 0) is made."""
-        return ordinal // self._groups_per_step
-
     def room(self, replica_version: int) -> int:
         steps = replica_version + self._lag + 1
         if self._steps is not None:
             steps = min(steps, self._steps)
         return max(0, steps * self._groups_per_step - self._admitted) * self._num_generations
 
-    def complete(self, replica_version: int) -> bool:
-        """Whether all that ``replica_version`` has to generate was admitted."""
-        return self.room(replica_version) == 0
-
     def admit(self, replica_version: int) -> int:
-        step = self.step_of(self._admitted)
+        step = self._admitted // self._groups_per_step
         low, high = scheduled_versions(step, self._lag, self._resumed_at)
         if self.room(replica_version) == 0 or not low <= replica_version <= high:
             raise StaleBatchError(
@@ -169,6 +144,9 @@ class LagGate:
         self._admitted, self._resumed_at = state["admitted"], version
 
 
+Gate = StalenessGate | LagGate
+
+
 def resolve_capacity(buffer: BufferConfig, config: AsyncConfig, batch_size: int) -> int:
     """Rollouts that the buffer may hold, what is in flight included."""
     return buffer.capacity or 2 * (config.bound + 1) * batch_size
@@ -176,7 +154,7 @@ def resolve_capacity(buffer: BufferConfig, config: AsyncConfig, batch_size: int)
 
 def build_gate(
     config: AsyncConfig, buffer: BufferConfig, *, batch_size: int, num_generations: int, steps: int | None
-) -> StalenessGate | LagGate:
+) -> Gate:
     """The gate of the mode."""
     if config.fixed_lag is not None:
         return LagGate(batch_size, config.fixed_lag, num_generations=num_generations, steps=steps)

@@ -1,74 +1,74 @@
-"""What the replay buffer holds, in the order of arrival, with the counts that its looks need."""
+"""What the replay buffer holds, in the order of arrival, with the counts that its looks need; and as JSON values."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
-from asyncrlhf.types import RolloutGroup
+from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
 
 # ``open`` to a batch, open to ``replay`` alone, or over the bound: ``late`` if it was never trained, else ``over``.
 Standing = Literal["open", "replay", "late", "over"]
 
 
-@dataclass(eq=False)
-class Held:
-    """A group in the buffer. ``uses``: trainings so far; ``oldest``: the version of its oldest token."""
-
-    group: RolloutGroup
-    arrival: int
-    scheduled_step: int | None
-    uses: int = 0
-    oldest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.oldest = self.group.min_version
-
-
 class HeldGroups:
-    """Groups by id. ``standing(item, version, bound)`` says what a group is good for; the groups in each standing are
+    """Groups by id. ``standing(group, version, bound)`` says what a group is good for; the groups in each standing are
     counted once for a version and a bound, and then kept up with what arrives."""
 
-    def __init__(self, standing: Callable[[Held, int, int], Standing]) -> None:
+    def __init__(self, standing: Callable[[RolloutGroup, int, int], Standing]) -> None:
         self._standing = standing
-        self._items: dict[int, Held] = {}
+        self._groups: dict[int, RolloutGroup] = {}
         self._counted: tuple[tuple[int, int], Counter[Standing]] | None = None
         self.rollouts = 0
         self.of_step: Counter[int] = Counter()  # groups, by their scheduled step
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[RolloutGroup]:
         """In the order of arrival."""
-        return iter(self._items.values())
+        return iter(self._groups.values())
 
     def __contains__(self, group_id: int) -> bool:
-        return group_id in self._items
+        return group_id in self._groups
 
-    def add(self, item: Held) -> None:
-        self._items[item.group.group_id] = item
-        self.rollouts += len(item.group)
-        if item.scheduled_step is not None:
-            self.of_step[item.scheduled_step] += 1
+    def add(self, group: RolloutGroup) -> None:
+        self._groups[group.group_id] = group
+        self.rollouts += len(group)
+        if group.scheduled_step is not None:
+            self.of_step[group.scheduled_step] += 1
         if self._counted is not None:
             (version, bound), counts = self._counted
-            counts[self._standing(item, version, bound)] += 1
+            counts[self._standing(group, version, bound)] += 1
 
-    def use(self, item: Held) -> None:
-        """Count one training."""
-        item.uses += 1
+    def use(self, group: RolloutGroup) -> RolloutGroup:
+        """Count one training; returns the group with it, which has kept its place."""
+        used = self._groups[group.group_id] = replace(group, uses=group.uses + 1)
         self._counted = None
+        return used
 
-    def remove(self, item: Held) -> None:
-        del self._items[item.group.group_id]
-        self.rollouts -= len(item.group)
+    def remove(self, group: RolloutGroup) -> None:
+        del self._groups[group.group_id]
+        self.rollouts -= len(group)
         self._counted = None
-        if item.scheduled_step is not None:
-            self.of_step[item.scheduled_step] -= 1
+        if group.scheduled_step is not None:
+            self.of_step[group.scheduled_step] -= 1
 
     def counts(self, version: int, bound: int) -> Counter[Standing]:
         """Groups by their standing at ``version`` under ``bound``."""
         key = (version, bound)
         if self._counted is None or self._counted[0] != key:
-            self._counted = (key, Counter(self._standing(item, version, bound) for item in self))
+            self._counted = (key, Counter(self._standing(group, version, bound) for group in self))
         return self._counted[1]
+
+
+def group_to_json(group: RolloutGroup) -> dict[str, Any]:
+    """For checkpoints; payloads travel apart."""
+    # vars() and not dataclasses.asdict(), which would copy the payload.
+    rollouts = [{k: v for k, v in vars(r).items() if k != "payload"} for r in group.rollouts]
+    return {"group_id": group.group_id, "rollouts": rollouts, "step": group.scheduled_step, "uses": group.uses}
+
+
+def group_from_json(value: Mapping[str, Any], payloads: Mapping[int, Payload]) -> RolloutGroup:
+    """``payloads`` by rollout id."""
+    rollouts = tuple(RolloutInfo(**row, payload=payloads[row["rollout_id"]]) for row in value["rollouts"])
+    return RolloutGroup(value["group_id"], rollouts, value["step"], value["uses"])

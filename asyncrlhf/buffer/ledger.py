@@ -37,23 +37,11 @@ class LedgerEntry:
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     """A prompt as JSON values. ``metadata`` is taken as it is: prompt sources keep it JSON-able."""
-    return {
-        "prompt_id": prompt.prompt_id,
-        "text": prompt.text,
-        "token_ids": [int(token) for token in prompt.token_ids],
-        "answer": prompt.answer,
-        "metadata": dict(prompt.metadata),
-    }
+    return {**vars(prompt), "token_ids": prompt.token_ids.tolist(), "metadata": dict(prompt.metadata)}
 
 
 def prompt_from_json(value: Mapping[str, Any]) -> Prompt:
-    return Prompt(
-        prompt_id=value["prompt_id"],
-        text=value["text"],
-        token_ids=np.asarray(value["token_ids"], dtype=np.int64),
-        answer=value["answer"],
-        metadata=value["metadata"],
-    )
+    return Prompt(**{**value, "token_ids": np.asarray(value["token_ids"], dtype=np.int64)})
 
 
 class Ledger:

@@ -5,39 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from asyncrlhf.buffer.admission import resolve_capacity, scheduled_versions
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
-from asyncrlhf.buffer.held import Held, HeldGroups, Standing
-from asyncrlhf.buffer.records import group_from_json, group_to_json
+from asyncrlhf.buffer.held import HeldGroups, Standing, group_from_json, group_to_json
 from asyncrlhf.buffer.sampling import PRIORITY, correction, groups_due, must_wait, priority, spread
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import DropReason, Payload, RolloutGroup
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A group in a batch. ``weight`` multiplies the loss of its rollouts; ``uses_left`` 0 marks its last use;
-    ``replayed`` one that was trained before."""
-
-    group: RolloutGroup
-    weight: float
-    masked_before_version: int  # over_stale=mask: tokens older than this leave the loss
-    uses_left: int
-    replayed: bool = False
-
-
-@dataclass(frozen=True)
-class Evicted:
-    """A group that left without its last use; ``uses_left`` is what the gate gets back: places not filled yet."""
-
-    group: RolloutGroup
-    reason: DropReason
-    uses_left: int
 
 
 class ReplayBuffer:
@@ -62,7 +40,6 @@ class ReplayBuffer:
         self._groups = HeldGroups(self._standing)
         self._closed: Counter[int] = Counter()  # groups of a scheduled step that will never come
         self._reserved = 0
-        self._arrivals = 0
         self._last_taken = -1
         self._replayed = 0
         self._resumed_at = 0
@@ -84,7 +61,7 @@ class ReplayBuffer:
 
     def groups(self) -> list[RolloutGroup]:
         """The held groups by group id."""
-        return sorted((item.group for item in self._groups), key=lambda group: group.group_id)
+        return sorted(self._groups, key=lambda group: group.group_id)
 
     def reserve(self, rollouts: int) -> None:
         """Keep places for rollouts about to start; raises LedgerError beyond ``free``."""
@@ -102,25 +79,23 @@ class ReplayBuffer:
             )
         self._reserved -= rollouts
 
-    def add(self, group: RolloutGroup, scheduled_step: int | None = None) -> DropReason | None:
+    def add(self, group: RolloutGroup) -> DropReason | None:
         """Put a finished group in the place reserved for it; the reason when it is refused (its places are free then).
 
-        ``scheduled_step`` is what the gate's ``admit`` gave. A group is short of siblings only when they failed, and
-        the caller has released their places.
+        Its ``scheduled_step`` is what the gate's ``admit`` gave. A group is short of siblings only when they failed,
+        and the caller has released their places.
         """
         if not 1 <= len(group) <= self._num_generations or group.group_id in self._groups:
             raise LedgerError(f"group {group.group_id} with {len(group)} rollouts is empty, too large or held already.")
-        if (scheduled_step is not None) != self._scheduled:
-            raise LedgerError(
-                f"group {group.group_id} came with scheduled step {scheduled_step} in the other kind of mode."
-            )
+        step = group.scheduled_step
+        if (step is not None) != self._scheduled:
+            raise LedgerError(f"group {group.group_id} came with scheduled step {step} in the other kind of mode.")
         self.release(len(group))
         if self._config.filter_zero_spread and spread(group) == 0.0:
-            if scheduled_step is not None:
-                self.close_group(group.group_id, scheduled_step)
+            if step is not None:
+                self.close_group(group.group_id, step)
             return "untrainable"
-        self._groups.add(Held(group, self._arrivals, scheduled_step))
-        self._arrivals += 1
+        self._groups.add(group)
         return None
 
     def close_group(self, group_id: int, scheduled_step: int) -> None:
@@ -133,8 +108,8 @@ class ReplayBuffer:
         """The staleness bound in force from now on; the one of the settings stays the highest."""
         self._bound = min(bound, self._hard_bound)
 
-    def evict(self, version: int) -> list[Evicted]:
-        """Remove what may not train at ``version`` or later: ``stale``. A scheduled mode and ``downweight`` keep all.
+    def evict(self, version: int) -> list[RolloutGroup]:
+        """Remove what may not train at ``version`` or later. A scheduled mode and ``downweight`` keep all.
 
         ``drop`` removes groups over the bound; ``mask`` only those without one token inside it; ``wait`` only those
         that were trained before and wait for another use. With ``replay_fraction`` no trained group stays over
@@ -143,21 +118,20 @@ class ReplayBuffer:
         """
         gone = self._all(version, "over", *(() if self._over_stale == "wait" else ("late",)))
         if self._config.replays:
-            kept = sorted(self._all(version, "replay"), key=lambda i: (-i.oldest, -i.arrival))
-            room = itertools.accumulate(
-                (len(i.group) for i in kept), lambda left, n: left - n, initial=self.capacity // 2
-            )
-            gone += [item for item, left in zip(kept, itertools.islice(room, 1, None), strict=True) if left < 0]
+            kept = sorted(reversed(self._all(version, "replay")), key=lambda group: -group.min_version)
+            filled = itertools.accumulate(map(len, kept))
+            gone += [group for group, places in zip(kept, filled, strict=True) if places > self.capacity // 2]
         return self._remove(gone)
 
-    def purge(self, version: int) -> list[Evicted]:
-        """Remove every group with a token older than ``version``: ``stale``. A scheduled mode keeps all."""
-        return [] if self._scheduled else self._remove([item for item in self._groups if item.oldest < version])
+    def purge(self, version: int) -> list[RolloutGroup]:
+        """Remove every group with a token older than ``version``; a scheduled mode keeps all."""
+        return [] if self._scheduled else self._remove([group for group in self._groups if group.min_version < version])
 
-    def _remove(self, gone: list[Held]) -> list[Evicted]:
-        for item in gone:
-            self._groups.remove(item)
-        return [Evicted(item.group, "stale", max(0, self._config.places - item.uses)) for item in gone]
+    def _remove(self, gone: list[RolloutGroup]) -> list[RolloutGroup]:
+        """``uses_left`` is what the gate gets back: places not filled yet."""
+        for group in gone:
+            self._groups.remove(group)
+        return [replace(group, uses_left=max(0, self._config.places - group.uses)) for group in gone]
 
     def replayed_by(self, version: int) -> int:
         """Places that replay filled in all batches so far, with those it will fill in the batch of ``version``."""
@@ -174,11 +148,12 @@ class ReplayBuffer:
             return enough
         return not must_wait(version, in_flight_versions, self._bound, self._groups_per_step)
 
-    def take(self, version: int, in_flight_versions: Iterable[int] = ()) -> list[Taken] | None:
+    def take(self, version: int, in_flight_versions: Iterable[int] = ()) -> list[RolloutGroup] | None:
         """The batch that moves the policy from ``version`` to ``version + 1``, by group id; None while it is not there.
 
-        ``in_flight_versions``, read by ``over_stale=wait`` only, are those of ``sampling.must_wait``. An empty list
-        (scheduled modes only) says that every group of this step failed. Groups with no uses left leave the buffer.
+        Its rollouts have the weight and the mask that they train with. ``in_flight_versions``, read by
+        ``over_stale=wait`` only, are those of ``sampling.must_wait``. An empty list (scheduled modes only) says that
+        every group of this step failed. Groups with no uses left leave the buffer.
         Raises LedgerError when a version is taken twice.
         """
         if version <= self._last_taken:
@@ -190,15 +165,15 @@ class ReplayBuffer:
         if chosen is None:
             return None
         self._last_taken = version
-        taken = [self._use(item, weight, version) for item, weight in chosen]
-        self._replayed += sum(t.replayed for t in taken) if self._config.replays else 0
-        return sorted(taken, key=lambda t: t.group.group_id)
+        taken = [self._use(group, weight, version) for group, weight in chosen]
+        self._replayed += sum(group.replayed for group in taken) if self._config.replays else 0
+        return sorted(taken, key=lambda group: group.group_id)
 
-    def check_batch(self, version: int, taken: Sequence[Taken]) -> None:
+    def check_batch(self, version: int, taken: Sequence[RolloutGroup]) -> None:
         """The last look before the loss: raise StaleBatchError for a rollout over the bound that nothing holds back."""
-        for entry in taken:
-            low, high = self._allowed_versions(entry, version)
-            for info in (r.info for r in entry.group.rollouts):
+        for group in taken:
+            low, high = self._allowed_versions(group, version)
+            for info in group.rollouts:
                 if not (low <= info.min_version and info.max_version <= high):
                     raise StaleBatchError(
                         f"rollout {info.rollout_id} with versions {info.min_version} to {info.max_version} was about "
@@ -209,121 +184,113 @@ class ReplayBuffer:
         """JSON-able facts of the held groups and the RNG; the caller saves the payloads by rollout id."""
         return {
             "reserved": self._reserved,
-            "arrivals": self._arrivals,
             "last_taken": self._last_taken,
             "replayed": self._replayed,
             "closed": sorted(self._closed.items()),
             "rng": self._rng.bit_generator.state,
-            "groups": [
-                {
-                    "group": group_to_json(item.group),
-                    "arrival": item.arrival,
-                    "scheduled_step": item.scheduled_step,
-                    "uses": item.uses,
-                }
-                for item in self._groups
-            ],
+            "groups": [group_to_json(group) for group in self._groups],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], payloads: Mapping[int, Payload], version: int) -> None:
         """Restore. ``payloads`` by rollout id; ``version`` is the policy version of the checkpoint."""
         self._groups = HeldGroups(self._standing)
         for row in state["groups"]:
-            group = group_from_json(row["group"], payloads)
-            self._groups.add(Held(group, row["arrival"], row["scheduled_step"], row["uses"]))
+            self._groups.add(group_from_json(row, payloads))
         self._closed = Counter(dict(state["closed"]))
-        self._reserved, self._arrivals = state["reserved"], state["arrivals"]
+        self._reserved, self._replayed = state["reserved"], state["replayed"]
         self._last_taken, self._resumed_at = state["last_taken"], version
-        self._replayed = state["replayed"]
         self._rng.bit_generator.state = state["rng"]
         if self.free < 0:
             raise LedgerError(
                 f"the checkpoint's buffer does not fit: {-self.free} places over capacity {self.capacity}."
             )
 
-    def _standing(self, item: Held, version: int, bound: int) -> Standing:
-        if self._is_over(item, version, bound):
-            return "over" if item.uses else "late"
-        return "replay" if self._config.replays and item.uses else "open"
+    def _standing(self, group: RolloutGroup, version: int, bound: int) -> Standing:
+        if self._is_over(group, version, bound):
+            return "over" if group.uses else "late"
+        return "replay" if self._config.replays and group.uses else "open"
 
-    def _is_over(self, item: Held, version: int, bound: int) -> bool:
+    def _is_over(self, group: RolloutGroup, version: int, bound: int) -> bool:
         """``wait`` measures an unused group by the bound of the settings: none was promised less when it began."""
-        age, used = version - item.oldest, item.uses > 0
+        age, used = group.staleness(version), group.uses > 0
         if used and self._config.replays:
             return age > min(self._config.max_age or bound, bound)
         if self._scheduled or self._over_stale == "downweight":
             return False
         if self._over_stale == "mask":
-            return all(r.info.max_version < version - bound for r in item.group.rollouts)
+            return all(r.max_version < version - bound for r in group.rollouts)
         return age > (self._hard_bound if self._over_stale == "wait" and not used else bound)
 
-    def _allowed_versions(self, entry: Taken, version: int) -> tuple[int, int]:
-        """Versions that may reach the loss in this entry; from 0 where its mask or its weight holds old ones back."""
+    def _allowed_versions(self, group: RolloutGroup, version: int) -> tuple[int, int]:
+        """Versions that may reach the loss in this group; from 0 where its mask or its weight holds old ones back."""
         if self._scheduled:
             return scheduled_versions(version, self._hard_bound, self._resumed_at)
         oldest = version - (self._hard_bound if self._over_stale == "wait" else self._bound)
-        masked = self._over_stale == "mask" and entry.masked_before_version >= oldest
-        light = self._over_stale == "downweight" and entry.weight <= self._staleness_weight(entry.group, version)
+        first = group.rollouts[0]
+        masked = self._over_stale == "mask" and first.masked_before_version >= oldest
+        light = self._over_stale == "downweight" and first.weight <= self._staleness_weight(group, version)
         return (0 if masked or light else oldest), version
 
     def _staleness_weight(self, group: RolloutGroup, version: int) -> float:
         return min(1.0, (self._bound + 1) / (group.staleness(version) + 1))
 
-    def _choose_scheduled(self, step: int) -> list[tuple[Held, float]] | None:
-        ready = [item for item in self._groups if item.scheduled_step == step]
+    def _choose_scheduled(self, step: int) -> list[tuple[RolloutGroup, float]] | None:
+        ready = [group for group in self._groups if group.scheduled_step == step]
         if len(ready) + self._closed[step] < self._groups_per_step:
             return None
         del self._closed[step]
-        return [(item, 1.0) for item in ready]
+        return [(group, 1.0) for group in ready]
 
-    def _choose_free(self, version: int, in_flight: Counter[int]) -> list[tuple[Held, float]] | None:
+    def _choose_free(self, version: int, in_flight: Counter[int]) -> list[tuple[RolloutGroup, float]] | None:
         """Groups with the weights that correct for how they were drawn."""
-        urgent: list[Held] = []
+        urgent: list[RolloutGroup] = []
         if self._over_stale == "wait":
             if must_wait(version, in_flight, self._bound, self._groups_per_step):
                 return None
             urgent = self._urgent(version, in_flight)
         replayed = min(self._to_replay(version), self._groups_per_step - len(urgent))
-        first = set(urgent)
-        rest = [item for item in self._all(version, "open") if item not in first]
+        first = {group.group_id for group in urgent}
+        rest = [group for group in self._all(version, "open") if group.group_id not in first]
         count = self._groups_per_step - len(urgent) - replayed
         if len(rest) < count:
             return None
         sampling = "fifo" if self._config.replays else self._config.sampling
-        fresh = [(item, 1.0) for item in urgent] + self._draw(sampling, rest, count, version)
+        fresh = [(group, 1.0) for group in urgent] + self._draw(sampling, rest, count, version)
         return self._corrected(fresh) + self._corrected(
             self._draw(self._config.sampling, self._all(version, "replay"), replayed, version) if replayed else []
         )
 
-    def _draw(self, sampling: str, items: list[Held], count: int, version: int) -> list[tuple[Held, float]]:
-        """``count`` of the items, given in the order of arrival, each with the probability that it was to be drawn."""
+    def _draw(
+        self, sampling: str, groups: list[RolloutGroup], count: int, version: int
+    ) -> list[tuple[RolloutGroup, float]]:
+        """``count`` of the groups, given in the order of arrival, each with the probability that it was to be drawn."""
         if sampling in ("fifo", "lifo"):
-            return [(item, 1.0) for item in (items if sampling == "fifo" else items[::-1])[:count]]
+            return [(group, 1.0) for group in (groups if sampling == "fifo" else groups[::-1])[:count]]
         # By group id, so that a draw depends on what is held and not on the order in which it came.
-        items = sorted(items, key=lambda item: item.group.group_id)
+        groups = sorted(groups, key=lambda group: group.group_id)
         if sampling == "uniform":
-            return [(items[i], 1.0) for i in self._rng.permutation(len(items))[:count]]
+            return [(groups[i], 1.0) for i in self._rng.permutation(len(groups))[:count]]
         measure = PRIORITY[self._config.priority]
-        picked = priority([measure(item.group, version) for item in items], count, self._rng)
-        return [(items[i], p) for i, p in picked]
+        picked = priority([measure(group, version) for group in groups], count, self._rng)
+        return [(groups[i], p) for i, p in picked]
 
     def _to_replay(self, version: int) -> int:
         """Groups of a batch at ``version`` that come from replay: as many as are due, as far as held."""
         due = self._replay_groups if version >= self._config.warmup_steps else 0
         return min(due, self._groups.counts(version, self._bound)["replay"])
 
-    def _all(self, version: int, *standings: Standing) -> list[Held]:
+    def _all(self, version: int, *standings: Standing) -> list[RolloutGroup]:
         """In the order of arrival."""
-        return [item for item in self._groups if self._standing(item, version, self._bound) in standings]
+        return [group for group in self._groups if self._standing(group, version, self._bound) in standings]
 
-    def _urgent(self, version: int, in_flight: Counter[int]) -> list[Held]:
+    def _urgent(self, version: int, in_flight: Counter[int]) -> list[RolloutGroup]:
         """Groups, oldest first, that must go now so that every later step can still meet the bound. Those that a
         shrunken bound left behind go as early as batches allow, and never over the bound of the settings."""
         size = self._groups_per_step
-        unused = sorted((i for i in self._groups if i.uses == 0), key=lambda i: (i.oldest, i.arrival))
-        begun = Counter(item.oldest for item in unused) + in_flight
+        unused = sorted((g for g in self._groups if g.uses == 0), key=lambda group: group.min_version)
+        begun = Counter(group.min_version for group in unused) + in_flight
         need = groups_due(version, begun, self._hard_bound, size)
-        late = [item.group.group_id for item in unused if self._is_over(item, version, self._bound)]
+        late = [group.group_id for group in unused if self._is_over(group, version, self._bound)]
         if late or need > size:
             raise StaleBatchError(
                 f"over_stale=wait cannot keep async.max_staleness={self._hard_bound} at version {version}: "
@@ -331,18 +298,21 @@ class ReplayBuffer:
             )
         return unused[: min(size, max(need, groups_due(version, begun, self._bound, size)))]
 
-    def _corrected(self, chosen: list[tuple[Held, float]]) -> list[tuple[Held, float]]:
+    def _corrected(self, chosen: list[tuple[RolloutGroup, float]]) -> list[tuple[RolloutGroup, float]]:
         weights = correction([p for _, p in chosen], self._config.sampling_correction)
-        return [(item, weight) for (item, _), weight in zip(chosen, weights, strict=True)]
+        return [(group, weight) for (group, _), weight in zip(chosen, weights, strict=True)]
 
-    def _use(self, item: Held, weight: float, version: int) -> Taken:
-        self._groups.use(item)
-        left = self._config.max_reuse - item.uses
+    def _use(self, group: RolloutGroup, weight: float, version: int) -> RolloutGroup:
+        used = self._groups.use(group)
+        left = self._config.max_reuse - used.uses
         if left == 0:
-            self._groups.remove(item)
+            self._groups.remove(used)
         masked, free_running = 0, not self._scheduled
         if free_running and self._over_stale == "mask":
             masked = max(0, version - self._bound)
         if free_running and self._over_stale == "downweight":
-            weight *= self._staleness_weight(item.group, version)
-        return Taken(item.group, weight, masked, left, replayed=item.uses > 1)
+            weight *= self._staleness_weight(group, version)
+        if weight != 1.0 or masked:
+            rollouts = tuple(replace(r, weight=weight, masked_before_version=masked) for r in group.rollouts)
+            used = replace(used, rollouts=rollouts)
+        return replace(used, uses_left=left)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import netrc
+import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from asyncrlhf.cli import doctor_parts
-from asyncrlhf.cli.doctor_machine import Finding, Level, machine
+from asyncrlhf.cli.doctor_parts import Finding, Level, judge
 from asyncrlhf.cli.doctor_probes import PROBES, plugin_installed, probe_cluster, probe_import
 from asyncrlhf.config.compose import load_config
 
@@ -20,6 +26,10 @@ if TYPE_CHECKING:
 
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
+GIB = 2**30
+MEMORY_NEEDED = 3 * GIB  # Ray, one learner, one generator and one reward worker on the tiny model
+DISK_NEEDED = GIB
+SHARED_MEMORY_WANTED = GIB // 2  # the object store of the default run
 
 
 def run(arguments: Sequence[str] = ()) -> int:
@@ -27,25 +37,19 @@ def run(arguments: Sequence[str] = ()) -> int:
     it would fail on this machine, then 1. Raises ConfigError for arguments that no machine would take."""
     findings = examine(load_config(list(arguments)))
     console = Console()
-    table = Table(title="asyncrlhf doctor", title_justify="left", show_lines=False)
-    table.add_column("what")
-    table.add_column("found", overflow="fold")
-    table.add_column("verdict")
+    table = Table("what", Column("found", overflow="fold"), "verdict", title="asyncrlhf doctor", title_justify="left")
     for finding in findings:
-        colour = COLOURS[finding.level]
-        table.add_row(finding.what, finding.found.replace("[", r"\["), f"[{colour}]{finding.level}[/{colour}]")
+        table.add_row(finding.what, escape(finding.found), f"[{COLOURS[finding.level]}]{finding.level}[/]")
     console.print(table)
     for finding in findings:
         if finding.sentence:
-            sentence = finding.sentence.replace("[", r"\[")
+            sentence = escape(finding.sentence)
             console.print(f"[{COLOURS[finding.level]}]{finding.level}[/] {finding.what}: {sentence}", highlight=False)
     name = f"`asyncrlhf train {' '.join(arguments)}`" if arguments else "The default run (`asyncrlhf train`)"
-    failed = [finding.what for finding in findings if finding.level == "fails"]
-    if failed:
-        console.print(f"{name} would fail here: {', '.join(failed)}.", markup=False)
-        return 1
-    console.print(f"{name} should work here.", markup=False)
-    return 0
+    failed = ", ".join(finding.what for finding in findings if finding.level == "fails")
+    verdict = f"would fail here: {failed}" if failed else "should work here"
+    console.print(f"{name} {verdict}.", markup=False)
+    return 1 if failed else 0
 
 
 def examine(config: RunConfig, probe: Probe = probe_import, cluster: Probe = probe_cluster) -> list[Finding]:
@@ -63,8 +67,7 @@ def examine(config: RunConfig, probe: Probe = probe_import, cluster: Probe = pro
         *doctor_parts.devices(answers["torch"]),
         *doctor_parts.vllm(config, answers, plugin_installed(), compiler, head_size),
         *doctor_parts.deepspeed(config, answers["deepspeed"]),
-        *doctor_parts.signs(config),
-        *doctor_parts.clip(config),
+        *doctor_parts.without_effect(config),
         *_placement(config, answers, cluster),
     ]
 
@@ -87,3 +90,74 @@ def _placement(config: RunConfig, answers: Mapping[str, Any], cluster: Probe) ->
     if found.level == "fails":
         return [found]
     return [found, *doctor_parts.placement(config, [Node(*node) for node in answer["nodes"]], gpus=0)]
+
+
+def machine() -> list[Finding]:
+    """Every finding that no package has to be imported for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    alone = "learner and generator share one core, so nothing overlaps."
+    python, tested = ".".join(map(str, sys.version_info[:3])), sys.version_info[:2] == (3, 11)
+    other = "the locked requirements were made and tested with Python 3.11."
+    compiler = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
+    needs = "torch.compile needs one on the CPU: learner.compile=true and generator.engine=vllm would fail."
+    return [
+        judge("Python", python, "note", not tested, other),
+        judge("CPU cores", str(cores), "note", cores == 1, alone),
+        memory(available_memory()),
+        disk(Path.cwd()),
+        shared_memory(Path("/dev/shm")),
+        judge("C++ compiler", compiler or "none", "note", compiler is None, needs),
+        tiny_model(Path(__file__).resolve().parents[1] / "assets" / "tiny-arithmetic"),
+        wandb_login(os.environ),
+    ]
+
+
+def available_memory() -> int:
+    """Bytes that new processes may use: what is free, or what the container's limit leaves when that is less."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # no such container, or no limit ("max")
+        return available
+    return min(available, limit - used)
+
+
+def memory(available: int) -> Finding:
+    sentence = f"the default run needs about {MEMORY_NEEDED / GIB:.0f} GiB."
+    return judge("memory", f"{available / GIB:.1f} GiB available", "fails", available < MEMORY_NEEDED, sentence)
+
+
+def disk(folder: Path) -> Finding:
+    free, sentence = shutil.disk_usage(folder).free, ""
+    if not os.access(folder, os.W_OK):
+        sentence = f"{folder} is not writable; go elsewhere or give run_dir=FOLDER."
+    if free < DISK_NEEDED:
+        sentence = f"{folder} has less than {DISK_NEEDED // GIB} GiB free for the run's records."
+    return judge("disk", f"{free / GIB:.0f} GiB free", "fails", sentence, sentence)
+
+
+def shared_memory(folder: Path) -> Finding:
+    if not folder.is_dir():
+        sentence = "there is no /dev/shm; Ray keeps its objects in files, which is slower."
+        return Finding("shared memory", "-", "note", sentence)
+    free = shutil.disk_usage(folder).free
+    sentence = "Ray will keep objects on disk, which is slower; in Docker, start with --shm-size=2g."
+    return judge("shared memory", f"{free / GIB:.1f} GiB free", "note", free < SHARED_MEMORY_WANTED, sentence)
+
+
+def tiny_model(folder: Path) -> Finding:
+    if (folder / "config.json").is_file():
+        return Finding("tiny model", "packaged")
+    return Finding("tiny model", "-", "fails", f"the checkpoint of model.path=tiny is missing from {folder}.")
+
+
+def wandb_login(environment: Mapping[str, str]) -> Finding:
+    if environment.get("WANDB_API_KEY"):
+        return Finding("W&B login", "by WANDB_API_KEY")
+    try:
+        known = netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        known = False
+    sentence = "runs are recorded offline; `wandb login`, then `wandb sync`, sends them."
+    return judge("W&B login", "by ~/.netrc" if known else "none", "good", not known, sentence)

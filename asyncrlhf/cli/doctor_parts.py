@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrlhf.cli.doctor_machine import Finding, Level
 from asyncrlhf.errors import ConfigError
 
 if TYPE_CHECKING:  # the doctor answers where torch does not import, and these import it
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the doctor answers where torch does not import, and these i
     from asyncrlhf.config.run_config import RunConfig
     from asyncrlhf.engines.generator_config import GeneratorConfig
 
+Level = Literal["good", "note", "fails"]
 Answers = Mapping[str, Mapping[str, Any]]
 # vLLM's attention on a CPU has kernels for these alone.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -23,6 +24,21 @@ USES = {
     "deepspeed": "the DeepSpeed learner would fail; learner.backend=torch does without it.",
     "wandb": "Weights & Biases records would fail; set logging.wandb=disabled.",
 }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table. ``fails`` means that the run in question would not work."""
+
+    what: str
+    found: str
+    level: Level = "good"
+    sentence: str = ""
+
+
+def judge(what: str, found: str, bad: Level, wrong: Any, sentence: str) -> Finding:
+    """A finding of level ``bad`` with its ``sentence`` where something is ``wrong``, else a good one."""
+    return Finding(what, found, bad, sentence) if wrong else Finding(what, found)
 
 
 def needed(config: RunConfig) -> set[str]:
@@ -63,12 +79,9 @@ def head_size(config: RunConfig) -> int | None:
 
 
 def package(name: str, answer: Mapping[str, Any], wanted: set[str]) -> Finding:
-    error = answer.get("error")
-    if error is None:
-        return Finding(name, str(answer["installed"]))
-    found = str(answer.get("installed") or "-")
-    use = USES.get(name, "a run needs it; `make install` brings it.")
-    return Finding(name, found, "fails" if name in wanted else "note", f"{error}; {use}")
+    error, use = answer.get("error"), USES.get(name, "a run needs it; `make install` brings it.")
+    bad: Level = "fails" if name in wanted else "note"
+    return judge(name, str(answer.get("installed") or "-"), bad, error is not None, f"{error}; {use}")
 
 
 def devices(torch: Mapping[str, Any]) -> list[Finding]:
@@ -76,13 +89,10 @@ def devices(torch: Mapping[str, Any]) -> list[Finding]:
     if "error" in torch:
         return []
     gpus = torch["gpus"]
-    if gpus:
-        found = [Finding("GPUs", ", ".join(gpus))]
-    elif shutil.which("nvidia-smi"):
-        sentence = "nvidia-smi is here, but this torch sees no GPU; `make install DEVICE=gpu` brings builds that do."
-        found = [Finding("GPUs", "none seen by torch", "note", sentence)]
-    else:
-        found = [Finding("GPUs", "none")]
+    hidden = not gpus and shutil.which("nvidia-smi")
+    sentence = "nvidia-smi is here, but this torch sees no GPU; `make install DEVICE=gpu` brings builds that do."
+    seen = "none seen by torch" if hidden else ", ".join(gpus) or "none"
+    found = [judge("GPUs", seen, "note", hidden, sentence)]
     if not torch["gloo"]:
         sentence = "this torch has no gloo, so weights cannot travel by collective; use weights.transport=object_store."
         return [*found, Finding("process groups", "no gloo", "fails", sentence)]
@@ -93,23 +103,22 @@ def devices(torch: Mapping[str, Any]) -> list[Finding]:
         )
         return [*found, Finding("process groups", "gloo does not work", "fails", sentence)]
     nccl = f"NCCL {torch.get('nccl_version', '')}".strip() if torch["nccl"] else "no NCCL"
-    sentence = "" if torch["nccl"] or not gpus else "without NCCL weights travel between GPUs over gloo, far slower."
-    return [*found, Finding("process groups", f"gloo, {nccl}", "note" if sentence else "good", sentence), _name(torch)]
+    sentence = "without NCCL weights travel between GPUs over gloo, far slower."
+    slow = gpus and not torch["nccl"]
+    return [*found, judge("process groups", f"gloo, {nccl}", "note", slow, sentence), _host_name(torch)]
 
 
-def _name(torch: Mapping[str, Any]) -> Finding:
+def _host_name(torch: Mapping[str, Any]) -> Finding:
     """Where this host's own name leads: gloo's default on every machine."""
     address = torch.get("address", "")
     if not address:
         sentence = "this host's name has no address; parts of one machine meet at 127.0.0.1."
         return Finding("host name", "no address", "note", sentence)
-    if ipaddress.ip_address(address).is_loopback:
-        sentence = (
-            "this host's name leads to itself, which no other machine can reach; a run takes Ray's address of the node "
-            "instead, and sets GLOO_SOCKET_IFNAME for its learner ranks unless it is set."
-        )
-        return Finding("host name", address, "note", sentence)
-    return Finding("host name", address)
+    sentence = (
+        "this host's name leads to itself, which no other machine can reach; a run takes Ray's address of the node "
+        "instead, and sets GLOO_SOCKET_IFNAME for its learner ranks unless it is set."
+    )
+    return judge("host name", address, "note", ipaddress.ip_address(address).is_loopback, sentence)
 
 
 def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head_size: int | None) -> list[Finding]:
@@ -119,7 +128,7 @@ def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head
     if "error" in answer or "error" in torch:
         return []
     ours = [replica for replica in replicas(config) if replica.engine == "vllm"]
-    bad = "fails" if ours else "note"
+    bad: Level = "fails" if ours else "note"
     gpus, on_cpu = bool(torch["gpus"]), answer["device"] == "cpu"
     found = []
     if on_cpu and gpus:
@@ -149,37 +158,31 @@ def deepspeed(config: RunConfig, answer: Mapping[str, Any]) -> list[Finding]:
     """The device that DeepSpeed would train on; nothing where it is not installed."""
     if "error" in answer:
         return []
-    accelerator = answer["accelerator"]
-    wrong = config.learner.backend == "deepspeed" and (accelerator == "cpu") != (config.learner.gpus == 0)
-    if wrong:
-        sentence = (
-            f"DeepSpeed chose {accelerator}, but learner.gpus={config.learner.gpus:g}; set DS_ACCELERATOR to cpu or "
-            "cuda where the parts start."
-        )
-        return [Finding("DeepSpeed device", accelerator, "note", sentence)]
-    return [Finding("DeepSpeed device", accelerator)]
+    accelerator, gpus = answer["accelerator"], config.learner.gpus
+    wrong = config.learner.backend == "deepspeed" and (accelerator == "cpu") != (gpus == 0)
+    sentence = (
+        f"DeepSpeed chose {accelerator}, but learner.gpus={gpus:g}; set DS_ACCELERATOR to cpu or cuda where the parts "
+        "start."
+    )
+    return [judge("DeepSpeed device", accelerator, "note", wrong, sentence)]
 
 
-def signs(config: RunConfig) -> list[Finding]:
-    """A rule for negative rewards over rewards that have none."""
+def without_effect(config: RunConfig) -> list[Finding]:
+    """A rule for negative rewards over rewards that have none, and bounds of a clip that never acts."""
     from asyncrlhf.orchestrator.signs import REMEDY, never_negative
 
-    if not never_negative(config.algorithm, config.reward):
-        return []
-    sentence = f"algorithm.coef=signed tapers negative rewards, and reward.kind=task gives none, {REMEDY}."
-    return [Finding("reward signs", "never negative", "note", sentence)]
-
-
-def clip(config: RunConfig) -> list[Finding]:
-    """Bounds of a clip that never acts."""
-    algorithm = config.algorithm
-    if not algorithm.inert_clip:
-        return []
-    sentence = (
-        f"a step makes one update, in which every ratio to prox is 1, so that algorithm.coef={algorithm.coef} and its "
-        "bounds (algorithm.epsilon) change nothing; they act with algorithm.minibatches or num_iterations above 1."
-    )
-    return [Finding("clip", "never acts", "note", sentence)]
+    found, algorithm = [], config.algorithm
+    if never_negative(algorithm, config.reward):
+        sentence = f"algorithm.coef=signed tapers negative rewards, and reward.kind=task gives none, {REMEDY}."
+        found.append(Finding("reward signs", "never negative", "note", sentence))
+    if algorithm.inert_clip:
+        sentence = (
+            f"a step makes one update, in which every ratio to prox is 1, so that algorithm.coef={algorithm.coef} and "
+            "its bounds (algorithm.epsilon) change nothing; they act with algorithm.minibatches or num_iterations "
+            "above 1."
+        )
+        found.append(Finding("clip", "never acts", "note", sentence))
+    return found
 
 
 def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
+import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from asyncrlhf import __version__
-from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.validation import did_you_mean
 
 USAGE = """asyncrlhf: asynchronous off-policy RLHF
 
@@ -27,71 +31,34 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
 Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupted."""
 
 
-def _train(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.train import main
-
-    return main(arguments)
-
-
-def _sweep(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.sweep import main
-
-    return main(arguments)
-
-
-def _sft(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.stages import sft
-
-    return sft(arguments)
-
-
-def _preferences(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.stages import preferences
-
-    return preferences(arguments)
-
-
-def _reward_model(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.stages import reward_model
-
-    return reward_model(arguments)
-
-
-def _evaluate(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.evaluate import main
-
-    return main(arguments)
-
-
 def _report(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.report import main
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            """Say what is wrong in one sentence instead of a usage text."""
+            raise ConfigError(f"report: {message}; write asyncrlhf report RUN [RUN ...] [--out FOLDER].")
 
-    return main(arguments)
+    parser = Parser(prog="asyncrlhf report")
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the report (several runs: ./report)")
+    options = parser.parse_args(list(arguments))
+
+    from asyncrlhf.report.html import build_report  # plotly: a second that a wrong word need not cost
+
+    print(f"Report: {build_report(options.runs, options.out)}")
+    return 0
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    from asyncrlhf.bench.run import main
-
-    return main(arguments)
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from asyncrlhf.cli.doctor import run
-
-    return run(arguments)
-
-
-# Imports wait for the choice: `asyncrlhf doctor` must answer where torch does not even import.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "train": _train,
-    "sweep": _sweep,
-    "sft": _sft,
-    "preferences": _preferences,
-    "reward-model": _reward_model,
-    "evaluate": _evaluate,
-    "report": _report,
-    "bench": _bench,
-    "doctor": _doctor,
+# Module and function of each. Imports wait for the choice: `asyncrlhf doctor` must answer where torch does not import.
+COMMANDS = {
+    "train": ("asyncrlhf.cli.train", "main"),
+    "sweep": ("asyncrlhf.cli.sweep", "main"),
+    "sft": ("asyncrlhf.cli.stages", "sft"),
+    "preferences": ("asyncrlhf.cli.stages", "preferences"),
+    "reward-model": ("asyncrlhf.cli.stages", "reward_model"),
+    "evaluate": ("asyncrlhf.cli.stages", "evaluate"),
+    "report": ("asyncrlhf.cli.main", "_report"),
+    "bench": ("asyncrlhf.bench.run", "main"),
+    "doctor": ("asyncrlhf.cli.doctor", "run"),
 }
 
 
@@ -103,14 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
-    command = COMMANDS.get(arguments[0])
-    if command is None:
-        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+    if arguments[0] not in COMMANDS:
+        hint = did_you_mean(arguments[0], COMMANDS)
         print(f"asyncrlhf: {arguments[0]} is no command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
+    module, function = COMMANDS[arguments[0]]
     try:
-        return command(arguments[1:])
+        return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except AsyncRLHFError as error:
         # Messages of other libraries, quoted in ours, may have several lines.
         print(f"asyncrlhf: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,18 +1,24 @@
-"""``asyncrlhf sft``, ``reward-model`` and ``preferences``: the stages that end in files for the next one."""
+"""``asyncrlhf sft``, ``reward-model``, ``preferences`` and ``evaluate``: the stages around training."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
-from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.config.compose import check_words, load_config
+from asyncrlhf.config.run_config import RunConfig, from_hydra
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.recorder import CONFIG_FILE
 
-HELP_FLAGS = ("-h", "--help")
 SFT = """asyncrlhf sft sft.path=DATA [overrides]: supervised fine-tuning of model.path, by TRL's SFTTrainer
 
   asyncrlhf sft model.path=BASE sft.path=rows.jsonl run_dir=runs/sft    rows: text; prompt and completion; or messages
@@ -26,46 +32,69 @@ PREFERENCES = """asyncrlhf preferences [overrides]: pairs of model.path's own an
 
   asyncrlhf preferences model.path=runs/sft/model preferences=bradley_terry run_dir=runs/pairs
   asyncrlhf reward-model model.path=runs/sft/model reward_model.path=runs/pairs/preferences.jsonl"""
+EVALUATE = """asyncrlhf evaluate [overrides]: answers to the held-out prompts, as tables and one line of JSON
+
+  asyncrlhf evaluate model.path=FOLDER task=prompts task.path=FILE    the overrides of train; greedy answers
+  asyncrlhf evaluate run=RUN [key=value]                              a run's newest checkpoint, with its settings
+  evaluation=sampled                                                  four answers a prompt at temperature 1
+  evaluation.against=FOLDER | answers                                 win rate by reward.*, against a model or the task
+  evaluation.reference=FOLDER                                         KL from a model, and the perplexity under it
+  run_dir=FOLDER                                                      also write FOLDER/evaluation.json"""
 
 
 def sft(arguments: Sequence[str]) -> int:
-    def run(config: RunConfig) -> tuple[dict[str, Any], str]:
-        from asyncrlhf.stages.sft import plain_words, run_sft
+    config = _config(arguments, SFT)
+    from asyncrlhf.stages.sft import plain_words, run_sft
 
-        summary = run_sft(config)
-        return summary, plain_words(summary)
-
-    return _stage(arguments, SFT, run)
+    return _tell(run_sft(config), plain_words)
 
 
 def reward_model(arguments: Sequence[str]) -> int:
-    def run(config: RunConfig) -> tuple[dict[str, Any], str]:
-        from asyncrlhf.stages.reward_model import plain_words, run_reward_model
+    config = _config(arguments, REWARD_MODEL)
+    from asyncrlhf.stages.reward_model import plain_words, run_reward_model
 
-        summary = run_reward_model(config)
-        return summary, plain_words(summary)
+    return _tell(run_reward_model(config), plain_words)
 
-    return _stage(arguments, REWARD_MODEL, run)
+
+def _config(arguments: Sequence[str], usage: str) -> RunConfig:
+    _answer_help(arguments, usage)
+    return load_config(arguments)
+
+
+def _answer_help(arguments: Sequence[str], usage: str) -> None:
+    if "-h" in arguments or "--help" in arguments:
+        print(usage)
+        raise SystemExit(0)
+
+
+def _tell(summary: Mapping[str, Any], plain_words: Callable[[Mapping[str, Any]], str]) -> int:
+    """Print what came of a stage, in one of several processes alone; returns the exit code."""
+    done = summary["exit_reason"] == "done"
+    stopped = f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."
+    if os.environ.get("RANK", "0") == "0":
+        print(plain_words(summary) if done else stopped)
+    return 0 if done else 130
 
 
 def preferences(arguments: Sequence[str]) -> int:
-    def run(config: RunConfig) -> tuple[dict[str, Any], str]:
-        from asyncrlhf.stages.preferences import run_preferences
+    config = _config(arguments, PREFERENCES)
+    from asyncrlhf.stages.preferences import run_preferences
 
-        summary = run_preferences(config)
-        console = Console()
-        if not console.is_terminal:
-            return summary, "\n".join(f"{name}: {value}" for name, value in preference_figures(summary))
-        table = Table(title=f"Preferences from {summary['model']}")
-        table.add_column("figure")
-        table.add_column("value", justify="right", overflow="fold")
-        for row in preference_figures(summary):
-            table.add_row(*row)
-        console.print(table)
-        data = f"model.path={summary['model']} reward_model.path={summary['preferences']}"
-        return summary, f"Next: asyncrlhf reward-model {data}"
+    summary = run_preferences(config)
+    console, figures = Console(), preference_figures(summary)
+    if console.is_terminal:
+        console.print(_two_columns(f"Preferences from {summary['model']}", figures))
+        print(f"Next: asyncrlhf reward-model model.path={summary['model']} reward_model.path={summary['preferences']}")
+    else:
+        print("\n".join(f"{name}: {value}" for name, value in figures))
+    return 0
 
-    return _stage(arguments, PREFERENCES, run)
+
+def _two_columns(title: str, figures: Sequence[tuple[str, str]]) -> Table:
+    table = Table("figure", Column("value", justify="right", overflow="fold"), title=title)
+    for row in figures:
+        table.add_row(*row)
+    return table
 
 
 def preference_figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -96,11 +125,99 @@ def preference_figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _stage(arguments: Sequence[str], usage: str, run: Callable[[RunConfig], tuple[Mapping[str, Any], str]]) -> int:
-    if any(argument in HELP_FLAGS for argument in arguments):
-        print(usage)
-        return 0
-    summary, words = run(load_config(arguments))
-    if os.environ.get("RANK", "0") == "0":  # one of several processes speaks
-        print(words)
-    return 130 if summary.get("exit_reason") == "interrupted" else 0
+def evaluate(arguments: Sequence[str]) -> int:
+    """Held-out reward, win rate and KL of a model or a run's checkpoint, as tables and as JSON.
+
+    Reads the same overrides as ``train``. ``run=RUN`` takes the settings of that run and its newest checkpoint; what
+    follows are then plain settings, not names of groups. ``run_dir=FOLDER`` also writes ``FOLDER/evaluation.json``.
+    """
+    _answer_help(arguments, EVALUATE)
+    named = [argument.removeprefix("run=") for argument in arguments if argument.startswith("run=")]
+    rest = [argument for argument in arguments if not argument.startswith("run=")]
+    config = config_of_run(Path(named[-1]), rest) if named else load_config(rest)
+    folder = Path(config.run_dir) if config.run_dir else None
+    from asyncrlhf.stages import evaluation  # here, so that a wrong setting is answered before torch's import
+
+    result = evaluation.evaluate(config)
+    _show(result, config.evaluation.samples_shown)
+    print(json.dumps({key: value for key, value in result.items() if key != "samples"}))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run's own config with its newest checkpoint as the model; raises ConfigError where it has none."""
+    from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
+
+    check_words(overrides)
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"run={run} holds no {CONFIG_FILE}; give the directory of a run.")
+    found = list_checkpoints(run)
+    if not found:
+        raise ConfigError(f"run={run} holds no checkpoint; train with checkpoint.every=N to have some.")
+    saved = yaml.safe_load((run / CONFIG_FILE).read_text())
+    groups = [override for override in overrides if isinstance(saved.get(override.split("=")[0]), dict)]
+    if groups:
+        key = groups[0].split("=")[0]
+        raise ConfigError(f"{groups[0]} names a group, and run={run} has its own; allowed: {key}.NAME=VALUE.")
+    own = {"model": {"path": str(found[-1] / LEARNER_FOLDER / "model")}, "run_dir": "", "checkpoint": {"resume": "no"}}
+    return from_hydra(OmegaConf.merge(saved, own, OmegaConf.from_dotlist(list(overrides))))
+
+
+def _show(result: Mapping[str, Any], samples: int) -> None:
+    how = f"at temperature {result['temperature']:g}" if result["temperature"] else "greedy"
+    console = Console()
+    if samples:
+        console.print(_sample_table(result, samples, how))
+    title = f"{result['prompts']} held-out prompts, {result['answers']} answers {how}"
+    console.print(_two_columns(title, _figures(result)))
+
+
+def _sample_table(result: Mapping[str, Any], samples: int, how: str) -> Table:
+    against = "against" in result
+    columns = ["prompt", "response", "answer", "reward", *(["against", "its reward"] if against else [])]
+    title = f"{result['model']} on {result['prompts']} held-out prompts of {result['task']}, {how}"
+    table = Table(*columns, title=title)
+    for sample in result["samples"][:samples]:
+        cells = [sample["prompt"], sample["response"], str(sample["answer"]), f"{sample['reward']:.3f}"]
+        if against:
+            cells += [str(sample["against_response"]), _number(sample["against_reward"])]
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _figures(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of the second table, with standard errors where there are any."""
+    rows = [
+        ("reward", _pair(result, "reward_mean", "reward_standard_error")),
+        *((f"  {name}", _pair(part, "mean", "standard_error")) for name, part in result["reward_parts"].items()),
+        ("response length", _number(result["response_length_mean"])),
+        ("cut off", _number(result["truncation_rate"])),
+    ]
+    if result["failed"]:
+        rows.append(("answers without a reward", str(result["failed"])))
+    if "against" in result:
+        rows += [
+            (f"win rate against {result['against']}", _pair(result, "win_rate", "win_rate_standard_error")),
+            ("  ties", _number(result["tie_rate"])),
+            ("  its reward", _pair(result, "against_reward_mean", "against_reward_standard_error")),
+        ]
+    if "reference" in result:
+        rows.append((f"perplexity under {result['reference']}", _number(result["perplexity"])))
+        kl = result["kl"]
+        if kl is None:
+            return [*rows, ("KL", "needs evaluation.temperature > 0")]
+        for name in ("k1", "k3"):
+            rows.append((f"KL an answer, {name}", _pair(kl, f"{name}_sequence", f"{name}_sequence_standard_error")))
+        rows.append(("KL a token, k1 and k3", f"{_number(kl['k1_token'], 4)}, {_number(kl['k3_token'], 4)}"))
+    return rows
+
+
+def _pair(figures: Mapping[str, Any], mean: str, error: str) -> str:
+    return _number(figures[mean]) + (f" ± {figures[error]:.3f}" if figures[error] is not None else "")
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"

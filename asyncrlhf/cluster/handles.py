@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.remote import Remote
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
 from asyncrlhf.records.recorder import RolloutRow
-from asyncrlhf.types import Annotation, Payload, Rollout
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 
 class GeneratorHandle(Remote[GeneratorWorker], Protocol):
@@ -27,7 +27,7 @@ class GeneratorHandle(Remote[GeneratorWorker], Protocol):
     @property
     def slots(self) -> int: ...
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Returns before the replica has the items, perhaps; ``collect`` raises what it raised over them."""
         ...
 
@@ -35,7 +35,7 @@ class GeneratorHandle(Remote[GeneratorWorker], Protocol):
         """Waits until something finished or a short while passed."""
         ...
 
-    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+    async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         """Samples outside the ledger (evaluation): negative rollout ids, answered here and not by ``collect``."""
         ...
 
@@ -60,7 +60,7 @@ class AnnotatorHandle(ReaderHandle, Protocol):
 class LearnerHandle(Remote[LearnerWorker], Protocol):
     """The learner group as one part. ``call`` is answered by rank 0; in the other methods all ranks act together."""
 
-    async def train(self, items: Sequence[TrainItem]) -> StepResult: ...
+    async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult: ...
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
         """Copy the present weights aside for publishing. What the learner is asked for after this call finds the copy
@@ -75,31 +75,18 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
 
 
 class Runtime(Protocol):
-    """Starts the parts and wires their transport; the controller sees nothing below this line."""
+    """Starts the parts and wires their transport; the controller sees nothing below this line.
 
-    @property
-    def generators(self) -> list[GeneratorHandle]: ...
+    ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
+    ``sharing``: names of the generators on the learner's devices, which take turns with it.
+    """
 
-    @property
-    def rewards(self) -> list[AnnotatorHandle]: ...
-
-    @property
-    def references(self) -> list[AnnotatorHandle]:
-        """Empty without ``reference.where=service``."""
-        ...
-
-    @property
-    def critics(self) -> list[AnnotatorHandle]:
-        """Empty without ``critic.where=service``."""
-        ...
-
-    @property
-    def learner(self) -> LearnerHandle: ...
-
-    @property
-    def sharing(self) -> Collection[str]:
-        """Names of the generators on the learner's devices, which take turns with it; empty without such."""
-        ...
+    generators: list[GeneratorHandle]
+    rewards: list[AnnotatorHandle]
+    references: list[AnnotatorHandle]
+    critics: list[AnnotatorHandle]
+    learner: LearnerHandle
+    sharing: Collection[str]
 
     async def start(self) -> None: ...
 

@@ -13,22 +13,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
-from asyncrlhf.actors.critic import CriticSpec
-from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Collected, Offer, TrainItem, WorkItem, joined, placed
-from asyncrlhf.actors.outbox import located
-from asyncrlhf.actors.reference import ReferenceSpec
-from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.messages import Collected, Offer, joined, placed
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, located
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
+from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle, Runtime
+from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
+from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.records.recorder import RolloutRow, write_part
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.types import Annotation, Payload, Rollout
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,10 +64,8 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
 
     async def _nap(self, until: float) -> None:
         """Sleep until then, or until something changes (a submit, a load, a cancellation)."""
-        waiter = asyncio.ensure_future(self._changed.wait_for(_once()))
-        loop = asyncio.get_running_loop()
-        timer = loop.call_at(until, self._changed.notify)
-        await waiter
+        timer = asyncio.get_running_loop().call_at(until, self._changed.notify)
+        await self._changed.wait_past(self._changed.count)
         timer.cancel()
 
     def kill(self, cause: str = "killed") -> None:
@@ -96,7 +91,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         self._changed.notify()
         return answer
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         await self.call(LONG_SECONDS, GeneratorWorker.submit, items)
 
     async def collect(self) -> Collected:
@@ -106,9 +101,9 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         now = asyncio.get_running_loop().time()
         return located(*box.take(self.worker.busy_seconds, self.worker.tokens, now), now)
 
-    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+    async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         await self.submit(items)
-        ids = [item.request.rollout_id for item in items]
+        ids = [item.rollout_id for item in items]
         done: list[Rollout] | None = None
 
         def look() -> bool:
@@ -125,12 +120,6 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await super().close()
-
-
-def _once() -> Callable[[], bool]:
-    """A condition that is false at the first look and true afterwards."""
-    looks = iter([False])
-    return lambda: next(looks, True)
 
 
 def fetch_local(payloads: Sequence[Payload]) -> list[Rollout]:
@@ -161,10 +150,10 @@ class LocalLearner(LocalPart[LearnerWorker]):
         super().__init__("learner-0", worker)
         self._step_seconds = spec.learner.virtual_step_seconds
 
-    async def train(self, items: Sequence[TrainItem]) -> StepResult:
-        chosen = [(((0, i),), item.reward, item.weight, item.masked_before_version) for i, item in enumerate(items)]
-        rollouts = fetch_local([item.payload for item in items])
-        result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, rollouts)
+    async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
+        chosen = [(((0, i),), r.reward, r.weight, r.masked_before_version) for i, r in enumerate(rollouts)]
+        fetched = fetch_local([r.payload for r in rollouts])
+        result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, fetched)
         await asyncio.sleep(self._step_seconds)
         return result
 
@@ -193,40 +182,25 @@ class Workers:
     annotator: Callable[[AnnotatorSpec, str], Any] = build_annotator  # with its name
 
 
-class LocalRuntime:
+class LocalRuntime(Runtime):
     """Give it to a controller inside :func:`~asyncrlhf.cluster.clock.run_virtual`."""
 
-    def __init__(
-        self,
-        generators: Sequence[GeneratorSpec],
-        learner: LearnerSpec,
-        reward: RewardSpec,
-        sharing: Collection[str] = (),
-        reference: ReferenceSpec | None = None,
-        critic: CriticSpec | None = None,
-        workers: Workers | None = None,
-    ) -> None:
+    def __init__(self, specs: Specs, sharing: Collection[str] = (), workers: Workers | None = None) -> None:
         """``sharing``: the generators that take turns with the learner."""
         self._workers = workers or Workers()
         self.sharing = frozenset(sharing)
-        self._specs = {spec.name: spec for spec in generators}
-        self._learner_spec = learner
-        self._reward_spec = reward
-        self._reference_spec, self._critic_spec = reference, critic
+        self._specs = specs
         self._epoch = 0
         self._records = ThreadPoolExecutor(max_workers=1, thread_name_prefix="records")
-        self.generators: list[GeneratorHandle] = []
-        self.rewards: list[AnnotatorHandle] = []
-        self.references: list[AnnotatorHandle] = []
-        self.critics: list[AnnotatorHandle] = []
+        self.generators = []
         self.learner: LocalLearner
 
     async def start(self) -> None:
-        self.learner = LocalLearner(self._learner_spec, self._workers.learner(self._learner_spec))
-        self.rewards = self._annotators(self._reward_spec)
-        self.references = self._annotators(self._reference_spec)
-        self.critics = self._annotators(self._critic_spec)
-        self.generators = [self._generator(spec) for spec in self._specs.values()]
+        self.learner = LocalLearner(self._specs.learner, self._workers.learner(self._specs.learner))
+        self.rewards = self._annotators(self._specs.reward)
+        self.references = self._annotators(self._specs.reference)
+        self.critics = self._annotators(self._specs.critic)
+        self.generators = [self._generator(spec) for spec in self._specs.generators]
 
     def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
         if spec is None:
@@ -243,7 +217,7 @@ class LocalRuntime:
         await self.learner.call(LONG_SECONDS, LearnerWorker.connect, "", names, self._epoch)
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
-        fresh = self._generator(self._specs[dead.name])
+        fresh = self._generator(next(spec for spec in self._specs.generators if spec.name == dead.name))
         self.generators[:] = [fresh if g is dead else g for g in self.generators]
         return fresh
 

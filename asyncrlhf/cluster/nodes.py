@@ -37,7 +37,7 @@ def shortage(plan: Plan, nodes: Sequence[Node]) -> str | None:
     kinds = sorted({"CPU", *wanted})
     offer = words({kind: there.get(kind, 0.0) for kind in kinds})
     has = f"Ray has {offer} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-    loose = [(name, seat.demand()) for name, seat in plan.seats.items() if not seat.group]
+    loose = [(name, seat.demand()) for name, seat in plan.loose.items()]
     for name, piece in [*_pieces(plan.groups), *loose]:
         if not any(_fits(piece, node.total) for node in nodes):
             return f"{name} needs {words(piece)} on one node, but {has}, and no node has as much."

@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrlhf.actors.critic import CriticSpec
-from asyncrlhf.actors.generator import GeneratorSpec
+from asyncrlhf.actors.annotator import CriticSpec, ReferenceSpec, RewardSpec
 from asyncrlhf.actors.learner import LearnerSpec
-from asyncrlhf.actors.reference import ReferenceSpec
-from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.cluster.handles import Runtime
-from asyncrlhf.cluster.placement import Plan, make_plan, parts_of
+from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.engines.groups import replica_kinds
@@ -67,17 +65,11 @@ def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
 
 def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
     """Which part sits on which device of a Ray with so many nodes; raises ConfigError with one sentence."""
-    reference = config.reference if config.reference_served else None
-    critic = config.critic if config.critic_served else None
-    parts = parts_of(generator_specs(config), config.learner, config.reward, reference, critic)
-    return make_plan(config.cluster.placement, parts, nodes)
+    return make_plan(config.cluster.placement, parts_of(specs(config, config.weights)), nodes)
 
 
-def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Workers | None = None) -> Runtime:
-    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go. ``workers``: others than
-    the real ones, for ``runtime=local``."""
-    weights = wire_settings(config, run_dir)
-    generators = generator_specs(config, weights)
+def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
+    """Of all parts; ``weights`` as ``wire_settings`` gives it."""
     learner = LearnerSpec(
         learner=config.learner,
         algorithm=config.algorithm,
@@ -91,7 +83,6 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
         reference_served=config.reference_served,
         critic_served=config.critic_served,
     )
-    reference, critic = reference_spec(config), critic_spec(config, weights)
     reward = RewardSpec(
         config.reward,
         config.task,
@@ -100,13 +91,21 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
         config.fusion.cache_tokens if config.reward_reads_ahead else 0,
         answer_seconds(config, config.reward.model_timeout_seconds),
     )
+    generators = generator_specs(config, weights)
+    return Specs(generators, learner, reward, reference_spec(config), critic_spec(config, weights))
+
+
+def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Workers | None = None) -> Runtime:
+    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go. ``workers``: others than
+    the real ones, for ``runtime=local``."""
+    wanted = specs(config, wire_settings(config, run_dir))
     if config.runtime == "local":
         from asyncrlhf.cluster.local_runtime import LocalRuntime
 
-        return LocalRuntime(generators, learner, reward, placement_plan(config).sharing, reference, critic, workers)
+        return LocalRuntime(wanted, placement_plan(config).sharing, workers)
     from asyncrlhf.cluster.ray_runtime import RayRuntime
 
-    return RayRuntime(config.cluster, config.ray, generators, learner, reward, run_dir, reference, critic)
+    return RayRuntime(config.cluster, config.ray, wanted, run_dir)
 
 
 def answer_seconds(config: RunConfig, own_limit: float = 0.0) -> float:
@@ -124,13 +123,6 @@ def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
     return CriticSpec(config.critic, config.model, precision, config.runtime, weights, seconds)
 
 
-def critic_notes(config: RunConfig) -> list[str]:
-    """What the user should know of a service that was asked for."""
-    if config.critic.where == "learner" or config.critic_served:
-        return []
-    return [f"No critic worker is started: algorithm={config.algorithm.name} has no critic."]
-
-
 def reference_spec(config: RunConfig) -> ReferenceSpec | None:
     """What the workers are started with; None where the learner asks its own model, or the algorithm none at all."""
     if not config.reference_served:
@@ -146,8 +138,11 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
     )
 
 
-def reference_notes(config: RunConfig) -> list[str]:
-    """What the user should know of a service that was asked for."""
-    if config.reference.where == "learner" or config.reference_served:
-        return []
-    return [f"No reference worker is started: algorithm={config.algorithm.name} needs no reference policy."]
+def service_notes(config: RunConfig) -> list[str]:
+    """What the user should know of services that were asked for."""
+    name, notes = config.algorithm.name, []
+    if config.reference.where == "service" and not config.reference_served:
+        notes.append(f"No reference worker is started: algorithm={name} needs no reference policy.")
+    if config.critic.where == "service" and not config.critic_served:
+        notes.append(f"No critic worker is started: algorithm={name} has no critic.")
+    return notes

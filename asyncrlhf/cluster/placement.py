@@ -12,16 +12,16 @@ workers holds for those of the reference and of the critic.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from asyncrlhf.actors.annotator import AnnotatorSpec, CriticSpec, ReferenceSpec, RewardSpec
+from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
-from asyncrlhf.rewards.reward_config import RewardConfig
 
-Kind = Literal["learner", "generator", "reward", "reference", "critic"]
 Side = Literal["learner", "generators", "rewards"]
 Strategy = Literal["PACK", "STRICT_PACK"]
 EPSILON = 1e-6
@@ -33,7 +33,7 @@ class Part:
     """What one actor asks for. ``workers``: engine processes of a replica, each with a GPU of its own."""
 
     name: str
-    kind: Kind
+    kind: str  # learner, generator, reward, reference or critic
     cpus: float
     gpus: float
     workers: int = 1
@@ -42,16 +42,6 @@ class Part:
     def __post_init__(self) -> None:
         if self.gpus > 1 and self.gpus != int(self.gpus):
             raise ConfigError(f"{self.name} asks for {self.gpus:g} GPUs; allowed: a whole number, or less than 1.")
-
-
-@dataclass(frozen=True)
-class DeviceGroup:
-    """Bundles that Ray reserves together (a placement group); STRICT_PACK keeps them on one node."""
-
-    name: str
-    side: Side
-    strategy: Strategy
-    bundles: tuple[Mapping[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -73,57 +63,79 @@ class Seat:
         return _bundle(self.cpus, self.gpus)
 
 
+@dataclass
+class DeviceGroup:
+    """Bundles that Ray reserves together (a placement group), and who sits on them by name; STRICT_PACK keeps them on
+    one node. ``room``: of the one GPU that fractional parts share."""
+
+    name: str
+    strategy: Strategy
+    bundles: list[dict[str, float]]
+    seats: dict[str, Seat]
+    side: Side = "generators"
+    room: float = 0.0
+
+
 @dataclass(frozen=True)
 class Plan:
-    """``sharing``: the replicas that sleep while the learner trains."""
+    """``loose``: parts that sit wherever Ray likes. ``sharing``: the replicas that sleep while the learner trains."""
 
     placement: str
     groups: tuple[DeviceGroup, ...] = ()
-    seats: Mapping[str, Seat] = field(default_factory=dict)
+    loose: Mapping[str, Seat] = field(default_factory=dict)
     sharing: frozenset[str] = frozenset()
+
+    @property
+    def seats(self) -> dict[str, Seat]:
+        """Of all parts, by name."""
+        return {name: seat for group in self.groups for name, seat in group.seats.items()} | {**self.loose}
 
     def bundles(self) -> list[Mapping[str, float]]:
         """All that Ray must hold at once: the groups' bundles, and what the parts outside of them ask for."""
-        own = [b for group in self.groups for b in group.bundles]
-        return own + [seat.demand() for seat in self.seats.values() if not seat.group and seat.demand()]
+        own: list[Mapping[str, float]] = [bundle for group in self.groups for bundle in group.bundles]
+        return own + [seat.demand() for seat in self.loose.values() if seat.demand()]
 
     def total(self, kind: str) -> float:
         return sum(bundle.get(kind, 0.0) for bundle in self.bundles())
 
     def side_of(self, part: str) -> str:
-        group = self.seats[part].group
-        return next((g.side for g in self.groups if g.name == group), "anywhere")
+        return next((group.side for group in self.groups if part in group.seats), "anywhere")
 
     def describe(self) -> list[str]:
         """One line a device group: what it reserves and who sits there."""
-        lines = []
-        for group in self.groups:
-            members = [name for name, seat in self.seats.items() if seat.group == group.name]
-            resources = "".join(f"[{words(bundle)}]" for bundle in group.bundles)
-            lines.append(f"{resources} {', '.join(members)}")
-        free = [name for name, seat in self.seats.items() if not seat.group]
-        return lines + ([f"wherever Ray likes: {', '.join(free)}"] if free else [])
+        lines = [
+            f"{''.join(f'[{words(bundle)}]' for bundle in group.bundles)} {', '.join(group.seats)}"
+            for group in self.groups
+        ]
+        return lines + ([f"wherever Ray likes: {', '.join(self.loose)}"] if self.loose else [])
 
 
-def parts_of(
-    generators: Iterable[GeneratorSpec],
-    learner: LearnerConfig,
-    reward: RewardConfig,
-    reference: ReferenceConfig | None = None,
-    critic: CriticConfig | None = None,
-) -> list[Part]:
-    """Every actor of a run, learner ranks first. ``reference``, ``critic``: where they are services that it asks."""
-    ranks = [Part(f"learner-{i}", "learner", learner.threads, learner.gpus) for i in range(learner.ranks)]
-    services: dict[Kind, RewardConfig | ReferenceConfig | CriticConfig | None] = {
-        "reward": reward, "reference": reference, "critic": critic,
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Specs:
+    """Everything that the parts of a run are started with. ``reference`` and ``critic``: None where no service is
+    asked."""
+
+    generators: Sequence[GeneratorSpec]
+    learner: LearnerSpec
+    reward: RewardSpec
+    reference: ReferenceSpec | None = None
+    critic: CriticSpec | None = None
+
+    @property
+    def annotators(self) -> list[AnnotatorSpec]:
+        return [spec for spec in (self.reward, self.reference, self.critic) if spec is not None]
+
+
+def parts_of(specs: Specs) -> list[Part]:
+    """Every actor of a run, learner ranks first."""
+    own = specs.learner.learner
+    ranks = [Part(f"learner-{i}", "learner", own.threads, own.gpus) for i in range(own.ranks)]
     workers = [
-        Part(f"{kind}-{i}", kind, own.threads, own.gpus)
-        for kind, own in services.items()
-        if own is not None
-        for i in range(own.workers)
+        Part(f"{spec.kind}-{i}", spec.kind, spec.settings.threads, spec.settings.gpus)
+        for spec in specs.annotators
+        for i in range(spec.settings.workers)
     ]
-    return [*ranks, *(generator_part(spec) for spec in generators), *workers]
+    return [*ranks, *map(generator_part, specs.generators), *workers]
 
 
 def generator_part(spec: GeneratorSpec) -> Part:
@@ -147,7 +159,7 @@ def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
         apart = nodes > 1 and not any(0 < p.gpus < 1 for p in parts)
         placement = "separate" if apart else "auto"
     if placement == "auto":
-        return Plan("auto", seats={p.name: _loose(p) for p in parts})
+        return Plan("auto", loose={p.name: _loose(p) for p in parts})
     if placement == "flatten":
         return _flatten(parts)
     return _apart(placement, parts)
@@ -156,69 +168,46 @@ def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
 def add_replica(plan: Plan, part: Part) -> Plan:
     """The plan with devices of its own for a replica that comes later; no other part shares them."""
     if plan.placement == "auto":
-        return replace(plan, seats={**plan.seats, part.name: _loose(part)})
-    (block,) = _blocks([part], spread=False)
-    return _with_blocks(plan, [block], "generators")
+        return replace(plan, loose={**plan.loose, part.name: _loose(part)})
+    return replace(plan, groups=(*plan.groups, *_groups([part])))
 
 
 def _loose(part: Part) -> Seat:
     return Seat(cpus=part.cpus, gpus=part.gpus)
 
 
-@dataclass
-class _Block:
-    """A device group in the making."""
-
-    name: str
-    strategy: Strategy
-    bundles: list[dict[str, float]]
-    seats: dict[str, Seat]
-    room: float = 0.0  # of the one GPU that fractional parts share
-
-
-def _blocks(parts: Iterable[Part], spread: bool) -> list[_Block]:
+def _groups(parts: Iterable[Part], side: Side = "generators", spread: bool = False) -> list[DeviceGroup]:
     """Devices for the parts in their order. ``spread``: a bundle for each GPU, so that others can join it there."""
-    blocks: list[_Block] = []
+    groups: list[DeviceGroup] = []
     for part in parts:
         if 0 < part.gpus < 1:
-            block = next((b for b in blocks if b.room >= part.gpus - EPSILON), None)
-            if block is None:
-                block = _Block(part.name, "PACK", [_bundle(0.0, 1.0)], {}, room=1.0)
-                blocks.append(block)
-            block.room -= part.gpus
-            block.bundles[0] = add_amounts([block.bundles[0], _bundle(part.cpus, 0.0)])
-            block.seats[part.name] = Seat(block.name, (0,), part.cpus, part.gpus)
+            group = next((g for g in groups if g.room >= part.gpus - EPSILON), None)
+            if group is None:
+                group = DeviceGroup(part.name, "PACK", [_bundle(0.0, 1.0)], {}, side, room=1.0)
+                groups.append(group)
+            group.room -= part.gpus
+            group.bundles[0] = add_amounts([group.bundles[0], _bundle(part.cpus, 0.0)])
+            group.seats[part.name] = Seat(group.name, (0,), part.cpus, part.gpus)
         elif part.workers > 1 and (spread or part.stages > 1):
             bundles = [_bundle(part.cpus, 1.0), *([_bundle(0.0, 1.0)] * (part.workers - 1))]
-            places = tuple(range(part.workers))
-            seat = Seat(part.name, places, part.cpus, worker_gpus=1.0)
+            seat = Seat(part.name, tuple(range(part.workers)), part.cpus, worker_gpus=1.0)
             strategy: Strategy = "STRICT_PACK" if part.stages == 1 else "PACK"
-            blocks.append(_Block(part.name, strategy, bundles, {part.name: seat}))
+            groups.append(DeviceGroup(part.name, strategy, bundles, {part.name: seat}, side))
         else:
             cpus = part.cpus if part.gpus else max(1.0, part.cpus)  # a bundle holds something
             seat = Seat(part.name, (0,), part.cpus, part.gpus)
-            blocks.append(_Block(part.name, "PACK", [_bundle(cpus, part.gpus)], {part.name: seat}))
-    return blocks
+            groups.append(DeviceGroup(part.name, "PACK", [_bundle(cpus, part.gpus)], {part.name: seat}, side))
+    return groups
 
 
-def _with_blocks(plan: Plan, blocks: Iterable[_Block], side: Side) -> Plan:
-    groups, seats = list(plan.groups), dict(plan.seats)
-    for block in blocks:
-        groups.append(DeviceGroup(block.name, side, block.strategy, tuple(block.bundles)))
-        seats.update(block.seats)
-    return replace(plan, groups=tuple(groups), seats=seats)
-
-
-def _with_ranks(plan: Plan, ranks: Sequence[Part]) -> Plan:
+def _of_ranks(ranks: Sequence[Part]) -> list[DeviceGroup]:
     """One group for all ranks, so that Ray packs them onto as few nodes as it can."""
-    if not ranks:
-        return plan
-    group = _Block("learner", "PACK", [], {})
-    for block in _blocks(ranks, spread=False):
-        for name, seat in block.seats.items():
-            group.seats[name] = replace(seat, group="learner", bundles=(len(group.bundles),))
-        group.bundles += block.bundles
-    return _with_blocks(plan, [group], "learner")
+    whole = DeviceGroup("learner", "PACK", [], {}, "learner")
+    for group in _groups(ranks):
+        for name, seat in group.seats.items():
+            whole.seats[name] = replace(seat, group="learner", bundles=(len(whole.bundles),))
+        whole.bundles += group.bundles
+    return [whole] if ranks else []
 
 
 def _apart(placement: str, parts: Sequence[Part]) -> Plan:
@@ -228,13 +217,12 @@ def _apart(placement: str, parts: Sequence[Part]) -> Plan:
         rewards = [p if p.gpus else replace(p, cpus=max(1.0, p.cpus)) for p in rewards]
     seated = [p for p in rewards if p.cpus or p.gpus]
     generators = [p for p in parts if p.kind == "generator"]
-    plan = _with_ranks(Plan(placement), [p for p in parts if p.kind == "learner"])
+    groups = _of_ranks([p for p in parts if p.kind == "learner"])
     if placement == "interleave":
-        plan = _with_blocks(plan, _blocks(generators, spread=False), "generators")
-        plan = _with_blocks(plan, _blocks(seated, spread=False), "rewards")
+        groups += [*_groups(generators), *_groups(seated, "rewards")]
     else:
-        plan = _with_blocks(plan, _blocks([*generators, *seated], spread=False), "generators")
-    return _with_rest(plan, rewards)
+        groups += _groups([*generators, *seated])
+    return _seating(placement, groups, rewards)
 
 
 def _flatten(parts: Sequence[Part]) -> Plan:
@@ -246,13 +234,13 @@ def _flatten(parts: Sequence[Part]) -> Plan:
         )
     ranks = [p for p in parts if p.kind == "learner"]
     generators = {p.name for p in parts if p.kind == "generator"}
-    blocks = _blocks((p for p in parts if p.kind != "learner" and _asks(p)), spread=True)
+    groups = _groups((p for p in parts if p.kind != "learner" and _asks(p)), spread=True)
     on_gpu = ranks[0].gpus > 0
     devices = [
-        (block, place)
-        for block in blocks
-        for place, bundle in enumerate(block.bundles)
-        if ("GPU" in bundle) == on_gpu and generators & block.seats.keys()
+        (group, place)
+        for group in groups
+        for place, bundle in enumerate(group.bundles)
+        if ("GPU" in bundle) == on_gpu and generators & group.seats.keys()
     ]
     if not devices:
         raise ConfigError(
@@ -261,32 +249,32 @@ def _flatten(parts: Sequence[Part]) -> Plan:
         )
     each = math.floor(1 / ranks[0].gpus + EPSILON) if on_gpu else 1
     sharing: set[str] = set()
-    for number, (block, place) in enumerate(devices):
-        sharing |= _share(block, place, ranks[number * each : (number + 1) * each])
-    plan = _with_blocks(Plan("flatten", sharing=frozenset(sharing & generators)), blocks, "generators")
-    return _with_rest(_with_ranks(plan, ranks[len(devices) * each :]), parts)
+    for number, (group, place) in enumerate(devices):
+        sharing |= _share(group, place, ranks[number * each : (number + 1) * each])
+    groups += _of_ranks(ranks[len(devices) * each :])
+    return _seating("flatten", groups, parts, frozenset(sharing & generators))
 
 
-def _share(block: _Block, place: int, ranks: Sequence[Part]) -> set[str]:
+def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
     """Seat ranks in a bundle that others hold, and name the others. All ask for equal parts, so that Ray's sums hold.
 
     A CPU's bundle is as large as its largest tenant, for they take turns; beside a GPU all keep their threads.
     """
     if not ranks:
         return set()
-    others = {name for name, seat in block.seats.items() if place in seat.bundles}
-    bundle = block.bundles[place]
+    others = {name for name, seat in group.seats.items() if place in seat.bundles}
+    bundle = group.bundles[place]
     gpus = bundle.get("GPU", 0.0)
     threads = [bundle.get("CPU", 0.0), *(rank.cpus for rank in ranks)]
-    block.bundles[place] = {**bundle, **_bundle(sum(threads) if gpus else max(threads), gpus)}
+    group.bundles[place] = {**bundle, **_bundle(sum(threads) if gpus else max(threads), gpus)}
     share = math.floor(SHARES * gpus / (len(others) + len(ranks))) / SHARES
     for name in others:
-        seat = block.seats[name]
+        seat = group.seats[name]
         # One figure holds for all workers of a replica: that of its most crowded device.
         wide = len(seat.bundles) > 1
         worker_gpus = min(seat.worker_gpus, share) if wide else 0.0
-        block.seats[name] = replace(seat, cpus=0.0, gpus=0.0 if wide else share, worker_gpus=worker_gpus)
-    block.seats.update({rank.name: Seat(block.name, (place,), gpus=share) for rank in ranks})
+        group.seats[name] = replace(seat, cpus=0.0, gpus=0.0 if wide else share, worker_gpus=worker_gpus)
+    group.seats.update({rank.name: Seat(group.name, (place,), gpus=share) for rank in ranks})
     return others
 
 
@@ -294,18 +282,22 @@ def _asks(part: Part) -> bool:
     return part.kind != "reward" or part.cpus > 0 or part.gpus > 0
 
 
-def _with_rest(plan: Plan, parts: Iterable[Part]) -> Plan:
-    """Parts without a device sit wherever Ray likes."""
-    return replace(plan, seats={**plan.seats, **{p.name: Seat() for p in parts if p.name not in plan.seats}})
+def _seating(
+    placement: str, groups: Sequence[DeviceGroup], parts: Iterable[Part], sharing: frozenset[str] = frozenset()
+) -> Plan:
+    """Those of ``parts`` that have no device sit wherever Ray likes."""
+    plan = Plan(placement, tuple(groups), sharing=sharing)
+    seats = plan.seats
+    return replace(plan, loose={p.name: Seat() for p in parts if p.name not in seats})
 
 
 def add_amounts(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The sum of bundles, kind by kind."""
-    total: dict[str, float] = {}
+    total: dict[str, float] = defaultdict(float)
     for bundle in bundles:
         for kind, amount in bundle.items():
-            total[kind] = total.get(kind, 0.0) + amount
-    return total
+            total[kind] += amount
+    return dict(total)
 
 
 def words(bundle: Mapping[str, float]) -> str:

@@ -1,31 +1,124 @@
-"""Generators and learner of a Ray run as the controller sees them: one handle an actor (or a group of ranks)."""
+"""The parts of a Ray run as the controller sees them: one handle an actor (or a group of ranks)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
 import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
+from asyncrlhf.actors.annotator import AnnotatorActor, AnnotatorSpec, AnnotatorWorker
+from asyncrlhf.actors.generator import GeneratorActor
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Address, Collected, Offer, TrainItem, WorkItem
-from asyncrlhf.actors.outbox import located
-from asyncrlhf.cluster.ray_calls import START_SECONDS, RayPart, addressed, ask, ask_to_start
-from asyncrlhf.cluster.remote import LONG_SECONDS
+from asyncrlhf.actors.messages import Address, Collected, Offer, placed
+from asyncrlhf.actors.where import Where
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
+from asyncrlhf.cluster.handles import WorkerLostError
+from asyncrlhf.cluster.ray_placement import free_in_ray
+from asyncrlhf.cluster.remote import LONG_SECONDS, within
 from asyncrlhf.data.packing import share_out
+from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.types import Rollout
+from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 P = ParamSpec("P")
 R = TypeVar("R")
+W = TypeVar("W")
 Options = Mapping[str, Any]  # Ray's, of one actor: what it asks for and where it sits
 # A look for results takes GeneratorActor.POLL_SECONDS: a replica that is silent for so long is frozen. The run's watch,
 # which sees when the whole run stands still, is meant to speak first (stall_timeout_seconds, by default 600).
 SILENT_SECONDS = 1800.0
+START_SECONDS = 600.0
+CLOSE_SECONDS = 5.0
+
+
+async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
+    """Await the answer of the actor ``name`` to ``verb``. Its own exception comes out as it was raised; its death, and
+    no answer within ``seconds``, as a ReplicaError."""
+    return await within(seconds, name, verb, _translated(name, reference))
+
+
+async def _translated(name: str, reference: Awaitable[Any]) -> Any:
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayActorError as error:
+        lines = str(error).strip().splitlines()
+        if error.actor_init_failed:  # the message is a traceback
+            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
+        raise ReplicaError(f"{name} died: {lines[0]}") from None
+    except RayError as error:
+        raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+
+
+async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:
+    """As :func:`ask`, for a part that starts: Ray itself waits for ever for CPUs or GPUs that no machine has."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await _translated(name, reference)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ReplicaError(f"{name} did not start within {seconds:g} s; free in Ray: {free_in_ray()}.") from None
+
+
+class RayPart(Generic[W]):
+    """A worker of class ``W`` in a Ray actor, which derives from :class:`~asyncrlhf.actors.part.PartActor`."""
+
+    def __init__(self, name: str, actor: Any, start_seconds: float = START_SECONDS) -> None:
+        self._name = name
+        self.actor = actor
+        self._start_seconds = start_seconds
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def ready(self) -> None:
+        """Wait until the worker is built. Raises ReplicaError when it cannot be, or not in time."""
+        await ask_to_start(self._name, self.actor.ready.remote(), self._start_seconds)
+
+    async def where(self) -> Where:
+        """Where Ray placed the actor."""
+        place: Where = await ask(self._name, self.actor.where.remote(), self._start_seconds, "where")
+        return place
+
+    async def call(
+        self, seconds: float, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """As :class:`~asyncrlhf.cluster.remote.Remote`; Ray puts the objects in the place of object references."""
+        verb = method.__name__
+        answer: R = await ask(self._name, self.send(verb, *args, **kwargs), seconds, verb)
+        return answer
+
+    def send(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """Make a call whose answer is not awaited here; returns the reference to it."""
+        return self.actor.call.remote(verb, *args, **kwargs)
+
+    async def close(self) -> None:
+        """Let the worker close what it holds open, then end its process in any case."""
+        with suppress(ReplicaError, RayError):  # it is gone already, hangs, or failed to close
+            await within(CLOSE_SECONDS, self._name, "close", self.actor.close.remote())
+        ray.kill(self.actor)
+
+
+def addressed(payloads: Sequence[Payload]) -> tuple[list[Address], list[Any]]:
+    """The address of each rollout or chunk among the distinct object references behind ``payloads``, and these."""
+    places: dict[Any, int] = {}
+
+    def place(payload: Payload) -> tuple[int, int]:
+        return places.setdefault(payload.ref, len(places)), payload.index
+
+    addresses = [(place(p), *(place(annotation) for annotation in p.annotations)) for p in payloads]
+    return addresses, list(places)
 
 
 class RayGenerator(RayPart[GeneratorWorker]):
@@ -42,7 +135,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
     def slots(self) -> int:
         return self.spec.generator.slots
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Waits for no answer: a replica that hangs must not keep work from the others. ``collect`` raises what it
         raised."""
         self._submitted.append(self.send("submit", items))
@@ -57,7 +150,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
             await ask(self.name, reference, SILENT_SECONDS, "submit")
         return located(collected, rollouts, next(iter(chunks), None), asyncio.get_running_loop().time())
 
-    async def generate(self, items: Sequence[WorkItem]) -> list[Rollout]:
+    async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
         rollouts: list[Rollout] = await ask(self.name, self.actor.generate.remote(items), LONG_SECONDS, "generate")
         return rollouts
 
@@ -124,10 +217,10 @@ class RayLearner:
     ) -> list[R]:
         return await asyncio.gather(*(rank.call(seconds, method, *args, **kwargs) for rank in self.ranks))
 
-    async def train(self, items: Sequence[TrainItem]) -> StepResult:
+    async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
         """Each rank is sent its share alone; ranks that split one share over its tokens are sent the same."""
-        groups, tokens = np.array([item.group_id for item in items]), np.array([item.tokens for item in items])
-        shares = [_chosen([items[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
+        groups, tokens = np.array([r.group_id for r in rollouts]), np.array([r.tokens for r in rollouts])
+        shares = [_chosen([rollouts[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
         size = len(self.ranks) // self._shares
         # Sent before anything is awaited: a snapshot that is asked for later must come after the step.
         steps = []
@@ -152,14 +245,88 @@ class RayLearner:
         await asyncio.gather(*(rank.close() for rank in self.ranks))
 
 
-def _chosen(items: Sequence[TrainItem]) -> tuple[list[tuple[Address, float, float, int]], list[Any]]:
-    """What ``LearnerWorker.train`` takes: of each item (address, reward, weight, masked_before_version), and the
+def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[list[tuple[Address, float, float, int]], list[Any]]:
+    """What ``LearnerWorker.train`` takes: of each rollout (address, reward, weight, masked_before_version), and the
     bundles' references."""
-    addresses, references = addressed([item.payload for item in items])
-    found = zip(addresses, items, strict=True)
-    return [(address, item.reward, item.weight, item.masked_before_version) for address, item in found], references
+    addresses, references = addressed([r.payload for r in rollouts])
+    found = zip(addresses, rollouts, strict=True)
+    return [(address, r.reward, r.weight, r.masked_before_version) for address, r in found], references
 
 
 async def _first(answers: Sequence[Awaitable[R]]) -> R:
     """The first of several answers, once all have come."""
     return (await asyncio.gather(*answers))[0]
+
+
+class RayAnnotator(RayPart[AnnotatorWorker]):
+    """Starts its worker anew when it dies, or when it has not answered for ``spec.answer_seconds``; not by Ray, whose
+    retries would hide which call was the death of it. ``settings.max_restarts`` of the spec bounds that."""
+
+    def __init__(self, spec: AnnotatorSpec, number: int, options: Options, start_seconds: float) -> None:
+        self._spec = spec
+        self._options = options
+        self._deaths = 0  # since the last answer
+        self._replaced: ReplicaError | None = None  # a death that no caller heard of
+        name = f"{spec.kind}-{number}"
+        super().__init__(name, self._start(name), start_seconds)
+
+    def _start(self, name: str) -> Any:
+        """A fresh actor."""
+        return ray.remote(AnnotatorActor).options(**self._options).remote(self._spec, name)
+
+    async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
+        """The first death may have any cause: the call is made once more before its rollouts are blamed."""
+        addresses, bundles = addressed(payloads)
+        arrays: Any = None
+
+        def call() -> Any:
+            # The arrays' owner is this process, so they outlive the worker.
+            nonlocal arrays
+            annotations, arrays = self.actor.annotate.options(num_returns=2).remote(addresses, ticket, *bundles)
+            return annotations
+
+        try:
+            annotations = await self._once("annotate", call)
+        except WorkerLostError:
+            raise
+        except ReplicaError as error:
+            if self._deaths > 1:
+                raise
+            annotations = await self._once("annotate", call)
+            self._replaced = error
+        return placed(annotations, arrays)
+
+    async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
+        if self._replaced is not None:  # the chunks' beginnings are gone
+            error, self._replaced = self._replaced, None
+            raise error
+        addresses, bundles = addressed([chunk.payload for chunk in chunks])
+        answer: Prefilled = await self._once(
+            "prefill", lambda: self.actor.prefill.remote(list(released), addresses, *bundles)
+        )
+        return answer
+
+    async def _once(self, verb: str, call: Callable[[], Any]) -> Any:
+        """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
+        try:
+            answer = await ask(self._name, call(), self._spec.answer_seconds, verb)
+        except ReplicaError as error:
+            await self._revive(error)
+            raise
+        self._deaths = 0
+        return answer
+
+    async def _revive(self, error: ReplicaError) -> None:
+        self._deaths += 1
+        ray.kill(self.actor)
+        if self._deaths > self._spec.settings.max_restarts:
+            raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
+        self.actor = self._start(self._name)
+        try:
+            await self.ready()
+        except ReplicaError as failure:
+            raise WorkerLostError(f"{failure} It had died before: {error}") from failure
+
+    async def close(self) -> None:
+        """End its process at once: a worker holds nothing that must be closed."""
+        ray.kill(self.actor)

@@ -71,8 +71,8 @@ class Placer:
         """Whether a generator that is not in the plan would find devices of its own at this moment."""
         kept = frozenset().union(*self._apart.values())
         whole = add_replica(self.plan, part)
-        seats = {part.name: whole.seats[part.name]}
-        extra = replace(whole, groups=whole.groups[len(self.plan.groups) :], seats=seats)
+        loose = {name: seat for name, seat in whole.loose.items() if name == part.name}
+        extra = replace(whole, groups=whole.groups[len(self.plan.groups) :], loose=loose)
         return shortage(extra, [node for node in _free_nodes() if node.node_id not in kept]) is None
 
     def stands(self, part: str) -> bool:
@@ -80,7 +80,7 @@ class Placer:
         seat = self.plan.seats[part]
         if seat.group:
             return str(placement_group_table(self._groups[seat.group])["state"]) == "CREATED"
-        return shortage(Plan(self.plan.placement, seats={part: seat}), _free_nodes()) is None
+        return shortage(Plan(self.plan.placement, loose={part: seat}), _free_nodes()) is None
 
     async def _create(self, groups: Iterable[DeviceGroup]) -> None:
         fresh = {group.name: group for group in groups}

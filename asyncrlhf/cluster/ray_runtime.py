@@ -17,21 +17,16 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrlhf.actors.annotator import AnnotatorSpec
-from asyncrlhf.actors.critic import CriticSpec
-from asyncrlhf.actors.generator import GeneratorSpec, GeneratorWorker
-from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
-from asyncrlhf.actors.records import RecordActor
-from asyncrlhf.actors.reference import ReferenceSpec
-from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
-from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
+from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
-from asyncrlhf.cluster.placement import Plan, generator_part, make_plan, parts_of
-from asyncrlhf.cluster.ray_calls import addressed, ask
-from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
+from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
+from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed, ask
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
-from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
@@ -69,42 +64,24 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
-class RayRuntime:
+class RayRuntime(Runtime):
     """Starts Ray for the run unless it runs already or ``ray.address`` names a cluster; stops what it started."""
 
-    def __init__(
-        self,
-        cluster: ClusterConfig,
-        config: RayConfig,
-        generators: Sequence[GeneratorSpec],
-        learner: LearnerSpec,
-        reward: RewardSpec,
-        run_dir: Path | None = None,
-        reference: ReferenceSpec | None = None,
-        critic: CriticSpec | None = None,
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, config: RayConfig, specs: Specs, run_dir: Path | None = None) -> None:
         """``run_dir``: where the learner will save, which its machine must see; None when it will not."""
         self._cluster = cluster
         self._config = config
-        self._generator_specs = list(generators)
-        self._learner_spec = learner
-        self._reward_spec = reward
+        self._specs = specs
         self._run_dir = run_dir
-        self._reference_spec = reference
-        self._critic_spec = critic
-        services = (None if reference is None else reference.reference, None if critic is None else critic.critic)
-        self._parts = parts_of(generators, learner.learner, reward.reward, *services)
+        self._parts = parts_of(specs)
         self._placer: Placer
         self._owns_ray = False
         self._cores_before: frozenset[int] = frozenset()
         self._records: Any = None  # the record writer's actor, once there is something to write
         self._endpoint = ""
         self._epoch = 0
-        self.sharing: frozenset[str] = frozenset()
-        self.generators: list[GeneratorHandle] = []
-        self.rewards: list[AnnotatorHandle] = []
-        self.references: list[AnnotatorHandle] = []
-        self.critics: list[AnnotatorHandle] = []
+        self.sharing = frozenset()
+        self.generators, self.rewards, self.references, self.critics = [], [], [], []
         self.learner: RayLearner
 
     @property
@@ -150,7 +127,7 @@ class RayRuntime:
     async def _set_cores_aside(self) -> None:
         """After start-up, pin this process and all others that Ray started off the learner's cores.
         Not on a Ray of others, not where GPUs do the work, and not for parts that take turns with the learner."""
-        learner = self._learner_spec.learner
+        learner = self._specs.learner.learner
         alone = self._owns_ray and not self._config.cluster
         if not (alone and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
             return
@@ -172,12 +149,12 @@ class RayRuntime:
         await self._placer.reserve()
         self.sharing = plan.sharing
         options = self._placer.options
-        ranks = [options(f"learner-{i}") for i in range(self._learner_spec.learner.ranks)]
-        self.learner = RayLearner(self._learner_spec, ranks, seconds)
-        self.rewards = self._annotators(self._reward_spec)
-        self.references = self._annotators(self._reference_spec)
-        self.critics = self._annotators(self._critic_spec)
-        self.generators = [self._generator(spec) for spec in self._generator_specs]
+        ranks = [options(f"learner-{i}") for i in range(self._specs.learner.learner.ranks)]
+        self.learner = RayLearner(self._specs.learner, ranks, seconds)
+        self.rewards = self._annotators(self._specs.reward)
+        self.references = self._annotators(self._specs.reference)
+        self.critics = self._annotators(self._specs.critic)
+        self.generators = [self._generator(spec) for spec in self._specs.generators]
         parts = [self.learner, *self.rewards, *self.references, *self.critics, *self.generators]
         await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
         if nodes > 1:
@@ -263,7 +240,7 @@ class RayRuntime:
     def _lacking(self, present: Collection[str]) -> list[GeneratorSpec]:
         """Of each kind the first replica that ``max_replicas`` allows and the run lacks."""
         found: dict[str, GeneratorSpec] = {}
-        for spec in self._generator_specs:
+        for spec in self._specs.generators:
             prefix = spec.name.rpartition("-")[0]
             names = (f"{prefix}-{number}" for number in range(spec.generator.max_replicas))
             free = next((name for name in names if name not in present), None)

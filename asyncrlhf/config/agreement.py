@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 def check_agreement(config: RunConfig) -> None:
     """Raise ConfigError for the first disagreement."""
-    _check_asynchrony(config)
+    validate_flow(
+        config.async_,
+        config.buffer,
+        batch_size=config.batch_size,
+        num_generations=config.num_generations,
+        publish_every=config.weights.publish_every,
+        purge_on_publish=config.algorithm.purge_on_publish,
+    )
     _check_groups(config)
     _check_shaped_rewards(config)
     _check_adapter(config)
@@ -53,8 +60,10 @@ def _check_groups(config: RunConfig) -> None:
         f"learner.ranks={config.learner.ranks} makes {config.learner.shares} shares of a batch, which is more than the "
         f"{groups} groups of a batch.",
     )
-    temperature_matters = config.generator.temperature > 0
-    check(temperature_matters, "generator.temperature=0 samples greedily and cannot be trained on; allowed: > 0.")
+    check(
+        config.generator.temperature > 0,
+        "generator.temperature=0 samples greedily and cannot be trained on; allowed: > 0.",
+    )
 
 
 def _check_adapter(config: RunConfig) -> None:
@@ -67,17 +76,6 @@ def _check_adapter(config: RunConfig) -> None:
     check(
         not rank or config.algorithm.anchor != "ema",
         f"model.lora.r={rank} does not work with algorithm.anchor=ema, which follows all of the weights.",
-    )
-
-
-def _check_asynchrony(config: RunConfig) -> None:
-    validate_flow(
-        config.async_,
-        config.buffer,
-        batch_size=config.batch_size,
-        num_generations=config.num_generations,
-        publish_every=config.weights.publish_every,
-        purge_on_publish=config.algorithm.purge_on_publish,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 import re
@@ -27,6 +26,7 @@ from asyncrlhf.config.run_config import (
     unknown_key,
 )
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import did_you_mean
 
 CONFIG_NAME = "config"
 
@@ -143,10 +143,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _unknown_option(group: str, option: str, options: Sequence[str]) -> str:
     known = [name for name in options if name]
-    close = difflib.get_close_matches(option, known, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
     allowed = ", ".join(known) or "none yet; --config-dir FOLDER adds a folder of your own"
-    return f"{group}={option} is not known{hint}; allowed: {allowed}."
+    return f"{group}={option} is not known{did_you_mean(option, known)}; allowed: {allowed}."
 
 
 def _not_an_option(overrides: Sequence[str]) -> str | None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrlhf.engines.groups import overlay
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range, overlay
 
 TIMINGS = ("shared", "exclusive")
 

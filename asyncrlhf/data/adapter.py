@@ -22,15 +22,9 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
     The new policy is the old one at first, since B starts at zero. Raises ConfigError when PEFT is not installed or
     finds nothing to adapt.
     """
-    try:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigError(
-            f"model.lora.r={config.r} needs the package peft: pip install peft (its import fails here: {error})."
-        ) from error
-    targets = list(config.target_modules) or "all-linear"
-    settings = PeftConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    settings = peft_settings(config)
+    from peft import inject_adapter_in_model
+
     try:
         return inject_adapter_in_model(settings, model)  # type: ignore[return-value]
     except ValueError as error:
@@ -39,6 +33,18 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
             f"model.lora.target_modules={list(config.target_modules)} names no layer of the model; "
             f"its linear layers are {', '.join(linear)}."
         ) from error
+
+
+def peft_settings(config: LoraConfig, **more: Any) -> Any:
+    """``model.lora`` as PEFT's ``LoraConfig``, with ``more`` keywords of it; raises ConfigError without PEFT."""
+    try:
+        from peft import LoraConfig as PeftConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"model.lora.r={config.r} needs the package peft: pip install peft (its import fails here: {error})."
+        ) from error
+    targets = list(config.target_modules) or "all-linear"
+    return PeftConfig(r=config.r, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, **more)
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

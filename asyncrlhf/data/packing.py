@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from asyncrlhf.types import FloatArray, IdArray, IntArray, Rollout, TrainBatch, TrainSample
+from asyncrlhf.types import FloatArray, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
+
+# Arrays of a TrainBatch by what they have an entry for; the sets that truncated sampling kept lie otherwise.
+_TOKENS = ("token_ids", "loss_mask", "response_mask", "behavior_logprobs", "policy_versions", "ref_logprobs", "values")
+_ROWS = ("rewards", "weights", "group_ids", "rollout_ids", "truncated", "critic_versions")
 
 
 def pack(samples: Sequence[TrainSample]) -> TrainBatch:
@@ -87,23 +92,13 @@ def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
     cu_seqlens = _boundaries(lengths)
     tokens = np.repeat(batch.cu_seqlens[chosen] - cu_seqlens[:-1], lengths) + np.arange(cu_seqlens[-1])
     kept_ids, kept_counts = _select_kept(batch, tokens)
+
+    def cut(names: Sequence[str], where: IntArray) -> dict[str, Any]:
+        arrays = {name: getattr(batch, name) for name in names}
+        return {name: None if array is None else array[where] for name, array in arrays.items()}
+
     return TrainBatch(
-        token_ids=batch.token_ids[tokens],
-        cu_seqlens=cu_seqlens,
-        loss_mask=batch.loss_mask[tokens],
-        response_mask=batch.response_mask[tokens],
-        behavior_logprobs=batch.behavior_logprobs[tokens],
-        policy_versions=batch.policy_versions[tokens],
-        rewards=batch.rewards[chosen],
-        weights=batch.weights[chosen],
-        group_ids=batch.group_ids[chosen],
-        rollout_ids=batch.rollout_ids[chosen],
-        truncated=batch.truncated[chosen],
-        ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[tokens],
-        values=None if batch.values is None else batch.values[tokens],
-        critic_versions=None if batch.critic_versions is None else batch.critic_versions[chosen],
-        kept_ids=kept_ids,
-        kept_counts=kept_counts,
+        cu_seqlens=cu_seqlens, kept_ids=kept_ids, kept_counts=kept_counts, **cut(_TOKENS, tokens), **cut(_ROWS, chosen)
     )
 
 
@@ -134,23 +129,14 @@ def empty_batch(*, reference: bool, values: bool) -> TrainBatch:
 
     ``reference``, ``values``: whether the other ranks' shares come with the reference's log-probs and with values.
     """
-    floats, ids, flags = np.zeros(0, np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
-    return TrainBatch(
-        token_ids=ids,
-        cu_seqlens=np.zeros(1, np.int64),
-        loss_mask=flags,
-        response_mask=flags,
-        behavior_logprobs=floats,
-        policy_versions=ids,
-        rewards=floats,
-        weights=floats,
-        group_ids=ids,
-        rollout_ids=ids,
-        truncated=flags,
+    ids, floats = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    rollout = Rollout(
+        0, 0, Prompt("", "", ids), ids, floats, ids, "stop", "", "",
         ref_logprobs=floats if reference else None,
         values=floats if values else None,
-        critic_versions=ids if values else None,
-    )
+        critic_version=0 if values else None,
+    )  # fmt: skip
+    return select(pack([TrainSample(rollout, 0.0)]), [])
 
 
 def minibatch_indices(batch: TrainBatch, n: int) -> list[IntArray]:

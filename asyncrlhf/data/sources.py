@@ -1,9 +1,9 @@
-"""Prompt sources: an endless, resumable cursor over prompts that are given by index."""
+"""The prompt source: an endless, resumable cursor over prompts that are given by index."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -11,25 +11,12 @@ from asyncrlhf.errors import CheckpointError
 from asyncrlhf.types import IntArray, Prompt
 
 
-class PromptSource(Protocol):
-    """An endless stream of prompts whose place can be saved and taken up again."""
+class PromptSource:
+    """An endless stream of prompts by index, whose place can be saved and taken up again.
 
-    def next(self) -> Prompt: ...
-
-    def state(self) -> dict[str, Any]:
-        """The cursor as plain JSON values."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken; raises CheckpointError for the state of another source."""
-        ...
-
-
-class IndexedSource:
-    """Prompts by index: endless, or shuffled anew in each epoch over ``length`` prompts.
-
-    The order depends on ``seed`` alone, so a restored source gives exactly the prompts that the first would have given.
-    ``length=None`` means that ``prompt_at`` itself answers for every index (a generator of prompts by number).
+    It gives ``length`` prompts, shuffled anew in each epoch; ``length=None`` means that ``prompt_at`` answers for every
+    index (a generator of prompts by number). The order depends on ``seed`` alone, so a restored source gives exactly
+    the prompts that the first would have given.
     """
 
     def __init__(self, prompt_at: Callable[[int], Prompt], length: int | None, seed: int) -> None:
@@ -48,9 +35,11 @@ class IndexedSource:
         return prompt
 
     def state(self) -> dict[str, Any]:
+        """The cursor as plain JSON values."""
         return {"position": self._position, "seed": self._seed, "length": self._length}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken; raises CheckpointError for the state of another source."""
         for key, own in (("seed", self._seed), ("length", self._length)):
             if state[key] != own:
                 raise CheckpointError(

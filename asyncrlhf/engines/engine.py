@@ -1,17 +1,21 @@
-"""The Engine protocol; an engine's base weights, kept beside it so that an adapter alone has to travel."""
+"""What all engines share; named weights, loaded in place; and base weights for an adapter that travels alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from asyncrlhf.data.adapter import is_adapter, merged
 from asyncrlhf.data.data_config import LoraConfig
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 CacheMode = Literal["keep", "recompute"]
 
@@ -24,51 +28,100 @@ class StepOutput:
     when the engine wants to be stepped again at once.
     """
 
-    finished: list[Generation | GenerationFailure] = field(default_factory=list)
+    finished: list[Rollout | GenerationFailure] = field(default_factory=list)
     tokens: int = 0  # sampled in this step
     wake_at: float | None = None
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Continuous batching over ``slots`` sequences. Not thread-safe: one thread owns an engine and steps it.
 
     A request waits in the engine's own queue until a slot is free; a finished sequence's slot is refilled in the same
     step. Tokens are stamped with the version that the engine holds when they are sampled.
     """
 
-    @property
-    def version(self) -> int:
-        """The policy version that the next token will carry."""
-        ...
-
-    @property
-    def slots(self) -> int: ...
+    def __init__(self, slots: int, version: int, context: int, vocabulary: int) -> None:
+        """``context``: tokens of prompt and response together; ``vocabulary``: token ids of a prompt are below it."""
+        self.slots = slots
+        self.version = version  # the policy version that the next token will carry
+        self.asleep = False
+        self._context = context
+        self._vocabulary = vocabulary
+        self._queue: deque[GenerationRequest] = deque()  # waiting for a slot
+        self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
+        self._finished: list[Rollout | GenerationFailure] = []  # for the next step to bring
 
     def in_flight(self) -> list[int]:
         """Rollout ids submitted and not yet returned, oldest first."""
-        ...
+        return list(self._order)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. A request that can never fit (prompt over the context) comes back as a failure; an id that is
         in flight already raises ValueError."""
-        ...
+        for request in requests:
+            if request.rollout_id in self._order:
+                raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
+            self._order[request.rollout_id] = None
+            problem = self._refusal(request)
+            if problem is None:
+                self._queue.append(request)
+            else:
+                self._finished.append(GenerationFailure(request.rollout_id, problem))
 
+    def _refusal(self, request: GenerationRequest) -> str | None:
+        prompt, wanted = request.prompt_ids, request.sampling.max_completion_length
+        if not len(prompt):
+            return "The prompt is empty; the model needs at least one token to go on from."
+        if len(prompt) + wanted > self._context:
+            return (
+                f"The prompt's {len(prompt)} tokens and max_completion_length={wanted} do not fit "
+                f"the engine's context of {self._context} tokens."
+            )
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
+            return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
+        return None
+
+    @abstractmethod
     def step(self, now: float) -> StepOutput:
         """Advance by one iteration. ``now`` is the run's clock in seconds; only the fake engine looks at it."""
-        ...
+
+    def _report(self, tokens: int = 0, wake_at: float | None = None) -> StepOutput:
+        """What a step brings: all that finished since the one before."""
+        finished, self._finished = self._finished, []
+        for result in finished:
+            del self._order[result.rollout_id]
+        return StepOutput(finished, tokens, wake_at)
 
     def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
         """What was sampled so far beyond the first ``seen[rollout_id]`` response tokens, [n] copied, of those in flight
         in ``seen`` that have at least so many more. Costs nothing unless it is asked."""
-        ...
+        found: dict[int, IntArray] = {}
+        for rollout_id, ids in self._sampled():
+            before = seen.get(rollout_id)
+            if before is not None and len(ids) - before >= at_least:
+                found[rollout_id] = np.array(ids[before:], np.int64)
+        return found
+
+    @abstractmethod
+    def _sampled(self) -> Iterator[tuple[int, Sequence[int] | IntArray]]:
+        """Rollout id and response tokens so far of each sequence that has a slot."""
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         """Forget requests; returns those that were indeed in flight."""
-        ...
+        known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
+        gone = set(known)
+        for rollout_id in known:
+            del self._order[rollout_id]
+        self._queue = deque(request for request in self._queue if request.rollout_id not in gone)
+        self._finished = [result for result in self._finished if result.rollout_id not in gone]
+        self._give_up(gone)
+        return known
 
-    @property
-    def asleep(self) -> bool: ...
+    @abstractmethod
+    def _give_up(self, gone: set[int]) -> None:
+        """Free the slots of the rollouts ``gone``, as far as they have one."""
 
+    @abstractmethod
     def sleep(self) -> None:
         """Sample nothing until :meth:`wake`, and leave the device's memory to the learner that takes turns with it.
 
@@ -76,27 +129,29 @@ class Engine(Protocol):
         wake, under the weights that the engine holds then. Requests, loads and scores are still taken: what a load or a
         score needs is brought back for it. A second call does nothing.
         """
-        ...
 
+    @abstractmethod
     def wake(self) -> None: ...
 
+    @abstractmethod
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Load every parameter by its name in ``model.named_parameters()``; raises WeightSyncError naming what is
         missing, unknown or of another shape. In-flight sequences go on from the tokens they have: with ``cache="keep"``
         on the old KV cache, with ``"recompute"`` after a new prefill under the new weights. An engine that makes tokens
         by the clock (``wake_at`` given) is stepped once more before, so that what was made by now keeps its version.
         """
-        ...
 
+    @abstractmethod
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """The engine's own tensors by name, for loading in place; empty for the fake engine."""
-        ...
 
+    @abstractmethod
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
         """Log-probs of each token given those before it, at temperature 1 without filters; [len-1] for each text."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Forget every request and free what the engine holds."""
+        self.cancel(self.in_flight())
 
 
 class AdapterMerge:
@@ -113,3 +168,52 @@ class AdapterMerge:
     def __call__(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Raises WeightSyncError when the adapter does not fit the base."""
         return merged(self._base, weights, self._scaling) if is_adapter(weights) else weights
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters by name, tied ones once under their first name."""
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``weights`` under the names of the parameters, each once; a tied tensor may come under any of its names.
+
+    Raises WeightSyncError that names what is missing, unknown or of another shape.
+    """
+    own = dict(model.named_parameters())
+    tied = tied_names(model)
+    unknown = [name for name in weights if name not in own and name not in tied]
+    given = {tied[name]: tensor for name, tensor in weights.items() if name in tied}
+    given.update({name: tensor for name, tensor in weights.items() if name in own})
+    missing = [name for name in own if name not in given]
+    shapes = [
+        f"{name} is {tuple(given[name].shape)} instead of {tuple(parameter.shape)}"
+        for name, parameter in own.items()
+        if name in given and given[name].shape != parameter.shape
+    ]
+    problems = [
+        f"{kind}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        for kind, names in (("missing", missing), ("unknown", unknown), ("wrong shape", shapes))
+        if names
+    ]
+    if problems:
+        raise WeightSyncError(f"The weights do not fit the engine's model ({'; '.join(problems)}).")
+    return {name: given[name] for name in own}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of tied parameters beyond the first, and that first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in names if name != original}
+
+
+def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``weights`` into the parameters; the dtype may differ, names and shapes may not.
+
+    Nothing is written unless everything fits: raises what :func:`match_named_weights` raises.
+    """
+    given = match_named_weights(model, weights)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(given[name])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from asyncrlhf.engines.engine import CacheMode, StepOutput
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput
 from asyncrlhf.engines.generator_config import FakeConfig
-from asyncrlhf.types import FinishReason, FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
+from asyncrlhf.types import FinishReason, FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
 
 AnswerIds = Callable[[GenerationRequest], IntArray | None]  # the reference answer's tokens, without a stop token
 
@@ -39,7 +39,7 @@ class _Draft:
         return int(len(self.response_ids) * (clock - self.start) / self.latency)
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """``Engine`` over a simulated server of ``slots`` places; see :class:`FakeConfig` for its distributions.
 
     A response's tokens are made evenly over its latency and stamped in the step that meets them, so a caller that
@@ -61,81 +61,60 @@ class FakeEngine:
         version: int = 0,
         answer_ids: AnswerIds | None = None,
     ) -> None:
+        super().__init__(slots, version, context=2**63, vocabulary=vocab_size)
         self._config = config
-        self._slots = slots
-        self._vocab_size = vocab_size
-        self._version = version
         self._answer_ids = answer_ids
-        self._arrived: list[GenerationRequest] = []  # since the last step
-        self._queue: deque[_Draft] = deque()
+        self._waiting: deque[_Draft] = deque()  # arrived before the last step
         self._running: list[tuple[float, int, _Draft]] = []  # heap of (end, rollout id, draft)
-        self._order: dict[int, None] = {}
         self._clock = 0.0
         self._last_now: float | None = None  # None: the next step's time is a new beginning
-        self._asleep = False
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    def in_flight(self) -> list[int]:
-        return list(self._order)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            if request.rollout_id in self._order:
-                raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
-            self._order[request.rollout_id] = None
-            self._arrived.append(request)
+    def _refusal(self, request: GenerationRequest) -> None:
+        """It takes any request."""
 
     def step(self, now: float) -> StepOutput:
-        if self._asleep:
+        if self.asleep:
             return StepOutput()
         if self._last_now is not None:
             self._clock += max(0.0, now - self._last_now)
         self._last_now = now
-        finished: list[Generation | GenerationFailure] = []
-        tokens = self._advance(finished)
-        self._queue.extend(self._draft(request) for request in self._arrived)
-        self._arrived.clear()
+        tokens = self._advance()
+        while self._queue:
+            self._waiting.append(self._draft(self._queue.popleft()))
         self._start_waiting(self._clock)
-        tokens += self._advance(finished)
-        wake_at = now + max(0.0, self._running[0][0] - self._clock) if self._running else None
-        return StepOutput(finished, tokens=tokens, wake_at=wake_at)
+        tokens += self._advance()
+        return self._report(tokens, now + max(0.0, self._running[0][0] - self._clock) if self._running else None)
 
-    def _advance(self, finished: list[Generation | GenerationFailure]) -> int:
+    def _advance(self) -> int:
         """Bring every running response up to the clock; returns the tokens made."""
         tokens = 0
         while self._running and self._running[0][0] <= self._clock + _CLOCK_TOLERANCE:
-            end, rollout_id, draft = heapq.heappop(self._running)
+            end, _, draft = heapq.heappop(self._running)
             tokens += self._stamp(draft)
-            finished.append(self._result(draft))
-            del self._order[rollout_id]
+            self._finished.append(self._result(draft))
             self._start_waiting(end)
         return tokens + sum(self._stamp(draft) for _, _, draft in self._running)
 
     def _start_waiting(self, at: float) -> None:
-        while self._queue and len(self._running) < self._slots:
-            draft = self._queue.popleft()
+        while self._waiting and len(self._running) < self.slots:
+            draft = self._waiting.popleft()
             draft.start = at
             heapq.heappush(self._running, (at + draft.latency, draft.request.rollout_id, draft))
 
     def _stamp(self, draft: _Draft) -> int:
         new = draft.made_until(self._clock) - len(draft.versions)
-        draft.versions.extend([self._version] * new)
+        draft.versions.extend([self.version] * new)
         return new
 
     @staticmethod
-    def _result(draft: _Draft) -> Generation | GenerationFailure:
+    def _result(draft: _Draft) -> Rollout | GenerationFailure:
         rollout_id = draft.request.rollout_id
         if draft.fails:
             return GenerationFailure(rollout_id, "The fake engine failed this request (failure_probability).")
-        return Generation(
-            rollout_id=rollout_id,
+        return Rollout(
+            rollout_id,
+            draft.request.group_id,
+            draft.request.prompt,
             response_ids=draft.response_ids,
             behavior_logprobs=draft.logprobs,
             policy_versions=np.asarray(draft.versions, np.int64),
@@ -164,58 +143,36 @@ class FakeEngine:
         if rng.random() < config.correct_probability and answer is not None:
             text = np.asarray(answer, np.int64)
         else:
-            stops = sorted({token for token in sampling.stop_token_ids if token < self._vocab_size})
-            text = rng.integers(0, self._vocab_size - len(stops), size=max(1, length - len(stop)))
+            stops = sorted({token for token in sampling.stop_token_ids if token < self._vocabulary})
+            text = rng.integers(0, self._vocabulary - len(stops), size=max(1, length - len(stop)))
             for token in stops:  # ids at or over a stop token move up by one, so that none is drawn
                 text += text >= token
         whole = np.concatenate([text, stop])
         cut = whole[: sampling.max_completion_length]
         return cut, "stop" if len(stop) and len(cut) == len(whole) else "length"
 
-    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
-        found: dict[int, IntArray] = {}
+    def _sampled(self) -> Iterator[tuple[int, IntArray]]:
         for _, rollout_id, draft in self._running:
-            before = seen.get(rollout_id)
-            if before is not None and len(draft.versions) - before >= at_least:
-                found[rollout_id] = draft.response_ids[before : len(draft.versions)].copy()
-        return found
+            yield rollout_id, draft.response_ids[: len(draft.versions)]
 
-    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
-        gone = set(known)
-        for rollout_id in known:
-            del self._order[rollout_id]
-        self._arrived = [request for request in self._arrived if request.rollout_id not in gone]
-        self._queue = deque(draft for draft in self._queue if draft.request.rollout_id not in gone)
-        self._running = [item for item in self._running if item[1] not in gone]
+    def _give_up(self, gone: set[int]) -> None:
+        self._waiting = deque(draft for draft in self._waiting if draft.request.rollout_id not in gone)
+        self._running = [entry for entry in self._running if entry[1] not in gone]
         heapq.heapify(self._running)
-        self._start_waiting(self._clock)
-        return known
-
-    @property
-    def asleep(self) -> bool:
-        return self._asleep
 
     def sleep(self) -> None:
-        self._asleep = True
+        self.asleep = True
         self._last_now = None
 
     def wake(self) -> None:
-        self._asleep = False
+        self.asleep = False
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Only the version counts: there are no weights."""
-        self._version = version
+        self.version = version
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return {}
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
         return [np.zeros(max(0, len(text) - 1), np.float32) for text in token_ids]
-
-    def close(self) -> None:
-        """Forget every request."""
-        self._arrived.clear()
-        self._queue.clear()
-        self._running.clear()
-        self._order.clear()

@@ -33,13 +33,8 @@ def is_lean(model: PreTrainedModel) -> bool:
     if type(model).__name__ not in _LEAN_CLASSES or rope.get("rope_type", "default") not in _STATIC_ROPE:
         return False
     layers: Any = model.model.layers
-    projections = [
-        projection
-        for layer in layers
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-    ]
-    projections += [p for layer in layers for p in (layer.mlp.gate_proj, layer.mlp.up_proj)]
-    return all(type(projection) is nn.Linear for projection in projections)
+    fused = ((a.q_proj, a.k_proj, a.v_proj, m.gate_proj, m.up_proj) for a, m in ((x.self_attn, x.mlp) for x in layers))
+    return all(type(projection) is nn.Linear for projections in fused for projection in projections)
 
 
 def _fuse(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -160,13 +155,10 @@ def _slots_attention(
     *,
     slots_cache: KVCache | None = None,
     slots_plan: ForwardPlan | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
-    if softcap is not None or s_aux is not None or position_bias is not None:
+    if any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise ConfigError(
             f"generator.engine=hf cannot run {type(module).__name__}: its attention has a soft cap, sinks or a "
             "position bias; choose another model."

@@ -127,17 +127,12 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         check_choice("generator.engine", self.engine, ("hf", "vllm", "fake"))
-        check_range("generator.max_replicas", self.max_replicas, low=0)
-        check_range("generator.slots", self.slots, low=1)
-        check_range("generator.max_completion_length", self.max_completion_length, low=1)
-        check_range("generator.temperature", self.temperature, low=0)
+        for key in ("slots", "max_completion_length"):
+            check_range(f"generator.{key}", getattr(self, key), low=1)
+        for key in ("max_replicas", "temperature", "top_k", "threads", "gpus", "max_restarts", "virtual_step_seconds"):
+            check_range(f"generator.{key}", getattr(self, key), low=0)
         check_range("generator.top_p", self.top_p, low=0, high=1, exclusive_low=True)
-        check_range("generator.top_k", self.top_k, low=0)
         check_range("generator.min_p", self.min_p, low=0, high=1, exclusive_high=True)
-        check_range("generator.threads", self.threads, low=0)
-        check_range("generator.gpus", self.gpus, low=0)
-        check_range("generator.max_restarts", self.max_restarts, low=0)
-        check_range("generator.virtual_step_seconds", self.virtual_step_seconds, low=0)
         check(
             self.engine != "vllm" or self.gpus > 0 or self.vllm.pipeline_parallel_size == 1,
             f"generator.vllm.pipeline_parallel_size={self.vllm.pipeline_parallel_size} needs generator.gpus; "

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from dataclasses import dataclass
+from typing import Any
 
 from asyncrlhf.engines.generator_config import GeneratorConfig, GroupConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, overlay
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")
-Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
@@ -83,23 +78,3 @@ def _sized(config: GeneratorConfig, replicas: int, most: int, where: str) -> Gen
         f"allowed: 0 (no more than at the start) or >= {replicas}.",
     )
     return dataclasses.replace(config, replicas=replicas, max_replicas=most)
-
-
-def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:
-    """``base``, a frozen dataclass of settings, with ``changes`` in it; raises ConfigError naming the key."""
-    names = [f.name for f in fields(base)]  # type: ignore[arg-type]
-    for key, value in changes.items():
-        if key not in names:
-            close = difflib.get_close_matches(str(key), names, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise ConfigError(f"{where}.{key} is not a setting{hint}; allowed in {where}: {', '.join(sorted(names))}.")
-        node = OmegaConf.structured(base)
-        OmegaConf.set_readonly(node, False)
-        try:
-            base = OmegaConf.to_object(OmegaConf.merge(node, {key: value}))  # type: ignore[assignment]
-        except OmegaConfBaseException as error:
-            kind = str(error).strip().splitlines()[0].rstrip(".")
-            raise ConfigError(f"{where}.{key}={value} is of the wrong kind: {kind}.") from None
-        except ConfigError as error:
-            raise ConfigError(f"In {where}: {error}") from None
-    return base

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,19 +9,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrlhf.engines.engine import CacheMode, StepOutput
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
-from asyncrlhf.engines.planning import choose_prefills, plan_score, plan_step
 from asyncrlhf.engines.sampling import sample_tokens, uniforms
-from asyncrlhf.engines.slots import SlotTable
-from asyncrlhf.engines.weights import load_named_weights, named_weights
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IntArray
-
-_SCORE_ELEMENTS = 2**26  # logits of one scoring pass
+from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
+from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
 
-class HFEngine:
+class HFEngine(Engine):
     """``Engine`` over a loaded decoder-only model; the engine owns the model from then on.
 
     Each step is one forward pass: the last token of every active row, and beside it the prompts of the rows that were
@@ -47,86 +42,40 @@ class HFEngine:
             dtype=model.dtype,
             device=model.device,
         )
-        self._context = _context_length(model)
-        self._vocabulary = int(embedding.num_embeddings)
+        super().__init__(slots, version, _context_length(model), int(embedding.num_embeddings))
         self._table = SlotTable(slots)
-        self._queue: deque[GenerationRequest] = deque()
-        self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
-        self._failures: list[GenerationFailure] = []
         self._holes: list[int] = []  # rows below the table's count that hold no request
-        self._row_prompt: list[bytes | None] = [None] * slots  # whose prompt's keys and values a row begins with
-        self._donors: dict[bytes, int] = {}  # prompt -> a row that holds its keys and values under these weights
-        self._version = version
-        self._asleep = False
+        self._row_prompt = [b""] * slots  # whose prompt's keys and values a row begins with, or will
+        # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
+        self._donors: dict[bytes, int] = {}
         self._capacity = 0  # of the cache when it fell asleep
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def slots(self) -> int:
-        return self._table.slots
-
-    def in_flight(self) -> list[int]:
-        return list(self._order)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            if request.rollout_id in self._order:
-                raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
-            self._order[request.rollout_id] = None
-            problem = self._refusal(request)
-            if problem is None:
-                self._queue.append(request)
-            else:
-                self._failures.append(GenerationFailure(request.rollout_id, problem))
-
-    def _refusal(self, request: GenerationRequest) -> str | None:
-        prompt, wanted = request.prompt_ids, request.sampling.max_completion_length
-        if not len(prompt):
-            return "The prompt is empty; the model needs at least one token to go on from."
-        if len(prompt) + wanted > self._context:
-            return (
-                f"The prompt's {len(prompt)} tokens and max_completion_length={wanted} do not fit "
-                f"the model's context of {self._context} tokens."
-            )
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
-            return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
-        return None
 
     @torch.inference_mode()
     def step(self, now: float) -> StepOutput:
-        finished: list[Generation | GenerationFailure] = list(self._failures)
-        for failure in self._failures:
-            del self._order[failure.rollout_id]
-        self._failures.clear()
-        if self._asleep:
-            return StepOutput(finished)
+        if self.asleep:
+            return self._report()
         self._refill()
         table = self._table
         if not table.count:
-            return StepOutput(finished)
+            return self._report()
         prefills = choose_prefills(table)
         logits = self._forward(self._cache, plan_step(table, prefills, self._cache, self._device))
         for _, sharers in prefills:
             table.ready[sharers] = True
             for row in sharers:
-                self._offer(row)
+                self._donors[self._row_prompt[row]] = row
         rows = np.flatnonzero(table.ready[: table.count])
-        generations = self._sample(logits, rows)
-        finished.extend(generations)
-        for generation in generations:
-            del self._order[generation.rollout_id]
-        return StepOutput(finished, tokens=len(rows))
+        self._finished.extend(self._sample(logits, rows))
+        return self._report(len(rows))
 
-    def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Generation]:
+    def _sample(self, logits: torch.Tensor, rows: IntArray) -> list[Rollout]:
         table = self._table
         if len(rows) < table.count:
             logits = logits[torch.from_numpy(rows).to(self._device)]
-        uniform = uniforms(table.state[rows], table.length[rows] - table.prompt_length[rows])
-        settings = (table.temperature[rows], table.top_p[rows], table.top_k[rows], table.min_p[rows])
-        ended, stopped = table.append(rows, sample_tokens(logits, uniform, *settings), self._version)
+        facts = table.rows[rows]
+        uniform = uniforms(facts["state"], facts["length"] - facts["prompt_length"])
+        settings = (facts[name] for name in ("temperature", "top_p", "top_k", "min_p"))
+        ended, stopped = table.append(rows, sample_tokens(logits, uniform, *settings), self.version)
         self._holes.extend(ended.tolist())
         return [table.take(int(row), "stop" if stop else "length") for row, stop in zip(ended, stopped, strict=True)]
 
@@ -152,24 +101,13 @@ class HFEngine:
         self._cache.reserve(len(prompt) + request.sampling.max_completion_length)
         key = np.ascontiguousarray(prompt, np.int64).tobytes()
         donor = self._donors.get(key)
+        if donor is not None and self._row_prompt[donor] != key:
+            del self._donors[key]
+            donor = None
         if donor is not None and donor != row:
             copies.append((donor, row))
-        if self._row_prompt[row] != key:
-            self._forget_prompt(row)
         self._row_prompt[row] = key
         self._table.occupy(row, request, ready=donor is not None)
-
-    def _offer(self, row: int) -> None:
-        """A freshly prefilled row can give its prompt to siblings that come later."""
-        key = self._row_prompt[row]
-        if key is not None:
-            self._donors[key] = row
-
-    def _forget_prompt(self, row: int) -> None:
-        key = self._row_prompt[row]
-        if key is not None and self._donors.get(key) == row:
-            del self._donors[key]
-        self._row_prompt[row] = None
 
     def _close_holes(self) -> None:
         table = self._table
@@ -180,51 +118,37 @@ class HFEngine:
         if sources:
             self._cache.copy_rows(sources, targets, int(table.length[sources].max()))
         for source, target in zip(sources, targets, strict=True):
-            self._forget_prompt(target)
             key = self._row_prompt[source]
-            gives = key is not None and self._donors.get(key) == source
-            self._forget_prompt(source)
-            self._row_prompt[target] = key
-            if gives:
-                self._offer(target)
+            self._row_prompt[target], self._row_prompt[source] = key, b""
+            if self._donors.get(key) == source:
+                self._donors[key] = target
             table.move(source, target)
         table.count = survivors
         self._holes.clear()
 
-    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
-        return self._table.partial(seen, at_least)
+    def _sampled(self) -> Iterator[tuple[int, IntArray]]:
+        return self._table.sampled()
 
-    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
-        gone = set(known)
-        for rollout_id in known:
-            del self._order[rollout_id]
-        self._failures = [failure for failure in self._failures if failure.rollout_id not in gone]
-        self._queue = deque(request for request in self._queue if request.rollout_id not in gone)
+    def _give_up(self, gone: set[int]) -> None:
         for row in range(self._table.count):
             request = self._table.requests[row]
             if request is not None and request.rollout_id in gone:
                 self._table.requests[row] = None
                 self._holes.append(row)
-        return known
-
-    @property
-    def asleep(self) -> bool:
-        return self._asleep
 
     def sleep(self) -> None:
-        if self._asleep:
+        if self.asleep:
             return
-        self._asleep = True
+        self.asleep = True
         self._forget_keys()
         self._capacity = self._cache.capacity
         self._cache.release()
         self._move("cpu")
 
     def wake(self) -> None:
-        if not self._asleep:
+        if not self.asleep:
             return
-        self._asleep = False
+        self.asleep = False
         self._move(self._device)
         self._cache.reserve(self._capacity)
 
@@ -244,7 +168,7 @@ class HFEngine:
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         load_named_weights(self._model, weights)
-        self._version = version
+        self.version = version
         if cache == "recompute":
             self._forget_keys()
         self._donors.clear()
@@ -253,52 +177,27 @@ class HFEngine:
         return named_weights(self._model)
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        if not self._asleep:
-            return self._score(token_ids)
-        self._move(self._device)
+        if self.asleep:
+            self._move(self._device)
         try:
-            return self._score(token_ids)
+            return [self._score(np.asarray(text, np.int64)) for text in token_ids]
         finally:
-            self._move("cpu")
+            if self.asleep:
+                self._move("cpu")
 
     @torch.inference_mode()
-    def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        results: dict[int, FloatArray] = {i: np.zeros(0, np.float32) for i in range(len(token_ids))}
-        for members in self._score_passes(token_ids):
-            texts = [np.asarray(token_ids[i], np.int64) for i in members]
-            plan = plan_score(texts, self._device)
-            logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
-            # Entry t speaks of token t + 1; what the last token of a text predicts is left out below.
-            chosen = logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
-            start = 0
-            for i, text in zip(members, texts, strict=True):
-                results[i] = chosen[start : start + len(text) - 1].copy()
-                start += len(text)
-        return [results[i] for i in range(len(token_ids))]
-
-    def _score_passes(self, token_ids: Sequence[np.ndarray]) -> Iterator[list[int]]:
-        budget = max(1, _SCORE_ELEMENTS // self._vocabulary)
-        members: list[int] = []
-        tokens = 0
-        for i in sorted(range(len(token_ids)), key=lambda i: len(token_ids[i])):
-            if len(token_ids[i]) < 2:
-                continue
-            if members and tokens + len(token_ids[i]) > budget:
-                yield members
-                members, tokens = [], 0
-            members.append(i)
-            tokens += len(token_ids[i])
-        if members:
-            yield members
+    def _score(self, text: IntArray) -> FloatArray:
+        if len(text) < 2:
+            return np.zeros(0, np.float32)
+        plan = plan_score(text, self._device)
+        logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
+        # Entry t speaks of token t + 1; what the last token predicts is left out.
+        found: FloatArray = logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
+        return found
 
     def close(self) -> None:
-        """Forget every request and free the cache."""
-        self._queue.clear()
-        self._order.clear()
-        self._failures.clear()
-        self._table = SlotTable(self.slots)
-        self._holes.clear()
-        self._donors.clear()
+        super().close()
+        self._forget_keys()
         self._cache.release()
 
 

@@ -1,22 +1,28 @@
-"""Bookkeeping of the hf engine's slots: which request sits in which row, and its tokens, log-probs and versions."""
+"""The hf engine's slots: which request sits in which row, with its tokens, log-probs and versions; and the plans of its
+forward passes: which tokens go through the model, and where their keys and values go."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from asyncrlhf.engines.kv_cache import LENGTH_MULTIPLE, ForwardPlan, KVCache, make_buckets
 from asyncrlhf.engines.sampling import Draws, seed_state
-from asyncrlhf.types import FinishReason, Generation, GenerationRequest, IdArray, IntArray
+from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, Rollout
+
+# What is known of one row beside its tokens: their number, prompt included; where it ends at the latest; whether the KV
+# cache holds all of them but the last, which the next decode iteration feeds; its stream of draws; how it samples.
+ROW = np.dtype([
+    ("length", np.int64), ("prompt_length", np.int64), ("limit", np.int64), ("ready", np.bool_), ("state", np.uint64),
+    ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64), ("min_p", np.float64),
+], align=True)  # fmt: skip
 
 
 class SlotTable:
-    """Arrays over ``slots`` rows; the active rows are ``0 .. count - 1``. All on the host, vectorised over rows.
-
-    ``length`` counts the tokens a row holds, prompt included. A row is ``ready`` when the KV cache holds all of them
-    but the last, which the next decode iteration feeds.
-    """
+    """Arrays over ``slots`` rows; the active rows are ``0 .. count - 1``. All on the host, vectorised over rows."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -26,15 +32,9 @@ class SlotTable:
         self.logprobs = np.zeros((slots, 0), np.float32)
         self.versions = np.zeros((slots, 0), np.int64)
         self.stops = np.zeros((slots, 0), np.int64)
-        self.length = np.zeros(slots, np.int64)
-        self.prompt_length = np.zeros(slots, np.int64)
-        self.limit = np.zeros(slots, np.int64)
-        self.ready = np.zeros(slots, np.bool_)
-        self.state = np.zeros(slots, np.uint64)
-        self.temperature = np.ones(slots, np.float64)
-        self.top_p = np.ones(slots, np.float64)
-        self.top_k = np.zeros(slots, np.int64)
-        self.min_p = np.zeros(slots, np.float64)
+        self.rows = np.zeros(slots, ROW)
+        self.length, self.prompt_length = self.rows["length"], self.rows["prompt_length"]  # views, as is the next
+        self.ready = self.rows["ready"]
         self.kept: list[list[IdArray]] = [[] for _ in range(slots)]  # of each response token, where truncated
 
     def occupy(self, row: int, request: GenerationRequest, ready: bool) -> None:
@@ -45,14 +45,10 @@ class SlotTable:
         self.tokens[row, : len(prompt)] = prompt
         self.stops[row] = -1
         self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        self.length[row] = self.prompt_length[row] = len(prompt)
-        self.limit[row] = limit
-        self.ready[row] = ready
-        self.state[row] = seed_state(request.seed)
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k
-        self.min_p[row] = sampling.min_p
+        self.rows[row] = (
+            len(prompt), len(prompt), limit, ready, seed_state(request.seed),
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+        )  # fmt: skip
         self.kept[row] = []
 
     def _widen(self, length: int, stops: int) -> None:
@@ -65,21 +61,7 @@ class SlotTable:
             self.stops = np.pad(self.stops, ((0, 0), (0, stops - self.stops.shape[1])), constant_values=-1)
 
     def move(self, source: int, target: int) -> None:
-        for array in (
-            self.tokens,
-            self.logprobs,
-            self.versions,
-            self.stops,
-            self.length,
-            self.prompt_length,
-            self.limit,
-            self.ready,
-            self.state,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.min_p,
-        ):
+        for array in (self.tokens, self.logprobs, self.versions, self.stops, self.rows):
             array[target] = array[source]
         self.kept[target] = self.kept[source]
         self.requests[target], self.requests[source] = self.requests[source], None
@@ -97,30 +79,28 @@ class SlotTable:
                 if end > start:
                     self.kept[row].append(ids[start:end])
         stopped = (tokens[:, None] == self.stops[rows]).any(axis=1)
-        ended = np.flatnonzero(stopped | (place + 1 >= self.limit[rows]))
+        ended = np.flatnonzero(stopped | (place + 1 >= self.rows["limit"][rows]))
         return rows[ended], stopped[ended]
 
-    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
-        """Response tokens beyond the first ``seen`` ones of each request in it, where they are ``at_least`` so many."""
-        found: dict[int, IntArray] = {}
-        for row in np.flatnonzero(self.length[: self.count] - self.prompt_length[: self.count] >= at_least):
-            request = self.requests[row]
-            if request is None or request.rollout_id not in seen:
-                continue
-            start = int(self.prompt_length[row]) + seen[request.rollout_id]
-            if self.length[row] - start >= at_least:
-                found[request.rollout_id] = self.tokens[row, start : self.length[row]].copy()
-        return found
+    def sampled(self) -> Iterator[tuple[int, IntArray]]:
+        """Rollout id and response tokens so far, a view, of each request."""
+        for request, row, start, stop in zip(
+            self.requests, self.tokens, self.prompt_length.tolist(), self.length.tolist(), strict=True
+        ):
+            if request is not None:
+                yield request.rollout_id, row[start:stop]
 
-    def take(self, row: int, reason: FinishReason) -> Generation:
+    def take(self, row: int, reason: FinishReason) -> Rollout:
         """Empty a finished row into its result."""
         request = self.requests[row]
         assert request is not None
         self.requests[row] = None
         part = slice(int(self.prompt_length[row]), int(self.length[row]))
         kept, self.kept[row] = self.kept[row], []
-        return Generation(
-            rollout_id=request.rollout_id,
+        return Rollout(
+            request.rollout_id,
+            request.group_id,
+            request.prompt,
             response_ids=self.tokens[row, part].copy(),
             behavior_logprobs=self.logprobs[row, part].copy(),
             policy_versions=self.versions[row, part].copy(),
@@ -128,3 +108,81 @@ class SlotTable:
             kept_ids=np.concatenate(kept) if kept else None,
             kept_counts=np.array([len(ids) for ids in kept], np.int32) if kept else None,
         )
+
+
+PREFILL_TOKENS = 8192  # of one forward pass: bounds its memory when many long sequences want a prefill at once
+
+
+def choose_prefills(table: SlotTable) -> list[tuple[IntArray, list[int]]]:
+    """Sequences to prefill now, each with the rows that share it, shortest first.
+
+    A row's last token is left to the decode iteration. Rows with equal tokens (siblings of one group) share one
+    prefill. Rows over the budget stay unready and wait for the next step.
+    """
+    shared: dict[bytes, tuple[IntArray, list[int]]] = {}
+    tokens = 0
+    for row in np.flatnonzero(~table.ready[: table.count]):
+        sequence = table.tokens[row, : table.length[row] - 1]
+        if not len(sequence):
+            table.ready[row] = True
+            continue
+        found = shared.get(sequence.tobytes())
+        if found is not None:
+            found[1].append(int(row))
+        elif not shared or tokens + len(sequence) <= PREFILL_TOKENS:
+            shared[sequence.tobytes()] = (sequence, [int(row)])
+            tokens += len(sequence)
+    return sorted(shared.values(), key=lambda item: len(item[0]))
+
+
+def plan_step(
+    table: SlotTable, prefills: Sequence[tuple[IntArray, list[int]]], cache: KVCache, device: torch.device
+) -> ForwardPlan:
+    """One decode iteration of all active rows together with ``prefills``."""
+    n = table.count
+    rows = np.arange(n)
+    length = table.length[:n]
+    longest = int(length.max())
+    attended = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, cache.capacity)
+    bias = np.where(np.arange(attended) < length[:, None], np.float32(0), np.float32(-np.inf))
+    ids, positions = [table.tokens[rows, length - 1]], [length - 1]
+    source, target, place = [rows], [rows], [length - 1]
+    packed = n
+    for sequence, sharers in prefills:
+        size = len(sequence)
+        ids.append(sequence)
+        positions.append(np.arange(size))
+        source.append(np.tile(np.arange(packed, packed + size), len(sharers)))
+        target.append(np.repeat(sharers, size))
+        place.append(np.tile(np.arange(size), len(sharers)))
+        packed += size
+    shares = any(len(sharers) > 1 for _, sharers in prefills)
+    return ForwardPlan(
+        input_ids=_join(ids, device),
+        positions=_join(positions, device),
+        num_decode=n,
+        num_logits=n,
+        longest=longest,
+        buckets=make_buckets([len(sequence) for sequence, _ in prefills], n, device),
+        attended=attended,
+        bias=torch.from_numpy(bias).to(device, cache.dtype)[:, None, None],
+        write_source=_join(source, device) if shares else None,
+        write_index=cache.flat_index(_join(target, device), _join(place, device)),
+    )
+
+
+def plan_score(text: IntArray, device: torch.device) -> ForwardPlan:
+    """All logits of one text; nothing is cached."""
+    return ForwardPlan(
+        input_ids=_join([text], device),
+        positions=_join([np.arange(len(text))], device),
+        num_decode=0,
+        num_logits=len(text),
+        longest=len(text),
+        buckets=make_buckets([len(text)], 0, device),
+    )
+
+
+def _join(arrays: Sequence[IntArray], device: torch.device) -> torch.Tensor:
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return torch.from_numpy(np.ascontiguousarray(whole, np.int64)).to(device)

@@ -12,9 +12,8 @@ import torch
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
-from asyncrlhf.engines.vllm_tensors import merge_shares, worker_tensors
-from asyncrlhf.engines.vllm_transfer import BACKEND, register
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
+from asyncrlhf.rewards.judge import starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 
 if TYPE_CHECKING:
@@ -36,21 +35,14 @@ class VllmCore:
     """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig) -> None:
-        _prepare_environment()
-        set_threads = torch.set_num_threads
-        try:
+        with starting_vllm("generator.engine=vllm"):
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
             from vllm.v1.executor import Executor
-        except ImportError as error:
-            raise ConfigError(f"generator.engine=vllm needs vLLM, whose import fails here: {error}.") from error
-        register()
-        arguments = EngineArgs(**engine_arguments(config, model))
-        try:
-            settings = arguments.create_engine_config()
+
+            register()
+            settings = EngineArgs(**engine_arguments(config, model)).create_engine_config()
             self._llm = LLMEngine(settings, Executor.get_class(settings), log_stats=False, multiprocess_mode=False)
-        finally:
-            torch.set_num_threads = set_threads  # vLLM's CPU worker replaces it for the whole process
         self.context = int(settings.model_config.max_model_len)
         self._vocabulary = int(settings.model_config.get_vocab_size())
         self.folder = str(settings.model_config.model)
@@ -211,15 +203,6 @@ def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -
     tokens = (config.slots + SCORE_SLOTS + 1) * blocks * block
     wanted = 2 * shape.num_hidden_layers * heads * width * itemsize * tokens // own.workers
     return min(wanted, psutil.virtual_memory().available // 4)
-
-
-def _prepare_environment() -> None:
-    """vLLM reads these when it is imported or started; this process belongs to the engine, or is a test's."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or a CPU worker would get a process of its own
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM would bind each CPU worker to a NUMA node of its own; the cores are shared with the learner here.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncrlhf.engines.engine import CacheMode, StepOutput
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, tied_names
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
-from asyncrlhf.engines.weights import match_named_weights
-from asyncrlhf.types import FloatArray, Generation, GenerationFailure, GenerationRequest, IdArray, IntArray
+from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, Rollout
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -46,7 +45,7 @@ class _Draft:
             self.logprobs.append(logprob)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """``Engine`` over a vLLM that this thread steps; the engine owns ``core`` from then on.
 
     Requests wait here and go to vLLM when a slot is free, so that each starts under the newest weights' cache salt.
@@ -56,70 +55,26 @@ class VllmEngine:
 
     def __init__(self, core: VllmCore, *, slots: int, version: int = 0) -> None:
         self._core = core
-        self._slots = slots
-        self._version = version
         self._skeleton = _skeleton(core.folder, core.trust_remote_code)
         embedding: Any = self._skeleton.get_input_embeddings()  # type: ignore[operator]
-        self._vocabulary = int(embedding.num_embeddings)
-        self._queue: deque[GenerationRequest] = deque()
+        super().__init__(slots, version, core.context, int(embedding.num_embeddings))
         self._drafts: dict[str, _Draft] = {}  # in vLLM, by request id
-        self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
-        self._finished: list[Generation | GenerationFailure] = []
         self._scored: dict[str, FloatArray] = {}
         self._tokens = 0  # sampled and not yet reported
         self._scores = 0  # texts scored so far: names for the next ones
-        self._asleep = False
         # vLLM compiles a kernel at its first sampled token and at its first scored one: not in the run's time.
         self.score([np.arange(2)])
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    def in_flight(self) -> list[int]:
-        return list(self._order)
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
-            if request.rollout_id in self._order:
-                raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
-            self._order[request.rollout_id] = None
-            problem = self._refusal(request)
-            if problem is None:
-                self._queue.append(request)
-            else:
-                self._finished.append(GenerationFailure(request.rollout_id, problem))
-
-    def _refusal(self, request: GenerationRequest) -> str | None:
-        prompt, wanted = request.prompt_ids, request.sampling.max_completion_length
-        if not len(prompt):
-            return "The prompt is empty; the model needs at least one token to go on from."
-        if len(prompt) + wanted > self._core.context:
-            return (
-                f"The prompt's {len(prompt)} tokens and max_completion_length={wanted} do not fit "
-                f"the engine's context of {self._core.context} tokens."
-            )
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
-            return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
-        return None
-
     def step(self, now: float) -> StepOutput:
-        if not self._asleep:
-            while self._queue and len(self._drafts) < self._slots:
+        if not self.asleep:
+            while self._queue and len(self._drafts) < self.slots:
                 request = self._queue.popleft()
                 self._drafts[str(request.rollout_id)] = _Draft(request)
-                self._core.generate(request, salt=str(self._version))
+                self._core.generate(request, salt=str(self.version))
             if self._drafts:
                 self._advance()
-        finished, self._finished = self._finished, []
         tokens, self._tokens = self._tokens, 0
-        for result in finished:
-            del self._order[result.rollout_id]
-        return StepOutput(finished, tokens=tokens)
+        return self._report(tokens)
 
     def _advance(self) -> None:
         """One iteration of vLLM. What it brings was sampled under the weights that the engine holds now: without
@@ -134,7 +89,7 @@ class VllmEngine:
         draft = self._drafts[output.request_id]
         made = output.outputs[0]
         ids = list(made.token_ids)
-        draft.take(ids, made.logprobs, self._version)
+        draft.take(ids, made.logprobs, self.version)
         self._tokens += len(ids)
         if not output.finished:
             return
@@ -144,8 +99,10 @@ class VllmEngine:
             self._finished.append(GenerationFailure(rollout_id, f"vLLM ended the request with {made.finish_reason!r}."))
             return
         self._finished.append(
-            Generation(
-                rollout_id=rollout_id,
+            Rollout(
+                rollout_id,
+                draft.request.group_id,
+                draft.request.prompt,
                 response_ids=np.asarray(draft.tokens, np.int64),
                 behavior_logprobs=np.asarray(draft.logprobs, np.float32),
                 policy_versions=np.asarray(draft.versions, np.int64),
@@ -155,47 +112,32 @@ class VllmEngine:
             )
         )
 
-    def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
-        found: dict[int, IntArray] = {}
+    def _sampled(self) -> Iterator[tuple[int, list[int]]]:
         for draft in self._drafts.values():
-            before = seen.get(draft.request.rollout_id)
-            if before is not None and len(draft.tokens) - before >= at_least:
-                found[draft.request.rollout_id] = np.asarray(draft.tokens[before:], np.int64)
-        return found
+            yield draft.request.rollout_id, draft.tokens
 
-    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
-        gone = set(known)
-        for rollout_id in known:
-            del self._order[rollout_id]
-        self._queue = deque(request for request in self._queue if request.rollout_id not in gone)
-        self._finished = [result for result in self._finished if result.rollout_id not in gone]
-        running = [str(rollout_id) for rollout_id in known if str(rollout_id) in self._drafts]
+    def _give_up(self, gone: set[int]) -> None:
+        running = [str(rollout_id) for rollout_id in gone if str(rollout_id) in self._drafts]
         for name in running:
             del self._drafts[name]
         self._core.abort(running)
-        return known
-
-    @property
-    def asleep(self) -> bool:
-        return self._asleep
 
     def sleep(self) -> None:
-        if self._asleep:
+        if self.asleep:
             return
         self._core.drain(self._advance)
         self._core.sleep()
-        self._asleep = True
+        self.asleep = True
 
     def wake(self) -> None:
-        if self._asleep:
+        if self.asleep:
             self._core.wake()
-            self._asleep = False
+            self.asleep = False
 
     @contextmanager
     def _awake(self, *, weights_only: bool) -> Iterator[None]:
         """What a call on a sleeping engine needs, for as long as it runs."""
-        if not self._asleep:
+        if not self.asleep:
             yield
             return
         self._core.wake(weights_only=weights_only)
@@ -211,7 +153,7 @@ class VllmEngine:
             self._core.drain(self._advance)
             self._take_back_unstarted()
             self._core.update_weights(version, tensors)
-            self._version = version
+            self.version = version
             self._core.forget_cache(running=cache == "recompute")
 
     def _take_back_unstarted(self) -> None:
@@ -227,7 +169,7 @@ class VllmEngine:
         with self._awake(weights_only=True):
             held = self._core.tensors()
         known = {name: held[name] for name, _ in self._skeleton.named_parameters() if name in held}
-        for name, first in _tied(self._skeleton).items():
+        for name, first in tied_names(self._skeleton).items():
             if name in held and first in known and not torch.equal(held[name], known[first]):
                 known[name] = held[name]
         return known
@@ -237,6 +179,7 @@ class VllmEngine:
             return self._score(token_ids)
 
     def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
+        """Some at once: each step for them is a step of what is in flight, too."""
         results = [np.zeros(0, np.float32) for _ in token_ids]
         waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
         running: dict[str, int] = {}
@@ -253,8 +196,7 @@ class VllmEngine:
         return results
 
     def close(self) -> None:
-        """Forget every request and end vLLM with its worker processes."""
-        self.cancel(self.in_flight())
+        super().close()
         self._core.close()
 
 
@@ -274,10 +216,3 @@ def _skeleton(folder: str, trust_remote_code: bool) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Names of tied parameters beyond the first, and that first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: original for name, original in names if name != original}

@@ -1,27 +1,15 @@
-"""The weight-transfer engine that vLLM's workers run: loads tensors that a replica holds, through vLLM's own loader."""
+"""Weights into and out of vLLM's workers: the weight-transfer engine that they run, which loads tensors that a replica
+holds through vLLM's own loader, and the way back to the checkpoint's names: unfused, unpadded, unpacked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 BACKEND = "asyncrlhf"
-
-
-@dataclass(frozen=True)
-class StagedInitInfo:
-    """Nothing has to be agreed on: the learner's process group ends at the replica, not at vLLM's workers."""
-
-
-@dataclass(frozen=True)
-class StagedUpdateInfo:
-    """Whole tensors by their names in the checkpoint. A worker in the replica's own process gets them by reference, one
-    in another process as a copy."""
-
-    tensors: Mapping[str, torch.Tensor]
 
 
 class StagedWeightTransferEngine:
@@ -41,10 +29,10 @@ class StagedWeightTransferEngine:
         self.model = model
         self.model_config = vllm_config.model_config
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> StagedInitInfo:
-        return StagedInitInfo(**init_dict)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> None:
+        """Nothing has to be agreed on: the learner's process group ends at the replica, not at vLLM's workers."""
 
-    def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
+    def init_transfer_engine(self, init_info: None) -> None:
         """There is no group to join."""
 
     def reset_weight_update_target(self) -> None:
@@ -56,12 +44,11 @@ class StagedWeightTransferEngine:
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One chunk; no accelerator is synchronised, since the tensors are complete before they are handed over."""
-        self.receive_weights(StagedUpdateInfo(**update_info))
-
-    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        """One chunk: ``tensors``, whole ones by their names in the checkpoint. A worker in the replica's own process
+        gets them by reference, one in another process as a copy. No accelerator is synchronised, since they are
+        complete before they are handed over."""
         with self.device:
-            self.model.load_weights(update_info.tensors.items())  # type: ignore[operator]
+            self.model.load_weights(update_info["tensors"].items())  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -94,3 +81,92 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, StagedWeightTransferEngine.__name__)
+
+
+_ROWS = 1024  # of the identity, in one product
+
+
+def worker_tensors(worker: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
+    """Runs in a vLLM worker: its share of each tensor, on the CPU, and the dimension along which the workers of a
+    tensor parallel group have their shares (None: each has the whole).
+    """
+    model = worker.get_model()
+    with torch.no_grad():
+        return {name: (tensor.detach().cpu().clone(), dim) for name, tensor, dim in _unfused(model)}
+
+
+def merge_shares(shares: Sequence[Mapping[str, tuple[torch.Tensor, int | None]]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from what all workers of a replica gave, in the order of their ranks."""
+    merged: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for share in shares for name in share):
+        parts = [share[name] for share in shares if name in share]
+        dim = parts[0][1]
+        merged[name] = parts[0][0] if dim is None else torch.cat([tensor for tensor, _ in parts], dim)
+    return merged
+
+
+def _unfused(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int | None]]:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    parts = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            yield from _linear(path, module, parts)
+        elif isinstance(module, VocabParallelEmbedding):
+            yield from _embedding(path, module)
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter, None
+
+
+def _linear(path: str, layer: Any, parts: Mapping[str, list[str]]) -> Iterator[tuple[str, torch.Tensor, int | None]]:
+    from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+
+    parent, _, own = path.rpartition(".")
+    names, sizes = [own], None
+    if own in parts and len(parts[own]) > 1:
+        names = parts[own]
+        if isinstance(layer, QKVParallelLinear):
+            values = getattr(layer, "v_head_size", layer.head_size)
+            sizes = [layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size]
+            sizes.append(layer.num_kv_heads * values)
+        else:
+            sizes = list(layer.output_partition_sizes)
+    rows, columns = (None, 1) if isinstance(layer, RowParallelLinear) else (0, 0)
+    if isinstance(layer, ReplicatedLinear):
+        rows = columns = None  # type: ignore[assignment]
+    weight = packed_matrix(layer)
+    for name, piece in zip(names, weight.split(sizes) if sizes else [weight], strict=True):
+        yield f"{parent}.{name}.weight" if parent else f"{name}.weight", piece, columns
+    if layer.bias is not None:
+        bias = layer.bias
+        for name, piece in zip(names, bias.split(sizes) if sizes else [bias], strict=True):
+            yield f"{parent}.{name}.bias" if parent else f"{name}.bias", piece, rows
+
+
+def _embedding(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int | None]]:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    share = layer.shard_indices
+    rows = share.num_org_elements
+    # The head's product may have been packed from other weights than those that the embedding looks up.
+    matrix = packed_matrix(layer) if isinstance(layer, ParallelLMHead) else layer.weight
+    yield f"{path}.weight", matrix[:rows], 0
+    if getattr(layer, "bias", None) is not None:
+        yield f"{path}.bias", layer.bias[:rows], 0
+
+
+def packed_matrix(layer: Any) -> torch.Tensor:
+    """The matrix [out, in] that the layer multiplies with.
+
+    On a CPU vLLM packs it for its kernel and drops the rest: the product with the identity brings it back, bit by bit
+    but for the sign of zeros.
+    """
+    weight: torch.Tensor = layer.weight
+    if not hasattr(layer, "cpu_linear"):
+        return weight
+    width = layer.input_size_per_partition if weight.numel() == 0 else weight.shape[1]
+    identity = torch.eye(width, dtype=weight.dtype, device=weight.device)
+    columns = [layer.quant_method.apply(layer, rows) for rows in identity.split(_ROWS)]
+    return torch.cat(columns).T.contiguous()

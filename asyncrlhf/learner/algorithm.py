@@ -118,11 +118,6 @@ class AlgorithmConfig:
         return frozenset(name for name, needed in found.items() if needed)
 
     @property
-    def token_advantages(self) -> bool:
-        """Whether the tokens of one sequence may have different advantages."""
-        return self.advantage in (*CRITIC_ADVANTAGES, "whiten")
-
-    @property
     def corrects_values(self) -> bool:
         """Whether GAE's value targets are corrected for the behavior policy: where the policy's loss is."""
         return self.advantage == "gae" and self.correction != "none"

@@ -9,22 +9,6 @@ from asyncrlhf.validation import check, check_choice, check_range
 if TYPE_CHECKING:
     from asyncrlhf.learner.algorithm import AlgorithmConfig
 
-HEADS = ("policy", "regress", "pair")
-ADVANTAGES = ("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar")
-ANCHORS = ("self", "mu", "prox", "prox_interp", "ema", "ref")
-LEVELS = ("token", "geo", "prod")
-COEFFICIENTS = ("one", "clip", "cap", "band", "signed", "soft", "gamma", "dprob", "geoclip")
-GATES = ("none", "m2", "sat", "opsm")
-CORRECTIONS = ("none", "truncate", "mask")
-KL_PLACES = ("none", "reward", "loss")
-KL_ESTIMATORS = ("auto", "k1", "k2", "k3")
-KL_TARGETS = ("ref", "mu")
-AGGREGATES = ("token", "seq_mean", "seq_sum", "const")
-LR_RULES = ("none", "sqrt_ess")
-REGRESS_TARGETS = ("group", "mean", "vstar")
-PAIR_LOSSES = ("dpo", "ipo", "best")
-TRUNCATED = ("keep", "mask", "bootstrap")
-
 
 def check_algorithm(config: AlgorithmConfig) -> None:
     _check_choices(config)
@@ -54,22 +38,22 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 
 def _check_choices(config: AlgorithmConfig) -> None:
     allowed = {
-        "head": HEADS,
-        "advantage": ADVANTAGES,
-        "anchor": ANCHORS,
-        "level": LEVELS,
-        "coef": COEFFICIENTS,
-        "gate": GATES,
-        "correction": CORRECTIONS,
-        "correction_level": LEVELS,
-        "kl": KL_PLACES,
-        "kl_estimator": KL_ESTIMATORS,
-        "kl_target": KL_TARGETS,
-        "aggregate": AGGREGATES,
-        "lr": LR_RULES,
-        "regress_target": REGRESS_TARGETS,
-        "pair_loss": PAIR_LOSSES,
-        "truncated": TRUNCATED,
+        "head": ("policy", "regress", "pair"),
+        "advantage": ("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar"),
+        "anchor": ("self", "mu", "prox", "prox_interp", "ema", "ref"),
+        "level": ("token", "geo", "prod"),
+        "coef": ("one", "clip", "cap", "band", "signed", "soft", "gamma", "dprob", "geoclip"),
+        "gate": ("none", "m2", "sat", "opsm"),
+        "correction": ("none", "truncate", "mask"),
+        "correction_level": ("token", "geo", "prod"),
+        "kl": ("none", "reward", "loss"),
+        "kl_estimator": ("auto", "k1", "k2", "k3"),
+        "kl_target": ("ref", "mu"),
+        "aggregate": ("token", "seq_mean", "seq_sum", "const"),
+        "lr": ("none", "sqrt_ess"),
+        "regress_target": ("group", "mean", "vstar"),
+        "pair_loss": ("dpo", "ipo", "best"),
+        "truncated": ("keep", "mask", "bootstrap"),
     }
     for key, choices in allowed.items():
         check_choice(f"algorithm.{key}", getattr(config, key), choices)
@@ -112,13 +96,7 @@ def _check_ranges(config: AlgorithmConfig) -> None:
 
 def _check_head(config: AlgorithmConfig) -> None:
     """The heads make their own coefficients, so that a switch of the policy loss would be ignored."""
-    own: dict[str, object] = {
-        "advantage": "raw",
-        "level": "token",
-        "coef": "one",
-        "gate": "none",
-        "correction": "none",
-    }
+    own: dict[str, object] = {"advantage": "raw", "level": "token", "coef": "one", "gate": "none", "correction": "none"}
     own |= {"kl": "none", "aggregate": "seq_sum", "lr": "none", "whiten": False, "truncated": "keep"}
     for key, value in own.items():
         given = getattr(config, key)
@@ -133,20 +111,18 @@ def _check_head(config: AlgorithmConfig) -> None:
         f"algorithm.anchor={config.anchor} is not what algorithm.head={config.head} measures from; "
         f"allowed: {' or '.join(anchors)}.",
     )
-    check(
-        config.beta > 0 or anchors == ("self",),
-        f"algorithm.head={config.head} needs algorithm.beta > 0.",
-    )
+    check(config.beta > 0 or anchors == ("self",), f"algorithm.head={config.head} needs algorithm.beta > 0.")
 
 
 def _check_advantage(config: AlgorithmConfig) -> None:
+    level = config.correction_level
     check(
         config.advantage_shift == 0 or config.advantage == "group_mean",
         f"algorithm.advantage_shift moves the group's mean, which algorithm.advantage={config.advantage} does not "
         "subtract; allowed: advantage=group_mean, or advantage_shift=0.",
     )
     check(
-        config.advantage != "opob" or (config.anchor != "mu" and not _token_correction(config)),
+        config.advantage != "opob" or (config.anchor != "mu" and (config.correction == "none" or level != "token")),
         "algorithm.advantage=opob weighs whole sequences by the behavior weight; allowed: correction=none, or a "
         "correction with correction_level=geo or prod, and any anchor but mu.",
     )
@@ -160,10 +136,6 @@ def _check_advantage(config: AlgorithmConfig) -> None:
         "algorithm.advantage=vtrace holds the ratio to the behavior policy already, and algorithm.anchor=mu counts "
         "it twice; allowed: anchor=self, prox, prox_interp or ema.",
     )
-
-
-def _token_correction(config: AlgorithmConfig) -> bool:
-    return config.correction != "none" and config.correction_level == "token"
 
 
 def _check_ratio(config: AlgorithmConfig) -> None:
@@ -198,7 +170,8 @@ def _check_ratio(config: AlgorithmConfig) -> None:
             f"allowed: level={level}.",
         )
     check(
-        config.coef != "geoclip" or (config.aggregate == "seq_mean" and not config.token_advantages),
+        config.coef != "geoclip"
+        or (config.aggregate == "seq_mean" and config.advantage not in ("gae", "vtrace", "whiten")),
         "algorithm.coef=geoclip (GMPO) is a sequence's geometric mean of ratios times its one advantage, which "
         f"algorithm.aggregate={config.aggregate} with algorithm.advantage={config.advantage} is not; "
         "allowed: aggregate=seq_mean with any advantage but gae, vtrace and whiten.",

@@ -76,16 +76,25 @@ class PackedLayout:
             copied_tokens=tensor(tokens[copies]) if len(copies) else None,
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class SplitLayout(PackedLayout):
-    """Of a rank that has a part of the packed tokens, and must ask others for attention over all of them."""
-
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """As :func:`packed_attention`, for the part's queries, keys and values."""
-        raise NotImplementedError
+        """As :func:`packed_attention`; whoever has a part of the packed tokens alone puts another way in this place."""
+        rows = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
+        if self.slots is not None:
+            grid = (self.tokens, self.slots, self.copied_slots, self.copied_tokens)
+            rows = [_Pad.apply(x, *grid) for x in rows]
+        q, k, v = (x.view(self.count, self.longest, *x.shape[1:]).transpose(1, 2) for x in rows)
+        out = _attend(q, k, v, scaling, sliding_window)
+        out = out.transpose(1, 2).reshape(self.count * self.longest, *out.shape[1::2])  # [N * longest, heads, D]
+        return (out if self.slots is None else _Unpad.apply(out, self.slots))[None], None
 
 
 class _Pad(torch.autograd.Function):
@@ -153,20 +162,8 @@ def packed_attention(
         raise ValueError(f"a model with {IMPLEMENTATION} attention was called without packed_layout")
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.path: attention with soft capping or attention sinks cannot be trained packed.")
-    if isinstance(packed_layout, SplitLayout):
-        window = {} if sliding_window is None else {"sliding_window": sliding_window}
-        return packed_layout.attend(module, query, key, value, scaling=scaling, **window)
-    layout = packed_layout
-    rows = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
-    if layout.slots is not None:
-        grid = (layout.tokens, layout.slots, layout.copied_slots, layout.copied_tokens)
-        rows = [_Pad.apply(x, *grid) for x in rows]
-    q, k, v = (x.view(layout.count, layout.longest, *x.shape[1:]).transpose(1, 2) for x in rows)
-    out = _attend(q, k, v, scaling, sliding_window)
-    out = out.transpose(1, 2).reshape(layout.count * layout.longest, *out.shape[1::2])  # [N * longest, heads, D]
-    if layout.slots is not None:
-        out = _Unpad.apply(out, layout.slots)
-    return out[None], None
+    window = {} if sliding_window is None else {"sliding_window": sliding_window}
+    return packed_layout.attend(module, query, key, value, scaling=scaling, **window)
 
 
 def _attend(

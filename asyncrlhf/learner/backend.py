@@ -1,19 +1,11 @@
-"""The LearnerBackend protocol: how a learner rank trains its model."""
+"""What a learner rank is built from, and what a learner step gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import torch
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.shards import Shards
-from asyncrlhf.types import FloatArray, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,47 +38,3 @@ class StepResult:
     metrics: dict[str, float]
     skipped: bool = False
     seconds: float = 0.0
-
-
-class LearnerBackend(Protocol):
-    """One rank of the learner group. Every method is called on all ranks together, ``score`` only with ``shards``."""
-
-    @property
-    def policy_version(self) -> int:
-        """Completed learner steps."""
-        ...
-
-    def train_step(self, batch: TrainBatch) -> StepResult:
-        """One learner step on this rank's share of the batch: raises ``policy_version`` by one, also when skipped."""
-        ...
-
-    @property
-    def shards(self) -> Shards | None:
-        """How to read the policy's tensors where no rank holds them whole; None where each does."""
-        ...
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The policy's tensors by name, for publishing (tied tensors once, under their first name).
-
-        With ``shards``: copies of all of them in rank 0's host memory, empty elsewhere.
-        """
-        ...
-
-    def critic_parameters(self) -> Mapping[str, torch.Tensor]:
-        """What training changes of the critic, by name, for a critic service; empty without a critic. Whole only where
-        the learner is not sharded."""
-        ...
-
-    def before_update(self, callback: Callable[[], object]) -> None:
-        """Have ``callback`` called each time before the parameters change: a snapshot may still be read from them."""
-        ...
-
-    def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        """Log-probs of each token given those before it; [len-1] for each text."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Model (``from_pretrained`` format), optimizer, scheduler, RNG, version; rank 0 writes the shared parts."""
-        ...
-
-    def load(self, folder: Path) -> None: ...

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from asyncrlhf.data.packing import pack
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, SequenceSplit, TokenFacts, packed_hidden
-from asyncrlhf.learner.rollout_passes import RolloutPasses
-from asyncrlhf.types import FloatArray, Rollout
+from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts, packed_hidden
+from asyncrlhf.learner.passes import AUTOCAST
+from asyncrlhf.learner.ulysses import SequenceParallel
+from asyncrlhf.rewards.model import padded_batches
+from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
 
 class ValueModel(nn.Module):
@@ -32,17 +39,13 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._sequence: SequenceSplit | None = None
-
-    def split(self, sequence: SequenceSplit) -> None:
-        """As ``PackedPolicy.split``."""
-        self._sequence = sequence
+        self.sequence: SequenceParallel | None = None  # as a ``PackedPolicy``'s
 
     def forward(self, inputs: PackedInputs) -> torch.Tensor:
-        if self._sequence is None:
+        if self.sequence is None:
             return self._alone(inputs)
-        local, own = self._sequence.stretch(inputs)
-        return self._sequence.together(self._alone(local), own, len(inputs.rows))
+        local, own = self.sequence.stretch(inputs)
+        return self.sequence.together(self._alone(local), own, len(inputs.rows))
 
     def _alone(self, inputs: PackedInputs) -> torch.Tensor:
         hidden = packed_hidden(self.trunk, inputs).index_select(0, inputs.rows)
@@ -50,29 +53,88 @@ class ValueModel(nn.Module):
         return self.head(hidden).float().sum(-1)
 
 
-class EmaPolicy:
-    """A frozen copy of the policy that follows it: target = decay target + (1 - decay) policy, once a learner step.
+def frozen_copy(model: PreTrainedModel, device: torch.device) -> PackedPolicy:
+    """A copy of the policy that follows it by :func:`follow`.
 
     The same on every rank, as the policy is; it costs its memory and one forward pass a step (IMPACT, 1912.00167, has
     a target network that is replaced now and then instead).
     """
+    return PackedPolicy(nn.Module.to(copy.deepcopy(model).eval().requires_grad_(False), device))  # type: ignore[arg-type]
 
-    def __init__(self, model: PreTrainedModel, decay: float, device: torch.device) -> None:
-        self._decay = decay
-        self._copy: nn.Module = nn.Module.to(copy.deepcopy(model).eval().requires_grad_(False), device)
-        self.policy = PackedPolicy(self._copy)  # type: ignore[arg-type]
+
+@torch.no_grad()
+def follow(target: PackedPolicy, policy: Iterable[tuple[str, torch.Tensor]], decay: float) -> None:
+    """target = decay target + (1 - decay) policy, whose named parameters come in the model's order."""
+    for mine, (_, source) in zip(target.model.parameters(), policy, strict=True):
+        mine.lerp_(source.to(mine), 1.0 - decay)
+
+
+class RolloutPasses(ABC):
+    """What a frozen model says of finished rollouts, in packed passes as the learner makes them; a failure is that of
+    the rollouts of one pass.
+
+    Args:
+        device: of the model.
+        precision: a ``learner.mixed_precision``.
+        token_budget: padded tokens of one forward pass; a longer sequence is a pass of its own.
+    """
+
+    model_name: str  # as sentences name it
+    what: str  # what it gives
+    setting: str  # that holds ``token_budget``
+
+    def __init__(self, device: torch.device, precision: str, token_budget: int) -> None:
+        self._device = device
+        self._dtype = AUTOCAST.get(precision)
+        self._budget = token_budget
+
+    @abstractmethod
+    def _flat(self, inputs: PackedInputs) -> torch.Tensor:
+        """One number a response token: [M]."""
+
+    def _make_room(self) -> bool:
+        """Free what is held beside the weights, for a pass that ran out of memory; false when there was nothing."""
+        return False
+
+    def answer(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
+        """The numbers [L] float32 of each rollout, or one sentence that says why it has none."""
+        refusal = f"The {self.model_name} has nothing to score: prompt or response is empty."
+        answers: list[FloatArray | str] = [refusal] * len(rollouts)
+        able = [i for i, rollout in enumerate(rollouts) if len(rollout.prompt.token_ids) and len(rollout.response_ids)]
+        lengths = np.array([len(rollouts[i].prompt.token_ids) + len(rollouts[i].response_ids) for i in able], np.int64)
+        for batch in padded_batches(lengths, self._budget):
+            chosen = [able[place] for place in batch]
+            for i, answer in zip(chosen, self._pass([rollouts[i] for i in chosen]), strict=True):
+                answers[i] = answer
+        return answers
+
+    def _pass(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
+        found: list[FloatArray] | None = None
+        # What the error holds of the pass is free again only behind this clause.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            found = self._numbers(rollouts)
+        if found is None and self._make_room():
+            return self._pass(rollouts)
+        if found is None:
+            tokens = max(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
+            many = f"{len(rollouts)} sequences of up to {tokens} tokens"
+            return [f"The {self.model_name} ran out of memory with {many}; lower {self.setting}."] * len(rollouts)
+        return [self._checked(numbers) for numbers in found]
+
+    def _checked(self, numbers: FloatArray) -> FloatArray | str:
+        return numbers if np.isfinite(numbers).all() else f"The {self.model_name}'s {self.what} are not all finite."
 
     @torch.no_grad()
-    def update(self, policy: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """``policy``: its named parameters, in the model's order."""
-        for target, (_, source) in zip(self._copy.parameters(), policy, strict=True):
-            target.lerp_(source.to(target), 1.0 - self._decay)
+    def _numbers(self, rollouts: Sequence[Rollout]) -> list[FloatArray]:
+        plain = [replace(r, ref_logprobs=None, values=None, critic_version=None) for r in rollouts]
+        batch = pack([TrainSample(rollout, reward=0.0) for rollout in plain])
+        inputs = PackedInputs.of_batch(batch, device=self._device)
+        with self._autocast():
+            flat = self._flat(inputs).float().cpu().numpy()
+        return np.split(flat, np.cumsum([len(rollout.response_ids) for rollout in rollouts])[:-1])
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._copy.state_dict()
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._copy.load_state_dict(state)
+    def _autocast(self) -> AbstractContextManager:
+        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
 
 class ReferencePolicy(RolloutPasses):
@@ -81,7 +143,7 @@ class ReferencePolicy(RolloutPasses):
     Args:
         model: the frozen causal language model, on its device.
         temperature: the learner's; 0, greedy, counts as 1.
-        precision, token_budget: as in :class:`~asyncrlhf.learner.rollout_passes.RolloutPasses`.
+        precision, token_budget: as in :class:`RolloutPasses`.
     """
 
     model_name, what, setting = "reference model", "log-probs", "reference.token_budget"
@@ -95,16 +157,13 @@ class ReferencePolicy(RolloutPasses):
         facts: TokenFacts = self._policy(inputs, self._temperature)
         return facts.logprobs
 
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        return replace(rollout, ref_logprobs=numbers)
-
 
 class ServedCritic(RolloutPasses):
     """Gives what the learner's own critic of that version would give: the same packed pass.
 
     Args:
         policy: the model that the learner starts with, on its device; its trunk becomes the critic's.
-        precision, token_budget: as in :class:`~asyncrlhf.learner.rollout_passes.RolloutPasses`.
+        precision, token_budget: as in :class:`RolloutPasses`.
     """
 
     model_name, what, setting = "critic", "values", "critic.token_budget"
@@ -135,6 +194,3 @@ class ServedCritic(RolloutPasses):
             raise WeightSyncError("A critic worker was asked for values before it held a version.")
         values: torch.Tensor = self._critic(inputs)
         return values
-
-    def _with(self, rollout: Rollout, numbers: FloatArray) -> Rollout:
-        return replace(rollout, values=numbers, critic_version=self.version)

@@ -1,30 +1,25 @@
-"""DeepSpeed beneath the train step: ZeRO engines, exact sums over ragged microbatches, and the backend."""
+"""DeepSpeed beneath the train step: ZeRO engines, and exact sums over ragged microbatches."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.distributed import barrier, init_single_process_group, padded
+from asyncrlhf.learner.distributed import Shards, barrier, init_single_process_group, padded
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.optim import Updater, build_optimizer, clip_gradient, set_learning_rate
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.shards import Shards, export_model, on_host
-from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.learner.ulysses import SequenceParallel
+from asyncrlhf.learner.updaters import Updater, build_optimizer, clip_gradient
 
 FOLDER = "deepspeed"  # of a checkpoint: what the engines write
 
@@ -58,27 +53,7 @@ class _Unpacked:
         return TokenFacts(logprobs, entropies, rest[0].detach() if rest else none, mass)
 
 
-class ZeroShards:
-    """Of a model that a ZeRO-3 engine has partitioned."""
-
-    def __init__(self, model: nn.Module, gathered: Callable[..., contextlib.AbstractContextManager]) -> None:
-        self._model, self._gathered = model, gathered
-
-    def layout(self) -> Mapping[str, torch.Tensor]:
-        return {
-            name: torch.empty(tuple(parameter.ds_shape), dtype=parameter.dtype, device="meta")
-            for name, parameter in self._model.named_parameters()
-        }
-
-    @contextlib.contextmanager
-    def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
-        parameters = dict(self._model.named_parameters())
-        chosen = {name: parameters[name] for name in names}
-        with self._gathered(list(chosen.values())):
-            yield {name: parameter.detach() for name, parameter in chosen.items()}
-
-
-class DeepSpeedUpdater:
+class DeepSpeedUpdater(Updater):
     """The ``Updater`` over ``deepspeed.initialize``: one engine for the policy, one for the critic.
 
     The loss is a sum that is normalised already, so nothing may divide it again: DeepSpeed averages over ranks, hence
@@ -86,54 +61,41 @@ class DeepSpeedUpdater:
     collective, at stage 3 every forward pass is: ranks with fewer microbatches make passes over dummy data.
 
     Policy and critic drop a gradient that is not finite each for itself, except at stage 0, where they do it together.
+
+    The step is that of the other updaters up to rounding (``learner.zero_stage`` 0 to 3; ZeRO, 1910.02054). Critic and
+    reference are sharded like the policy. The slow target network lies whole on every rank, and a rank loads the whole
+    model into host memory before it keeps its shard.
     """
 
-    def __init__(
-        self,
-        config: LearnerConfig,
-        model: PreTrainedModel,
-        policy: nn.Module,
-        critic: nn.Module | None,
-        device: torch.device,
-        ranks: int,
-    ) -> None:
+    def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:
+        config, device = self.config, self.device
         init_single_process_group(device)
         self._deepspeed = _import_deepspeed(device)
         # Over torch's group, and before anything asks DeepSpeed how many ranks there are.
         self._deepspeed.init_distributed(auto_mpi_discovery=False)
-        self._config, self._model, self._ranks, self._device = config, model, ranks, device
-        self._rank = torch.distributed.get_rank()
         self._stage = config.zero_stage
-        self._settings = engine_settings(config, ranks, device, model.config.get_text_config().hidden_size)
-        self._callbacks: list[Callable[[], object]] = []
+        hidden = self.model.config.get_text_config().hidden_size
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self._settings = engine_settings(config, self.ranks, device, hidden, parameters)
         engine = self._engine(_OneTensor(policy), build_optimizer(config, policy, None))
         self._engines = {"policy": engine}
-        self.policy: Any = _Unpacked(engine)
-        self.critic: Any = None
+        self.policy = _Unpacked(engine)
         if critic is not None:
             self.critic = self._engines["critic"] = self._engine(critic, build_optimizer(config, None, critic))
+        self.optimizers = [engine.optimizer for engine in self._engines.values()]
 
     @property
     def shards(self) -> Shards | None:
-        return ZeroShards(self._model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
+        return Shards(self.model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
 
     def frozen(self, module: nn.Module) -> Any:
         return _Unpacked(self._engine(_OneTensor(module), None)) if self._stage == 3 else module
-
-    def ulysses(self) -> Any:
-        """DeepSpeed's attention for sequence parallelism over transformers' models."""
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-        return UlyssesSPAttentionHF
-
-    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
-        return padded(microbatches, self._device, self._ranks) if self._stage == 3 else microbatches
 
     def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
         engine = self._engine_of(module)
         passes: list[Microbatch | None] = [*microbatches]
         if self._stage >= 2:
-            passes = padded(microbatches, self._device, self._ranks)
+            passes = padded(microbatches, self.device, self.ranks)
         passes = passes or [None]
         for index, microbatch in enumerate(passes):
             engine.set_gradient_accumulation_boundary(index == len(passes) - 1)
@@ -143,7 +105,7 @@ class DeepSpeedUpdater:
         """Nothing is left to forget: an update, made or dropped, clears its gradients."""
 
     def backward(self, module: Any, loss: torch.Tensor) -> None:
-        self._engine_of(module).backward(loss * self._ranks, scale_wrt_gas=False)
+        self._engine_of(module).backward(loss * self.ranks, scale_wrt_gas=False)
 
     def apply(self) -> float:
         self._settle()
@@ -155,32 +117,17 @@ class DeepSpeedUpdater:
             return math.nan
         return float(self._engines["policy"].get_global_grad_norm())
 
-    def set_rate(self, factor: float) -> float:
-        rates = [set_learning_rate(engine.optimizer, factor) for engine in self._engines.values()]
-        return rates[0]
-
-    def before_update(self, callback: Callable[[], object]) -> None:
-        self._callbacks.append(callback)
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        if self.shards is not None:
-            return on_host(self.shards, self._rank)
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
-
-    def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
-        """``deepspeed/`` for resuming, and ``model/`` as transformers saves it."""
-        own = {"critic": None if self.critic is None else True, "ranks": self._ranks}
-        checkpoint.write(folder, state | own, rank)
-        barrier(self._ranks)
+    def _save_own(self, folder: Path) -> dict[str, Any]:
+        barrier(self.ranks)
         for name, engine in self._engines.items():
             engine.save_checkpoint(str(folder / FOLDER), tag=name, save_latest=False)
-        export_model(self._model, folder / checkpoint.MODEL, self.shards, rank)
+        return {"critic": None if self.critic is None else True, "ranks": self.ranks}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        if state["ranks"] != self._ranks:
+        if state["ranks"] != self.ranks:
             raise CheckpointError(
                 f"{folder}: the checkpoint's shards are those of learner.ranks={state['ranks']}; they cannot be read "
-                f"with learner.ranks={self._ranks}, but the weights alone can, by "
+                f"with learner.ranks={self.ranks}, but the weights alone can, by "
                 f"model.path={folder / checkpoint.MODEL}."
             )
         for name, engine in self._engines.items():
@@ -193,7 +140,7 @@ class DeepSpeedUpdater:
 
     def _engine(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         buffers = [
-            (owner, name, buffer.to(self._device, copy=True))
+            (owner, name, buffer.to(self.device, copy=True))
             for owner in module.modules()
             for name, buffer in owner.named_buffers(recurse=False)
         ]
@@ -212,8 +159,8 @@ class DeepSpeedUpdater:
         Whole decoder layers are gathered later on. Inside one, autograd's order depends on the shape of the batch, and
         ranks that gather in different orders wait for each other for ever.
         """
-        if self._model._no_split_modules:
-            self._deepspeed.utils.set_z3_leaf_modules(module, list(self._model._no_split_modules))
+        if self.model._no_split_modules:
+            self._deepspeed.utils.set_z3_leaf_modules(module, list(self.model._no_split_modules))
         dtype = torch.bfloat16 if "bf16" in self._settings else torch.float32
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -221,7 +168,7 @@ class DeepSpeedUpdater:
 
     def _apply_whole(self) -> float:
         """Stage 0 has no guard and measures no norm of its own; after the reduction all ranks see the same."""
-        limit = self._config.max_grad_norm
+        limit = self.config.max_grad_norm
         norms = [clip_gradient(engine.module.parameters(), limit) for engine in self._engines.values()]
         finite = all(bool(torch.isfinite(norm)) for norm in norms)
         for engine in self._engines.values():
@@ -231,20 +178,21 @@ class DeepSpeedUpdater:
                 engine.zero_grad()
         return float(norms[0]) if finite else math.nan
 
-    def _settle(self) -> None:
-        """A snapshot may still be read from what is about to change."""
-        for callback in self._callbacks:
-            callback()
-
     def _engine_of(self, module: Any) -> Any:
         return module.engine if isinstance(module, _Unpacked) else module
 
 
-def engine_settings(config: LearnerConfig, ranks: int, device: torch.device, hidden_size: int) -> dict[str, Any]:
+BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
+
+
+def engine_settings(
+    config: LearnerConfig, ranks: int, device: torch.device, hidden_size: int, parameters: int
+) -> dict[str, Any]:
     """DeepSpeed's config. bfloat16 trains bfloat16 weights over sharded float32 masters from stage 1 on, and at stage
     0, which would hold its gradients in bfloat16, float32 weights under autocast."""
     stage = config.zero_stage
-    zero: dict[str, Any] = {"stage": stage}
+    # In elements, allocated whole by each engine: 2 GB of float32, where a small model has gradients of some megabytes.
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET, parameters)}
     pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
     if config.zero_offload == "cpu":
         zero["offload_optimizer"] = pinned
@@ -275,25 +223,11 @@ def _import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # takes seconds, and only this backend needs it
+    import deepspeed.ops
 
+    # Only inference with tensor parallelism uses this op, which DeepSpeed would compile for a minute on a new machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed's business, and torch says it again at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
-
-
-class DeepSpeedBackend(TorchBackend):
-    """``learner.zero_stage`` 0 to 3 (ZeRO, 1910.02054): the same step as ``TorchBackend`` up to rounding.
-
-    Critic and reference are sharded like the policy. The slow target network lies whole on every rank, and a rank
-    loads the whole model into host memory before it keeps its shard. Policy and critic are split over tokens where
-    ``learner.sequence_parallel_size`` asks for it; frozen models then pass the whole of a share on each of its ranks.
-    """
-
-    def _make_updater(self) -> Updater:
-        updater = DeepSpeedUpdater(self.config, self.model, self.policy, self.critic, self.device, self.ranks)
-        if self.sequence_peers.ranks > 1:
-            sequence = SequenceParallel(self.model, self.sequence_peers, updater.ulysses())
-            for module in (self.policy, *(() if self.critic is None else (self.critic,))):
-                module.split(sequence)
-        return updater

@@ -1,20 +1,20 @@
-"""What the learner ranks say to each other: group set-up, sums and gathers that do nothing on a single rank."""
+"""What the learner ranks say to each other: group set-up, sums, gathers, and weights of which each holds a shard."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 Item = TypeVar("Item")
+PIECE_BYTES = 2**27  # of whole tensors that a rank holds at once; a single larger tensor is a piece of its own
 
 
 def init_process_group(
@@ -67,15 +67,6 @@ def all_sum(values: torch.Tensor, peers: Peers) -> torch.Tensor:
     return values
 
 
-def all_max(value: int, device: torch.device, ranks: int) -> int:
-    """The largest ``value`` of all ranks."""
-    if ranks == 1:
-        return value
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
-
-
 def all_gather(value: Any, peers: Peers) -> list[Any]:
     """Each peer's picklable ``value``, in the order of their ranks."""
     if peers.ranks == 1:
@@ -88,14 +79,11 @@ def all_gather(value: Any, peers: Peers) -> list[Any]:
 def padded(items: Sequence[Item], device: torch.device, ranks: int) -> list[Item | None]:
     """``items``, and behind them as many None as the rank with the most items has more: all ranks make equally many
     passes where each is collective."""
-    longest = all_max(len(items), device, ranks)
-    return [*items, *([None] * (longest - len(items)))]
-
-
-def device_mesh(device: torch.device, ranks: int) -> DeviceMesh:
-    """All ranks in a row."""
-    init_single_process_group(device)
-    return init_device_mesh(device.type, (ranks,))
+    if ranks == 1:
+        return list(items)
+    longest = torch.tensor(len(items), device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return [*items, *([None] * (int(longest) - len(items)))]
 
 
 def barrier(ranks: int) -> None:
@@ -103,18 +91,58 @@ def barrier(ranks: int) -> None:
         dist.barrier()
 
 
-def data_parallel(module: nn.Module, ranks: int) -> nn.Module:
-    """``module`` with its gradients averaged over ranks, or itself on a single one."""
-    return module if ranks == 1 else DistributedDataParallel(module, broadcast_buffers=False)
+class Shards:
+    """The policy's tensors where no rank holds them whole. All ranks gather the same names in the same order."""
+
+    def __init__(
+        self, model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """``gathered``: makes these parameters whole while it lasts, where they are no DTensors (ZeRO-3)."""
+        self._model, self._gathered = model, gathered
+
+    def layout(self) -> Mapping[str, torch.Tensor]:
+        """Name, shape and dtype of every tensor, on the device ``meta``; nothing is gathered."""
+        return {
+            name: torch.empty(tuple(getattr(p, "ds_shape", p.shape)), dtype=p.dtype, device="meta")
+            for name, p in self._model.named_parameters()
+        }
+
+    @contextmanager
+    def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """These tensors whole, on every rank, as long as the context lasts."""
+        parameters = dict(self._model.named_parameters())
+        with self._gathered([parameters[name] for name in names]):
+            yield {name: whole(parameters[name]) for name in names}
 
 
-def reducing(module: nn.Module, microbatches: Sequence[Item]) -> Iterator[Item]:
-    """The microbatches, with the gradient reduction held back until the last one.
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` detached, gathered from all ranks if it is sharded."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
-    Every rank must reduce exactly once however many microbatches it has.
-    """
-    for index, microbatch in enumerate(microbatches):
-        with contextlib.ExitStack() as stack:
-            if isinstance(module, DistributedDataParallel) and index < len(microbatches) - 1:
-                stack.enter_context(module.no_sync())
-            yield microbatch
+
+def pieces(layout: Mapping[str, torch.Tensor], limit: int = PIECE_BYTES) -> Iterator[tuple[str, ...]]:
+    """The names in order, in runs of at most ``limit`` bytes."""
+    piece: list[str] = []
+    total = 0
+    for name, tensor in layout.items():
+        if piece and total + tensor.nbytes > limit:
+            yield tuple(piece)
+            piece, total = [], 0
+        piece.append(name)
+        total += tensor.nbytes
+    if piece:
+        yield tuple(piece)
+
+
+def gathered(shards: Shards, names: tuple[str, ...] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor (of ``names``) whole, good until the next is asked for; all ranks must come to the end."""
+    layout = shards.layout()
+    chosen = layout if names is None else {name: layout[name] for name in names}
+    for piece in pieces(chosen):
+        with shards.gather(piece) as tensors:
+            yield from tensors.items()
+
+
+def on_host(shards: Shards, rank: int, names: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
+    """Copies in rank 0's host memory; the other ranks take part and get nothing."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in gathered(shards, names) if rank == 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.ulysses import SequenceParallel
 
 # Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
 MAX_LOGITS = 2**27
@@ -62,12 +65,15 @@ class PackedInputs:
         first = place[targets] == prompts[sequence[targets]]
         owner = owners[sequence[targets[first]]]
         sources[first] = starts[owner] + prompts[owner] - 1
+        allowed = None
+        if sets is not None:
+            allowed = KeptSets.of_counts(torch.from_numpy(sets[0]).to(device), torch.from_numpy(sets[1][targets]))
         return cls(
             token_ids=torch.from_numpy(token_ids[kept])[None].to(device),
             rows=torch.from_numpy(packed[sources]).to(device),
             targets=torch.from_numpy(token_ids[targets]).to(device),
             layout=PackedLayout.build(lengths - 1, prompts, owners, device),
-            kept=None if sets is None else _kept_sets(sets[0], sets[1][targets], device),
+            kept=allowed,
         )
 
     @classmethod
@@ -100,18 +106,6 @@ class TokenFacts(NamedTuple):
     kept_mass: torch.Tensor  # [M] of the whole distribution, detached; empty unless the inputs have kept sets
 
 
-class SequenceSplit(Protocol):
-    """Shares one batch out over ranks, token by token."""
-
-    def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
-        """This rank's part, and which of the M predictions are made from it: [own] indices."""
-        ...
-
-    def together(self, part: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
-        """[count] from each rank's values [own]."""
-        ...
-
-
 class PackedPolicy(nn.Module):
     """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
 
@@ -137,22 +131,18 @@ class PackedPolicy(nn.Module):
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
         self._collision = collision
-        self._sequence: SequenceSplit | None = None
+        self.sequence: SequenceParallel | None = None  # with it, ranks pass a stretch each of the same inputs
         self._chunks = chunked
 
-    def split(self, sequence: SequenceSplit) -> None:
-        """Have each of a group of ranks, which are given the same inputs, pass a stretch of them."""
-        self._sequence = sequence
-
     def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
-        if self._sequence is None:
+        if self.sequence is None:
             return self.alone(inputs, temperature)
-        local, own = self._sequence.stretch(inputs)
+        local, own = self.sequence.stretch(inputs)
         facts = self.alone(local, temperature)
         given = (True, True, self._collision, inputs.kept is not None)
         return TokenFacts(
             *(
-                self._sequence.together(fact, own, len(inputs.rows)) if there else fact
+                self.sequence.together(fact, own, len(inputs.rows)) if there else fact
                 for fact, there in zip(facts, given, strict=True)
             )
         )
@@ -230,13 +220,7 @@ class PackedPolicy(nn.Module):
     def _full_logits(self, inputs: PackedInputs) -> torch.Tensor:
         """[M, V] by the model's own forward, which may scale or cap its logits."""
         arguments: dict[str, Any] = {"logits_to_keep": inputs.rows} if self._keeps_rows else {}
-        logits = self.model(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.layout.position_ids,
-            packed_layout=inputs.layout,
-            use_cache=False,
-            **arguments,
-        ).logits[0]
+        logits = _call(self.model, inputs, **arguments).logits[0]
         return logits if self._keeps_rows else logits.index_select(0, inputs.rows)
 
     @torch.no_grad()
@@ -254,17 +238,13 @@ class PackedPolicy(nn.Module):
 
 def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:
     """The last hidden states [K, hidden] of ``inputs``."""
-    output = backbone(
-        input_ids=inputs.token_ids,
-        position_ids=inputs.layout.position_ids,
-        packed_layout=inputs.layout,
-        use_cache=False,
-    )
-    return output.last_hidden_state[0]
+    hidden: torch.Tensor = _call(backbone, inputs).last_hidden_state[0]
+    return hidden
 
 
-def _kept_sets(ids: IdArray, counts: IdArray, device: torch.device | str) -> KeptSets:
-    return KeptSets.of_counts(torch.from_numpy(ids).to(device), torch.from_numpy(counts))
+def _call(model: Any, inputs: PackedInputs, **more: Any) -> Any:
+    places, layout = inputs.layout.position_ids, inputs.layout
+    return model(input_ids=inputs.token_ids, position_ids=places, packed_layout=layout, use_cache=False, **more)
 
 
 def _first_with_prompt(token_ids: IntArray, starts: IntArray, prompts: IntArray) -> IntArray:

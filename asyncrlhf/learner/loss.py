@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,37 +12,11 @@ from asyncrlhf.algorithms.gates import opsm_gate
 from asyncrlhf.algorithms.kl import kl_loss
 from asyncrlhf.algorithms.losses import policy_loss, value_loss
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.plan import Microbatch, StepPlan
-from asyncrlhf.learner.targets import Targets, correction_weight, proximal_of
+from asyncrlhf.learner.plan import ResponseTokens
+from asyncrlhf.learner.targets import correction_weight, proximal_of
 from asyncrlhf.learner.user_loss import LossInputs, UserLoss
 
-
-@dataclass(frozen=True)
-class MicrobatchLoss:
-    """``loss`` carries the gradient; ``clipped`` [m] is detached: the tokens on which the clip rule or a gate acted."""
-
-    loss: torch.Tensor
-    clipped: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """One microbatch's part of everything that a loss may look at: m tokens, n sequences."""
-
-    policy: torch.Tensor  # [m] with gradient
-    entropy: torch.Tensor  # [m] with gradient
-    behavior: torch.Tensor  # [m]
-    proximal: torch.Tensor  # [m]
-    ref: torch.Tensor | None  # [m]
-    advantages: torch.Tensor  # [m]
-    mask: torch.Tensor  # [m]
-    ids: torch.Tensor  # [m] from 0
-    rewards: torch.Tensor  # [n]
-    group_ids: torch.Tensor  # [n]
-    sample_weights: torch.Tensor  # [n]
-    version_lag: torch.Tensor  # [m]
-    gate: torch.Tensor | None  # [m]
-    head_losses: torch.Tensor | None  # [n]
+Options = dict[str, Any]
 
 
 class MicrobatchLosses:
@@ -52,159 +26,91 @@ class MicrobatchLosses:
     the microbatches of all ranks add up to the update's.
     """
 
-    def __init__(self, config: AlgorithmConfig, own: UserLoss | None = None) -> None:
+    def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
         self._rule = coefficient_rule(config)
-        self._own = own
+        self._own = UserLoss(config.loss.target) if config.loss.target else None
 
-    def __call__(
-        self,
-        plan: StepPlan,
-        microbatch: Microbatch,
-        targets: Targets,
-        policy: torch.Tensor,
-        entropy: torch.Tensor,
-        normaliser: torch.Tensor,
-    ) -> MicrobatchLoss:
-        """``policy`` and ``entropy`` [m] carry the gradient."""
+    def __call__(self, tokens: ResponseTokens, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss, clipped [m]) of a microbatch, whose policy log-probs and entropies carry the gradient. ``clipped`` are
+        the tokens on which the clip rule or a gate acted."""
         config = self._config
-        facts = _facts(config, plan, microbatch, targets, policy, entropy)
-        anchor = {"self": None, "mu": facts.behavior, "ref": None}.get(config.anchor, facts.proximal)
-        weight = None
-        if config.correction != "none":
-            weight = correction_weight(config, facts.proximal, facts.behavior, facts.mask, facts.ids)[0]
+        where = (tokens.loss_mask, tokens.sequence_ids)
+        shared: Options = {"normaliser": normaliser, "sample_weights": tokens.weights}
+        tokens.proximal_logprobs = proximal_of(config, tokens)
+        anchors = {"self": None, "ref": None, "mu": tokens.behavior_logprobs}
+        anchor = anchors.get(config.anchor, tokens.proximal_logprobs)
+        weight = None if config.correction == "none" else correction_weight(config, tokens)[0]
+        ratio: Options = shared | {"weight": weight, "aggregate": config.aggregate, "ratio_bound": config.largest_ratio}
+        clipped = torch.zeros_like(tokens.loss_mask)
         if self._own is not None:
-            result = self._own_loss(self._own, facts, normaliser)
+            per_token = self._own(LossInputs(*(getattr(tokens, name) for name in LossInputs._fields)))
+            loss = aggregate_loss(per_token, *where, how=config.aggregate, **shared)
         elif config.head != "policy":
-            result = self._head_loss(facts, normaliser)
+            loss = self._head_loss(tokens, shared)
         else:
-            result = self._policy_loss(facts, anchor, weight, normaliser)
-        loss = result.loss
+            loss, clipped = self._policy_loss(tokens, anchor, ratio)
         if config.kl == "loss":
-            loss = loss + config.beta * self._kl(facts, anchor, weight, normaliser)
+            loss = loss + config.beta * self._kl(tokens, anchor, ratio)
         if config.entropy_coef > 0:
-            loss = loss - config.entropy_coef * self._sum(facts.entropy, facts, normaliser)
-        return MicrobatchLoss(loss, result.clipped)
+            entropy = aggregate_loss(tokens.entropy, *where, how=config.aggregate, **shared)
+            loss = loss - config.entropy_coef * entropy
+        return loss, clipped
 
     def _policy_loss(
-        self, facts: _Facts, anchor: torch.Tensor | None, weight: torch.Tensor | None, normaliser: torch.Tensor
-    ) -> MicrobatchLoss:
-        config, gate = self._config, facts.gate
+        self, tokens: ResponseTokens, anchor: torch.Tensor | None, ratio: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        config, gate = self._config, tokens.gate
+        where = (tokens.advantages, tokens.loss_mask, tokens.sequence_ids)
         if config.gate == "opsm":
-            gate = opsm_gate(
-                facts.policy.detach(),
-                facts.behavior,
-                facts.advantages,
-                facts.mask,
-                facts.ids,
-                delta=config.off_policy_mask_threshold,
-            )
+            policy = tokens.policy_logprobs.detach()
+            gate = opsm_gate(policy, tokens.behavior_logprobs, *where, delta=config.off_policy_mask_threshold)
         result = policy_loss(
-            facts.policy,
-            anchor,
-            facts.advantages,
-            facts.mask,
-            facts.ids,
-            coefficient=self._rule,
-            normaliser=normaliser,
-            level=config.level,
-            aggregate=config.aggregate,
-            weight=weight,
-            sample_weights=facts.sample_weights,
-            gate=gate,
-            ratio_bound=config.largest_ratio,
+            tokens.policy_logprobs, anchor, *where, coefficient=self._rule, level=config.level, gate=gate, **ratio
         )
-        return MicrobatchLoss(result.loss, result.clipped)
+        return result.loss, result.clipped
 
-    def _head_loss(self, facts: _Facts, normaliser: torch.Tensor) -> MicrobatchLoss:
+    def _head_loss(self, tokens: ResponseTokens, shared: Options) -> torch.Tensor:
         """The head's coefficients through the same kernel; the value is replaced by the head's own loss."""
-        assert facts.head_losses is not None
-        result = policy_loss(
-            facts.policy,
-            None,
-            facts.advantages,
-            facts.mask,
-            facts.ids,
-            coefficient=COEFFICIENTS["one"](),
-            normaliser=normaliser,
-            aggregate="seq_sum",
-            sample_weights=facts.sample_weights,
-        )
-        value = (facts.head_losses * facts.sample_weights).sum() / normaliser.clamp(min=1.0)
-        return MicrobatchLoss(result.loss - result.loss.detach() + value.to(result.loss.dtype), result.clipped)
+        assert tokens.head_losses is not None
+        where = (tokens.advantages, tokens.loss_mask, tokens.sequence_ids)
+        rule = COEFFICIENTS["one"]()
+        kernel = policy_loss(tokens.policy_logprobs, None, *where, coefficient=rule, aggregate="seq_sum", **shared).loss
+        value = (tokens.head_losses * tokens.weights).sum() / shared["normaliser"].clamp(min=1.0)
+        return kernel - kernel.detach() + value.to(kernel.dtype)
 
-    def _own_loss(self, own: UserLoss, facts: _Facts, normaliser: torch.Tensor) -> MicrobatchLoss:
-        per_token = own(
-            LossInputs(
-                policy_logprobs=facts.policy,
-                behavior_logprobs=facts.behavior,
-                proximal_logprobs=facts.proximal,
-                ref_logprobs=facts.ref,
-                advantages=facts.advantages,
-                rewards=facts.rewards,
-                loss_mask=facts.mask,
-                sequence_ids=facts.ids,
-                group_ids=facts.group_ids,
-                version_lag=facts.version_lag,
-                entropy=facts.entropy,
-            )
-        )
-        return MicrobatchLoss(self._sum(per_token, facts, normaliser), torch.zeros_like(facts.mask))
-
-    def _kl(
-        self, facts: _Facts, anchor: torch.Tensor | None, weight: torch.Tensor | None, normaliser: torch.Tensor
-    ) -> torch.Tensor:
+    def _kl(self, tokens: ResponseTokens, anchor: torch.Tensor | None, ratio: Options) -> torch.Tensor:
         """Under the same ratio and weight as the policy loss: its gradient is that of KL(pi || target) on every token
         that neither clips."""
         config = self._config
-        target = facts.ref if config.kl_target == "ref" else facts.behavior
+        target = tokens.ref_logprobs if config.kl_target == "ref" else tokens.behavior_logprobs
         assert target is not None
         return kl_loss(
-            facts.policy,
+            tokens.policy_logprobs,
             target,
             anchor,
-            facts.mask,
-            facts.ids,
+            tokens.loss_mask,
+            tokens.sequence_ids,
             estimator=config.loss_estimator,
-            normaliser=normaliser,
             importance_weighted=config.kl_importance_weighted,
-            weight=weight,
-            aggregate=config.aggregate,
-            sample_weights=facts.sample_weights,
-            ratio_bound=config.largest_ratio,
-        )
-
-    def _sum(self, per_token: torch.Tensor, facts: _Facts, normaliser: torch.Tensor) -> torch.Tensor:
-        return aggregate_loss(
-            per_token,
-            facts.mask,
-            facts.ids,
-            how=self._config.aggregate,
-            normaliser=normaliser,
-            sample_weights=facts.sample_weights,
+            **ratio,
         )
 
 
 def critic_loss(
-    config: AlgorithmConfig,
-    plan: StepPlan,
-    microbatch: Microbatch,
-    targets: Targets,
-    values: torch.Tensor,
-    normaliser: torch.Tensor,
+    config: AlgorithmConfig, tokens: ResponseTokens, values: torch.Tensor, normaliser: torch.Tensor
 ) -> torch.Tensor:
     """The critic's part of one microbatch, a mean over the update's tokens: 0-dim. ``values`` [m] have the gradient."""
-    assert targets.old_values is not None and targets.returns is not None
-    span, sequences = microbatch.span, microbatch.sequences
+    assert tokens.values is not None and tokens.returns is not None
     return value_loss(
         values,
-        targets.old_values[span],
-        targets.returns[span],
-        plan.tokens.loss_mask[span],
-        plan.tokens.sequence_ids[span] - sequences.start,
+        tokens.values,
+        tokens.returns,
+        tokens.loss_mask,
+        tokens.sequence_ids,
         clip=config.value_clip,
         normaliser=normaliser,
-        sample_weights=plan.tokens.weights[sequences],
+        sample_weights=tokens.weights,
     )
 
 
@@ -222,35 +128,3 @@ def coefficient_rule(config: AlgorithmConfig) -> Coefficient:
         "geoclip": (config.epsilon, config.epsilon_high),
     }
     return COEFFICIENTS[config.coef](*bounds[config.coef])
-
-
-def _facts(
-    config: AlgorithmConfig,
-    plan: StepPlan,
-    microbatch: Microbatch,
-    targets: Targets,
-    policy: torch.Tensor,
-    entropy: torch.Tensor,
-) -> _Facts:
-    span, sequences, tokens = microbatch.span, microbatch.sequences, plan.tokens
-
-    def part(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values[span]
-
-    behavior, lag = tokens.behavior[span], tokens.version_lag[span]
-    return _Facts(
-        policy=policy,
-        entropy=entropy,
-        behavior=behavior,
-        proximal=proximal_of(config, policy, behavior, lag, part(targets.proximal), part(targets.ema)),
-        ref=part(targets.ref),
-        advantages=targets.advantages[span],
-        mask=tokens.loss_mask[span],
-        ids=tokens.sequence_ids[span] - sequences.start,
-        rewards=targets.rewards[sequences],
-        group_ids=tokens.group_ids[sequences],
-        sample_weights=tokens.weights[sequences],
-        version_lag=lag,
-        gate=part(targets.gate),
-        head_losses=None if targets.head_losses is None else targets.head_losses[sequences],
-    )

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from asyncrlhf.algorithms.diagnostics import (
+    Found,
     by_lag,
     clip_diagnostics,
     explained_variance,
@@ -19,12 +20,10 @@ from asyncrlhf.algorithms.diagnostics import (
     without_empty_lags,
 )
 from asyncrlhf.algorithms.kl import kl_estimate
-from asyncrlhf.algorithms.statistics import Mean, Spread, Statistic, Total, together
+from asyncrlhf.algorithms.statistics import Mean, Spread, Total, together
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import StepPlan, flat_groups, invalid_behavior
-from asyncrlhf.learner.targets import StepRecord, Targets, correction_weight, proximal_of
-
-Found = dict[str, Statistic]
+from asyncrlhf.learner.targets import correction_weight
 
 
 def figures(parts: Iterable[Found]) -> dict[str, float]:
@@ -33,11 +32,18 @@ def figures(parts: Iterable[Found]) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def step_statistics(plan: StepPlan, targets: Targets, record: StepRecord, config: AlgorithmConfig) -> Found:
+def step_statistics(plan: StepPlan, config: AlgorithmConfig) -> Found:
     """Everything that this rank's tokens and rewards say."""
     tokens = plan.tokens
-    mask, ids, behavior = tokens.loss_mask, tokens.sequence_ids, tokens.behavior
-    advantages, policy, proximal = targets.advantages, record.policy, record.proximal
+    mask, ids, behavior, proximal = (
+        tokens.loss_mask,
+        tokens.sequence_ids,
+        tokens.behavior_logprobs,
+        tokens.proximal_logprobs,
+    )
+    advantages, policy = tokens.advantages, tokens.policy_logprobs
+    assert proximal is not None
+    rewards = torch.from_numpy(plan.batch.rewards).to(mask.device)  # as they came, without a penalty
     drift = proximal - behavior
     everywhere = torch.ones_like(mask)
     found: Found = {
@@ -45,27 +51,26 @@ def step_statistics(plan: StepPlan, targets: Targets, record: StepRecord, config
         **log_ratio_diagnostics(drift, mask, "behavior"),
         **log_ratio_diagnostics(policy - proximal, mask, "policy"),
         **kl_diagnostics(proximal, behavior, mask, "behavior"),
-        **clip_diagnostics(record.clipped, advantages, mask),
+        **clip_diagnostics(tokens.clipped, advantages, mask),
         **lag_diagnostics(tokens.version_lag, mask),
-        **by_lag(drift, tokens.rewards, tokens.version_lag, mask, ids),
+        **by_lag(drift, rewards, tokens.version_lag, mask, ids),
         "harmful_second_moment": harmful_second_moment(policy - behavior, advantages, mask),
-        "entropy": Mean.over(record.entropy, mask),
+        "entropy": Mean.over(tokens.entropy, mask),
         "negative_advantage_fraction": Mean.over((advantages < 0).float(), mask),
         "advantage_mean": Mean.over(advantages, mask),
         "advantage_std": Spread.over(advantages, mask),
         "masked_token_fraction": Mean.over((~mask).float(), everywhere),
     }
     if config.correction != "none":
-        between = proximal_of(config, policy, behavior, tokens.version_lag, proximal, targets.ema)
         count = float(mask.sum())
-        cut = correction_weight(config, between, behavior, mask, ids)[1]
+        cut = correction_weight(config, tokens)[1]
         found |= {name: Mean(float(mean) * count, count) for name, mean in cut.items()}
-    if targets.ref is not None:
-        found["ref_kl"] = Mean.over(kl_estimate(policy, targets.ref, mask, estimator="k3"), mask)
+    if tokens.ref_logprobs is not None:
+        found["ref_kl"] = Mean.over(kl_estimate(policy, tokens.ref_logprobs, mask, estimator="k3"), mask)
     if plan.batch.kept_counts is not None:
-        found["truncation_mass"] = Mean.over(record.kept_mass, mask)
-    if targets.returns is not None and targets.old_values is not None:
-        found["explained_variance"] = explained_variance(targets.old_values, targets.returns, mask)
+        found["truncation_mass"] = Mean.over(tokens.kept_mass, mask)
+    if tokens.returns is not None and tokens.values is not None:
+        found["explained_variance"] = explained_variance(tokens.values, tokens.returns, mask)
     found["ess_fraction_seq"] = found.pop("sequence_ess_fraction")
     return found | _of_sequences(plan)
 

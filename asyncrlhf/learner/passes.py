@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
-from asyncrlhf.learner.optim import Updater
-from asyncrlhf.learner.plan import Microbatch, StepPlan, cut_answers
-from asyncrlhf.learner.targets import StepRecord
+from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
+from asyncrlhf.learner.updaters import Updater
 from asyncrlhf.types import FloatArray
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,44 +39,41 @@ class ForwardPasses:
         return values
 
     @torch.no_grad()
-    def look(self, microbatches: Sequence[Microbatch], record: StepRecord) -> None:
+    def look(self, microbatches: Sequence[Microbatch], tokens: ResponseTokens) -> None:
         """Put what the present policy says of the microbatches on record."""
         for microbatch in self._updater.looks(microbatches):
             facts = self.facts(self._updater.policy, microbatch)
             if microbatch is not None:
-                record.keep(microbatch.span, facts)
+                tokens.part([microbatch]).keep(facts)
 
-    @torch.no_grad()
     def all_logprobs(self, plan: StepPlan, policy: Any) -> torch.Tensor:
         """What a frozen policy says of the rank's response tokens: [M]."""
-        result = torch.zeros(len(plan.tokens.loss_mask), device=self._device)
-        for microbatch in self._updater.looks(plan.microbatches):
-            facts = self.facts(policy, microbatch)
-            if microbatch is not None:
-                result[microbatch.span] = facts.logprobs.float()
-        return result
+        return self._all(plan.microbatches, len(plan.tokens.loss_mask), lambda part: self.facts(policy, part).logprobs)
 
-    @torch.no_grad()
     def all_values(self, plan: StepPlan) -> torch.Tensor:
         """The critic's values of the rank's response tokens: [M]."""
-        result = torch.zeros(len(plan.tokens.loss_mask), device=self._device)
-        for microbatch in self._updater.looks(plan.microbatches):
-            values = self.values(self._updater.critic, microbatch)
-            if microbatch is not None:
-                result[microbatch.span] = values
-        return result
+        return self._all(plan.microbatches, len(plan.tokens.loss_mask), self._own_values)
 
-    @torch.no_grad()
     def final_values(self, plan: StepPlan, token_budget: int) -> torch.Tensor:
         """The present critic's value of the state behind each answer that was cut, 0 behind one that ended: [N]."""
-        result = torch.zeros(len(plan.tokens.rewards), device=self._device)
         microbatches, sequences = cut_answers(plan, token_budget, self._device)
-        found = torch.zeros(len(sequences), device=self._device)
+        found = self._all(microbatches, len(sequences), self._own_values)
+        return torch.zeros(len(plan.tokens.rewards), device=self._device).index_put((sequences,), found)
+
+    def _own_values(self, microbatch: Microbatch | None) -> torch.Tensor:
+        return self.values(self._updater.critic, microbatch)
+
+    @torch.no_grad()
+    def _all(
+        self, microbatches: Sequence[Microbatch], count: int, said: Callable[[Microbatch | None], torch.Tensor]
+    ) -> torch.Tensor:
+        """What is said of each microbatch in its place: [count]."""
+        result = torch.zeros(count, device=self._device)
         for microbatch in self._updater.looks(microbatches):
-            values = self.values(self._updater.critic, microbatch)
+            found = said(microbatch)
             if microbatch is not None:
-                found[microbatch.span] = values
-        return result.index_put((sequences,), found)
+                result[microbatch.span] = found.float()
+        return result
 
     @torch.no_grad()
     def score(self, policy: Any, text: np.ndarray) -> FloatArray:

@@ -4,37 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.heads import pair
+from asyncrlhf.algorithms.masked import group_reduce
 from asyncrlhf.data.packing import microbatch_indices, minibatch_indices, select, sequence_lengths
 from asyncrlhf.learner.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
-from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.types import IntArray, TrainBatch
-
-
-@dataclass(frozen=True)
-class ResponseTokens:
-    """The M response tokens of this rank's batch, packed sequence by sequence; prompts are gone.
-
-    A token whose behavior log-prob is NaN or infinite is no evidence: it is out of the loss mask, so that normalisers
-    do not count it, and a sequence's product or mean of ratios is that of its other tokens. Its ``behavior`` is 0.
-    """
-
-    sequence_ids: torch.Tensor  # [M] 0 to N-1, sorted
-    loss_mask: torch.Tensor  # [M] bool
-    behavior: torch.Tensor  # [M] behavior log-probs
-    version_lag: torch.Tensor  # [M] int64: learner steps between the version that sampled the token and the present one
-    rewards: torch.Tensor  # [N]
-    weights: torch.Tensor  # [N]
-    group_ids: torch.Tensor  # [N]
-    truncated: torch.Tensor  # [N] bool: cut at the longest answer allowed
-    ref: torch.Tensor | None = None  # [M] reference log-probs that came with the batch
-    values: torch.Tensor | None = None  # [M] the critic's, that came with the batch
-    critic_lag: torch.Tensor | None = None  # [N] learner steps between the critic that gave them and the present one
 
 
 @dataclass(frozen=True)
@@ -45,6 +25,68 @@ class Microbatch:
     span: slice
     sequences: slice
     trains: bool  # False: nothing in it has a gradient, so a forward pass for the metrics is all it needs
+
+
+ON_RECORD = ("policy_logprobs", "entropy", "collision", "kept_mass", "clipped")
+PER_SEQUENCE = frozenset(("rewards", "weights", "group_ids", "truncated", "critic_lag", "final_values", "head_losses"))
+
+
+@dataclass
+class ResponseTokens:
+    """What a step knows of the M response tokens and N sequences of this rank, packed one behind the other; prompts are
+    gone.
+
+    A token whose behavior log-prob is NaN or infinite is no evidence: it is out of the loss mask, so that normalisers
+    do not count it, and a sequence's product or mean of ratios is that of its other tokens. Its own is 0 here.
+
+    ``advantages``, ``gate`` and ``head_losses`` are fixed before the first update, unless the algorithm looks at the
+    whole of an update with the present policy: then ``targets.fill`` writes that update's part each time.
+    """
+
+    sequence_ids: torch.Tensor  # [M] 0 to N-1, sorted
+    loss_mask: torch.Tensor  # [M] bool
+    version_lag: torch.Tensor  # [M] int64: learner steps between the version that sampled the token and the present one
+    rewards: torch.Tensor  # [N] less a KL penalty, where one is counted in the reward
+    weights: torch.Tensor  # [N]
+    group_ids: torch.Tensor  # [N]
+    truncated: torch.Tensor  # [N] bool: cut at the longest answer allowed
+    behavior_logprobs: torch.Tensor  # [M]
+    policy_logprobs: torch.Tensor  # [M] of the last pass; it carries the gradient where a loss is made of it
+    entropy: torch.Tensor  # [M] of the last pass, with the gradient likewise
+    collision: torch.Tensor  # [M] of the last pass, where the policy gives it
+    kept_mass: torch.Tensor  # [M] of the first pass, where sampling was truncated; 0 before it
+    clipped: torch.Tensor  # [M] share of the passes in which the clip rule or a gate acted
+    advantages: torch.Tensor  # [M]
+    proximal_logprobs: torch.Tensor | None = None  # [M] None: the policy of the pass itself, which has not moved yet
+    ref_logprobs: torch.Tensor | None = None  # [M]
+    ema_logprobs: torch.Tensor | None = None  # [M] the target network's
+    values: torch.Tensor | None = None  # [M] the critic's before the first update
+    critic_lag: torch.Tensor | None = None  # [N] learner steps between the critic that served them and the present one
+    final_values: torch.Tensor | None = None  # [N] of the state behind an answer that was cut; 0 behind one that ended
+    returns: torch.Tensor | None = None  # [M] the critic's targets
+    gate: torch.Tensor | None = None  # [M] bool: the tokens that are kept
+    head_losses: torch.Tensor | None = None  # [N]
+
+    def part(self, microbatches: Sequence[Microbatch]) -> ResponseTokens:
+        """Those of neighbouring microbatches, or of none: views, whose sequences are counted from 0."""
+        span = sequences = slice(0, 0)
+        if microbatches:
+            span = slice(microbatches[0].span.start, microbatches[-1].span.stop)
+            sequences = slice(microbatches[0].sequences.start, microbatches[-1].sequences.stop)
+        views: dict[str, Any] = {
+            name: None if whole is None else whole[sequences if name in PER_SEQUENCE else span]
+            for name, whole in vars(self).items()
+        }
+        return ResponseTokens(**views | {"sequence_ids": self.sequence_ids[span] - sequences.start})
+
+    def keep(self, facts: TokenFacts) -> None:
+        """Put what a pass says of these tokens on record, without its gradient."""
+        self.policy_logprobs.copy_(facts.logprobs.detach())
+        self.entropy.copy_(facts.entropies.detach())
+        if len(facts.collision):
+            self.collision.copy_(facts.collision)
+        if len(facts.kept_mass):
+            self.kept_mass.copy_(torch.where(self.kept_mass > 0, self.kept_mass, facts.kept_mass.to(self.kept_mass)))
 
 
 @dataclass(frozen=True)
@@ -102,14 +144,8 @@ def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.nd
         return none
     if config.head == "pair":
         # Who makes a pair, and who is best, is a matter of the rewards alone.
-        rewards = torch.from_numpy(batch.rewards)
-        chosen, _ = pair(
-            torch.zeros_like(rewards),
-            rewards,
-            torch.from_numpy(batch.group_ids),
-            beta=config.beta,
-            kind=config.pair_loss,
-        )
+        rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
+        chosen, _ = pair(torch.zeros_like(rewards), rewards, group_ids, beta=config.beta, kind=config.pair_loss)
         return (chosen == 0).numpy()
     if config.head == "policy" and config.advantage == "raw":
         return batch.rewards == 0
@@ -120,31 +156,8 @@ def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.nd
 
 def flat_groups(batch: TrainBatch) -> np.ndarray:
     """Sequences [N] whose group has one and the same reward throughout."""
-    _, group_of, sizes = np.unique(batch.group_ids, return_inverse=True, return_counts=True)
-    low = np.full(len(sizes), np.inf)
-    high = np.full(len(sizes), -np.inf)
-    np.minimum.at(low, group_of, batch.rewards)
-    np.maximum.at(high, group_of, batch.rewards)
-    return (low == high)[group_of]
-
-
-def span_of(microbatches: Sequence[Microbatch]) -> tuple[slice, slice]:
-    """(response tokens, sequences) of neighbouring microbatches; empty slices for none."""
-    if not microbatches:
-        return slice(0, 0), slice(0, 0)
-    first, last = microbatches[0], microbatches[-1]
-    return slice(first.span.start, last.span.stop), slice(first.sequences.start, last.sequences.stop)
-
-
-def normaliser_counts(plan: StepPlan, how: str, constant_length: float | None) -> torch.Tensor:
-    """What this rank adds to the normaliser of each minibatch under aggregate ``how``: [minibatches] float64."""
-    counts = torch.zeros(len(plan.minibatches), dtype=torch.float64, device=plan.tokens.loss_mask.device)
-    for index, minibatch in enumerate(plan.minibatches):
-        for microbatch in minibatch:
-            mask = plan.tokens.loss_mask[microbatch.span]
-            ids = plan.tokens.sequence_ids[microbatch.span]
-            counts[index] += normaliser_count(how, mask, ids - ids[0], constant_length=constant_length)
-    return counts
+    rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
+    return (group_reduce(rewards, group_ids, "amin") == group_reduce(rewards, group_ids, "amax")).numpy()
 
 
 def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tuple[list[Microbatch], torch.Tensor]:
@@ -192,13 +205,14 @@ def _response_tokens(batch: TrainBatch, ends: IntArray, device: torch.device, ve
     return ResponseTokens(
         sequence_ids=tensor(np.repeat(np.arange(batch.num_sequences), np.diff(ends))),
         loss_mask=tensor(batch.loss_mask[where] & ~broken),
-        behavior=tensor(np.where(broken, np.float32(0), batch.behavior_logprobs[where])),
         version_lag=tensor(version - batch.policy_versions[where]),
         rewards=tensor(batch.rewards),
         weights=tensor(batch.weights),
         group_ids=tensor(batch.group_ids),
         truncated=tensor(batch.truncated),
-        ref=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
+        behavior_logprobs=tensor(np.where(broken, np.float32(0), batch.behavior_logprobs[where])),
+        **{name: torch.zeros(len(broken), device=device) for name in ("advantages", *ON_RECORD)},
+        ref_logprobs=None if batch.ref_logprobs is None else tensor(batch.ref_logprobs[where]),
         values=None if batch.values is None else tensor(batch.values[where]),
         critic_lag=None if batch.critic_versions is None else tensor(version - batch.critic_versions),
     )

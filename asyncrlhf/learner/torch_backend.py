@@ -1,4 +1,4 @@
-"""The torch training backend: one learner rank, alone or under DistributedDataParallel."""
+"""One learner rank: the train step, whatever lays the weights out over the ranks."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from asyncrlhf.algorithms.step_size import sqrt_ess_factor
+from asyncrlhf.algorithms.aggregate import normaliser_count
+from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.learner import checkpoint, lookahead
+from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.backend import BackendSpec, StepResult
-from asyncrlhf.learner.companions import EmaPolicy, ValueModel
-from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out
-from asyncrlhf.learner.forward import PackedPolicy, TokenFacts, use_float32_head
-from asyncrlhf.learner.fsdp_updater import FsdpUpdater
+from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
+from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
+from asyncrlhf.learner.distributed import Shards, all_gather, all_sum, barrier, deal_out, gathered
+from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
-from asyncrlhf.learner.optim import Updater, schedule_factor
 from asyncrlhf.learner.passes import ForwardPasses
-from asyncrlhf.learner.plan import Microbatch, StepPlan, normaliser_counts, plan_step
-from asyncrlhf.learner.shards import Shards, gathered
-from asyncrlhf.learner.targets import Passes, StepRecord, Targets, build_targets
-from asyncrlhf.learner.torch_updater import TorchUpdater
-from asyncrlhf.learner.user_loss import UserLoss
+from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
+from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
+from asyncrlhf.learner.ulysses import SequenceParallel
+from asyncrlhf.learner.updaters import FsdpUpdater, TorchUpdater, Updater, schedule_factor
 from asyncrlhf.types import FloatArray, TrainBatch
+
+UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
 
 
 class TorchBackend:
-    """Trains ``model`` in place: float32 master weights, packed forward passes, exact gradients.
+    """One rank of the learner group. Every method is called on all ranks together, ``score`` only with ``shards``.
+
+    Trains ``model`` in place: float32 master weights, packed forward passes, exact gradients.
 
     The gradient of an optimizer update does not depend on how its sequences are spread over microbatches and ranks:
     every normaliser is counted over all of them first, and what an algorithm must know of the whole update is
-    collected first (``lookahead``). Sequences that have no gradient for certain (groups without reward spread, losers
-    that make no pair) take part in the normaliser and the metrics, and are spared the backward pass.
+    collected first (``targets.fill``). Sequences that have no gradient for certain (groups without reward spread,
+    losers that make no pair) take part in the normaliser and the metrics, and are spared the backward pass.
 
     Args:
         model: a loaded causal language model; it becomes float32 and moves to ``device``.
@@ -67,7 +70,7 @@ class TorchBackend:
         self._peers, self.sequence_peers = deal_out(rank, ranks, config.sequence_parallel_size)
         self.temperature = spec.temperature or 1.0
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
-        self._losses = MicrobatchLosses(algorithm, UserLoss(algorithm.loss.target) if algorithm.loss.target else None)
+        self._losses = MicrobatchLosses(algorithm)
         self.model = model.float().train()
         if config.float32_head:
             use_float32_head(self.model)
@@ -76,11 +79,16 @@ class TorchBackend:
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
         self.policy = PackedPolicy(self.model, compile=config.compile, collision=opob, chunked=not zero3)
         self.critic = ValueModel(self.model) if algorithm.needs_critic else None
-        self.ema = EmaPolicy(self.model, algorithm.ema_decay, self.device) if algorithm.anchor == "ema" else None
+        self.ema = frozen_copy(self.model, self.device) if algorithm.anchor == "ema" else None
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
-        self.updater = self._make_updater()
+        kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
+        self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks)
+        if self.sequence_peers.ranks > 1:
+            self.policy.sequence = SequenceParallel(self.model, self.sequence_peers)
+            if self.critic is not None:
+                self.critic.sequence = self.policy.sequence
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self._version = 0
@@ -89,31 +97,38 @@ class TorchBackend:
 
     @property
     def policy_version(self) -> int:
+        """Completed learner steps."""
         return self._version
 
     @property
     def shards(self) -> Shards | None:
+        """How to read the policy's tensors where no rank holds them whole; None where each does."""
         return self.updater.shards
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
+        """As :meth:`Updater.parameters`."""
         return self.updater.parameters()
 
     def critic_parameters(self) -> Mapping[str, torch.Tensor]:
+        """What training changes of the critic, by name, for a critic service; empty without a critic. Whole only where
+        the learner is not sharded."""
         return {} if self.critic is None else trained_tensors(self.critic)
 
     def before_update(self, callback: Callable[[], object]) -> None:
+        """As :meth:`Updater.before_update`."""
         self.updater.before_update(callback)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
-        share a share (``learner.sequence_parallel_size``) are given the same.
+        share a share (``learner.sequence_parallel_size``) are given the same. It raises ``policy_version`` by one, also
+        when the update is skipped.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
         """
         started = time.perf_counter()
         plan = plan_step(batch, self.algorithm, self.config.token_budget, self.device, self._version)
-        record = StepRecord.empty(len(plan.tokens.loss_mask), self.device)
-        targets = self._targets(plan, record)
+        tokens = plan.tokens
+        self._look_first(plan)
         normalisers = self._normalisers(plan)
         losses: list[torch.Tensor] = []
         norms: list[float] = []
@@ -121,18 +136,19 @@ class TorchBackend:
         for iteration in range(self.algorithm.num_iterations):
             for index, minibatch in enumerate(plan.minibatches):
                 unmoved = not norms
-                fresh = unmoved and targets.proximal is not None
-                losses.append(self._accumulate(plan, minibatch, targets, record, normalisers[:, index], fresh))
+                fresh = unmoved and tokens.proximal_logprobs is not None
+                losses.append(self._accumulate(tokens, minibatch, normalisers[:, index], fresh))
                 if unmoved:
-                    rates = self._set_rate(plan, record.policy if targets.proximal is None else targets.proximal)
+                    rates = self._set_rate(tokens)
                 norms.append(self.updater.apply())
-            if iteration == 0 and targets.proximal is None:
-                targets.proximal = record.proximal = record.policy.clone()
+            if iteration == 0 and tokens.proximal_logprobs is None:
+                tokens.proximal_logprobs = tokens.policy_logprobs.clone()
         if self.ema is not None:
-            self.ema.update(gathered(self.shards) if self.shards else self.parameters().items())
+            now = gathered(self.shards) if self.shards else self.parameters().items()
+            follow(self.ema, now, self.algorithm.ema_decay)
         self._version += 1
         skipped = sum(not math.isfinite(norm) for norm in norms)
-        metrics = self._metrics(plan, targets, record, losses) | rates
+        metrics = self._metrics(plan, losses) | rates
         metrics |= {"grad_norm": norms[-1], "skipped_updates": float(skipped)}
         self._guard(skipped == len(norms))
         return StepResult(metrics, skipped=skipped == len(norms), seconds=time.perf_counter() - started)
@@ -148,7 +164,7 @@ class TorchBackend:
             "layout": self.config.layout,
             "version": self._version,
             "skipped_in_a_row": self._skipped_in_a_row,
-            "ema": None if self.ema is None else self.ema.state_dict(),
+            "ema": None if self.ema is None else self.ema.model.state_dict(),
         }
         self.updater.save(folder, state, self.rank)
         barrier(self.ranks)
@@ -159,37 +175,31 @@ class TorchBackend:
         state = checkpoint.read(folder, self.config.layout, parts)
         self.updater.load(folder, state)
         if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
+            self.ema.model.load_state_dict(state["ema"])
         self._version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
         checkpoint.restore_random_state(folder, self.rank)
         barrier(self.ranks)
 
     @torch.no_grad()
-    def _targets(self, plan: StepPlan, record: StepRecord) -> Targets:
+    def _look_first(self, plan: StepPlan) -> None:
         """Everything that must be known before the first update."""
-        algorithm = self.algorithm
-        proximal = None
-        if algorithm.looks_first:
-            self._passes.look(plan.microbatches, record)
-            proximal = record.proximal = record.policy.clone()
-        passes = Passes(
-            ref=self._reference_logprobs(plan),
-            ema=None if self.ema is None else self._passes.all_logprobs(plan, self.ema.policy),
-            proximal=proximal,
-            values=self._old_values(plan),
-            final_values=self._final_values(plan),
-        )
-        targets = build_targets(plan.tokens, algorithm, passes, lambda total: all_sum(total, self._peers))
-        lookahead.new_targets(algorithm, targets)
-        return targets
+        tokens = plan.tokens
+        if self.algorithm.looks_first:
+            self._passes.look(plan.microbatches, tokens)
+            tokens.proximal_logprobs = tokens.policy_logprobs.clone()
+        tokens.ref_logprobs = self._reference_logprobs(plan)
+        tokens.ema_logprobs = None if self.ema is None else self._passes.all_logprobs(plan, self.ema)
+        tokens.values = self._old_values(plan)
+        tokens.final_values = self._final_values(plan)
+        set_targets(tokens, self.algorithm, lambda total: all_sum(total, self._peers))
 
     def _reference_logprobs(self, plan: StepPlan) -> torch.Tensor | None:
         """[M], by this rank's frozen model or from the batch."""
         if self.reference is not None:
             return self._passes.all_logprobs(plan, self.reference)
-        if self.algorithm.needs_reference and plan.tokens.ref is None:
+        if self.algorithm.needs_reference and plan.tokens.ref_logprobs is None:
             raise AsyncRLHFError("A batch came without the reference's log-probs, and the learner holds no reference.")
-        return plan.tokens.ref
+        return plan.tokens.ref_logprobs
 
     def _old_values(self, plan: StepPlan) -> torch.Tensor | None:
         """[M], by the present critic or from the batch."""
@@ -207,46 +217,47 @@ class TorchBackend:
 
     def _normalisers(self, plan: StepPlan) -> torch.Tensor:
         """Of each update's policy loss and value loss, over all ranks: [2, minibatches]."""
-        counts = normaliser_counts(plan, self.algorithm.aggregate, self.constant_length)
-        return all_sum(torch.stack((counts, normaliser_counts(plan, "token", None))), self._peers)
+        updates = [plan.tokens.part(minibatch) for minibatch in plan.minibatches]
+        counts = [
+            normaliser_count(how, update.loss_mask, update.sequence_ids, constant_length=self.constant_length)
+            for how in (self.algorithm.aggregate, "token")
+            for update in updates
+        ]
+        return all_sum(torch.stack(counts).view(2, -1), self._peers)
 
-    def _set_rate(self, plan: StepPlan, proximal: torch.Tensor) -> dict[str, float]:
+    def _set_rate(self, tokens: ResponseTokens) -> dict[str, float]:
         """The schedule's rate, and what is used of it: less when few sequences carry the step (lr=sqrt_ess)."""
         factor = schedule_factor(self.config, self._version, self.steps)
         scheduled = self.updater.set_rate(factor)
         if self.algorithm.lr == "none":
             return {"learning_rate": scheduled, "effective_learning_rate": scheduled}
-        fraction = lookahead.sequence_ess_fraction(plan, proximal, self._peers)
+        proximal = tokens.policy_logprobs if tokens.proximal_logprobs is None else tokens.proximal_logprobs
+        fraction = sequence_ess_fraction(tokens, proximal, self._peers)
         used = factor * sqrt_ess_factor(fraction, self.algorithm.lr_ess_base)
         effective = self.updater.set_rate(used)
         return {"learning_rate": scheduled, "effective_learning_rate": effective}
 
     def _accumulate(
-        self,
-        plan: StepPlan,
-        minibatch: Sequence[Microbatch],
-        targets: Targets,
-        record: StepRecord,
-        normalisers: torch.Tensor,
-        fresh: bool,
+        self, tokens: ResponseTokens, minibatch: Sequence[Microbatch], normalisers: torch.Tensor, fresh: bool
     ) -> torch.Tensor:
         """The gradient of one optimizer update; returns policy and value loss [2] of this rank.
 
-        ``fresh``: the record holds what the present policy says of the minibatch. Policy and critic go one after the
-        other, so that the collectives of the two come in one order on all ranks.
+        ``fresh``: the present policy's pass over the minibatch is on record. Policy and critic go one after the other,
+        so that the collectives of the two come in one order on all ranks.
         """
+        algorithm = self.algorithm
         self.updater.begin()
         total = torch.zeros(2, device=self.device)
         training = [microbatch for microbatch in minibatch if microbatch.trains]
         idle = [microbatch for microbatch in minibatch if not microbatch.trains]
         if not fresh:
-            self._passes.look(idle, record)
-        filled = not lookahead.fills(self.algorithm)
+            self._passes.look(idle, tokens)
+        filled = not fills(algorithm)
         # With one training pass in all, that pass is the last thing to be known of the update, and no other is needed.
         if not filled and (fresh or self.ranks > 1 or len(training) != 1):
-            if lookahead.needs_policy(self.algorithm) and not fresh:
-                self._passes.look(training, record)
-            self._fill(plan, minibatch, targets, record)
+            if needs_policy(algorithm) and not fresh:
+                self._passes.look(training, tokens)
+            fill(algorithm, tokens, minibatch, self._peers)
             filled = True
         policy = self.updater.policy
         for microbatch in self.updater.trains(policy, training):
@@ -254,39 +265,28 @@ class TorchBackend:
             if microbatch is None:
                 self.updater.backward(policy, (facts.logprobs.sum() + facts.entropies.sum()) * 0.0)
                 continue
-            record.keep(microbatch.span, facts)
+            part = tokens.part([microbatch])
+            part.keep(facts)
             if not filled:
-                self._fill(plan, minibatch, targets, record)
-            loss = self._policy_loss(plan, microbatch, targets, record, facts, normalisers[0])
+                fill(algorithm, tokens, minibatch, self._peers)
+            part.policy_logprobs, part.entropy = facts.logprobs, facts.entropies
+            loss = self._policy_loss(part, normalisers[0])
             self.updater.backward(policy, loss)
             total[0] += loss.detach()
         with torch.no_grad():
             for microbatch in idle:
-                self._policy_loss(plan, microbatch, targets, record, record.facts(microbatch.span), normalisers[0])
+                self._policy_loss(tokens.part([microbatch]), normalisers[0])
         if self.updater.critic is not None:
-            total[1] = self._accumulate_critic(self.updater.critic, plan, training, targets, normalisers[1])
+            total[1] = self._accumulate_critic(self.updater.critic, tokens, training, normalisers[1])
         return total
 
-    def _policy_loss(
-        self,
-        plan: StepPlan,
-        microbatch: Microbatch,
-        targets: Targets,
-        record: StepRecord,
-        facts: TokenFacts,
-        normaliser: torch.Tensor,
-    ) -> torch.Tensor:
-        result = self._losses(plan, microbatch, targets, facts.logprobs, facts.entropies, normaliser)
-        record.clipped[microbatch.span] += result.clipped / self.algorithm.num_iterations
-        return result.loss
+    def _policy_loss(self, part: ResponseTokens, normaliser: torch.Tensor) -> torch.Tensor:
+        loss, clipped = self._losses(part, normaliser)
+        part.clipped += clipped / self.algorithm.num_iterations
+        return loss
 
     def _accumulate_critic(
-        self,
-        critic: nn.Module,
-        plan: StepPlan,
-        training: Sequence[Microbatch],
-        targets: Targets,
-        normaliser: torch.Tensor,
+        self, critic: nn.Module, tokens: ResponseTokens, training: Sequence[Microbatch], normaliser: torch.Tensor
     ) -> torch.Tensor:
         total = torch.zeros((), device=self.device)
         for microbatch in self.updater.trains(critic, training):
@@ -294,19 +294,13 @@ class TorchBackend:
             if microbatch is None:
                 self.updater.backward(critic, values.sum() * 0.0)
                 continue
-            loss = critic_loss(self.algorithm, plan, microbatch, targets, values, normaliser)
+            loss = critic_loss(self.algorithm, tokens.part([microbatch]), values, normaliser)
             self.updater.backward(critic, loss * self.algorithm.value_coef)
             total += loss.detach()
         return total
 
-    @torch.no_grad()
-    def _fill(self, plan: StepPlan, minibatch: Sequence[Microbatch], targets: Targets, record: StepRecord) -> None:
-        lookahead.fill(self.algorithm, plan, minibatch, targets, record.policy, record.collision, self._peers)
-
-    def _metrics(
-        self, plan: StepPlan, targets: Targets, record: StepRecord, losses: list[torch.Tensor]
-    ) -> dict[str, float]:
-        found = step_statistics(plan, targets, record, self.algorithm)
+    def _metrics(self, plan: StepPlan, losses: list[torch.Tensor]) -> dict[str, float]:
+        found = step_statistics(plan, self.algorithm)
         policy, value = all_sum(torch.stack(losses), self._peers).mean(dim=0).tolist()
         metrics = figures(all_gather(found, self._peers)) | {"loss": policy}
         return metrics if self.critic is None else metrics | {"value_loss": value}
@@ -319,10 +313,6 @@ class TorchBackend:
                 "(learner.max_skipped_steps); lower learner.learning_rate or look at the rewards."
             )
 
-    def _make_updater(self) -> Updater:
-        kind = FsdpUpdater if self.config.sharding == "fsdp2" else TorchUpdater
-        return kind(self.config, self.model, self.policy, self.critic, self.device, self.ranks)
-
     def _frozen(self, reference: PreTrainedModel) -> nn.Module:
         frozen = reference.eval().requires_grad_(False)
         if self.config.float32_head:
@@ -330,3 +320,18 @@ class TorchBackend:
         if not self.config.sharded:
             nn.Module.to(frozen, self.device)
         return self.updater.frozen(PackedPolicy(frozen))
+
+
+def build_learner(
+    spec: BackendSpec,
+    load_model: Callable[[], PreTrainedModel],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    device: str | torch.device = "cpu",
+) -> TorchBackend:
+    """One learner rank. ``load_model`` is called once, and once more for the reference when the algorithm needs one and
+    the batches do not come with its log-probs."""
+    model = load_model()
+    reference = load_model() if spec.algorithm.needs_reference and not spec.reference_served else None
+    return TorchBackend(model, spec, reference=reference, rank=rank, ranks=ranks, device=device)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention import PackedLayout, SplitLayout, packed_attention
+from asyncrlhf.learner.attention import PackedLayout, packed_attention
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.forward import PackedInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stretch(SplitLayout):
+class _Stretch(PackedLayout):
     """This rank's tokens of a packed batch; ``position_ids`` are theirs."""
 
     whole: PackedLayout
@@ -51,13 +51,16 @@ class _Sum(torch.autograd.Function):
 
 
 class SequenceParallel:
-    """Splits packed inputs over ``peers``, the ranks that hold the same batch, and puts their answers together.
+    """Splits packed inputs over ``peers``, the ranks that hold the same batch, and puts their answers together. Frozen
+    models pass the whole of a share on each of its ranks.
 
     Raises ConfigError when the attention heads cannot be dealt out evenly.
     """
 
-    def __init__(self, model: PreTrainedModel, peers: Peers, ulysses: Any) -> None:
-        """``ulysses``: the class ``UlyssesSPAttentionHF`` of deepspeed, whose communication must be set up."""
+    def __init__(self, model: PreTrainedModel, peers: Peers) -> None:
+        """DeepSpeed's communication must be set up."""
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # takes seconds
+
         self._peers = peers
         config = model.config.get_text_config()
         heads, size = config.num_attention_heads, peers.ranks
@@ -67,7 +70,7 @@ class SequenceParallel:
                 f"learner.sequence_parallel_size={size} cannot deal out this model's {heads} attention heads and "
                 f"{kv_heads} key-value heads; allowed: a divisor of {heads} that divides {kv_heads} or is its multiple."
             )
-        self._exchange = ulysses(
+        self._exchange = UlyssesSPAttentionHF(
             attn=_some_heads,
             batch_size=1,
             attn_head_count=heads,

@@ -59,11 +59,10 @@ class UserLoss:
             advantages=masked_values(inputs.advantages, mask),
         )
         returned = self._function(clean)
-        self._check_tensor(returned, clean)
-        self._check_values(returned, clean)
+        self._check(returned, clean)
         return returned
 
-    def _check_tensor(self, returned: Any, inputs: LossInputs) -> None:
+    def _check(self, returned: Any, inputs: LossInputs) -> None:
         tokens = len(inputs.loss_mask)
         if not isinstance(returned, torch.Tensor):
             raise AsyncRLHFError(
@@ -78,13 +77,9 @@ class UserLoss:
             raise AsyncRLHFError(
                 f"{self._where} returned a loss without gradient; allowed: one computed from inputs.policy_logprobs."
             )
-
-    def _check_values(self, returned: torch.Tensor, inputs: LossInputs) -> None:
         broken = ~torch.isfinite(masked_values(returned.detach(), inputs.loss_mask))
-        if not broken.any():
-            return
         given = inputs.policy_logprobs.detach() + inputs.behavior_logprobs + inputs.advantages
-        if bool(torch.isfinite(given).all()):
+        if bool(broken.any()) and bool(torch.isfinite(given).all()):
             raise AsyncRLHFError(
                 f"{self._where} returned values that are not finite for {int(broken.sum())} of {len(broken)} tokens "
                 "although log-probs and advantages are; allowed: finite numbers wherever loss_mask is true."

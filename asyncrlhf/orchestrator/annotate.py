@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
 from asyncrlhf.errors import ReplicaError, RewardError
-from asyncrlhf.orchestrator.assembly import Assembly, Waiting
+from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.state import Replica, RunState
-from asyncrlhf.readahead.messages import ChunkInfo
-from asyncrlhf.readahead.owners import ReadAhead, ReadTotals
+from asyncrlhf.readahead.owners import ChunkInfo, ReadTotals
 from asyncrlhf.types import Annotation, Payload, RolloutInfo
 
 DEATHS_ALLOWED = 1  # calls with a rollout that end with the worker's death; with one more, the rollout has failed
@@ -45,15 +45,13 @@ class Annotator:
         self._assembly = assembly
         self.workers = workers  # alive
         self._budget = budget
-        self._ready: deque[Waiting] = deque()
-        self._suspects: deque[Waiting] = deque()  # their worker died in a call with them: each is asked for alone
+        self._ready: deque[RolloutInfo] = deque()
+        self._suspects: deque[RolloutInfo] = deque()  # their worker died in a call with them: each is asked for alone
         self._deaths: dict[int, int] = {}  # by rollout id
         self._in_hand: set[int] = set()  # rollout ids in calls under way
         self._calls = 0  # under way
         readers = [] if totals is None else workers
-        self._ahead: ReadAhead[AnnotatorHandle] = state.reading_ahead(
-            self.kind, readers, totals or ReadTotals(), assembly.message
-        )
+        self._ahead = state.reading_ahead(self.kind, readers, totals or ReadTotals())
 
     @property
     def title(self) -> str:
@@ -63,12 +61,12 @@ class Annotator:
     @property
     def queued(self) -> list[int]:
         """Rollout ids that wait for a worker, or for its answer."""
-        return sorted(self._in_hand) + [w.info.rollout_id for w in [*self._suspects, *self._ready] if self._wants(w)]
+        return sorted(self._in_hand) + [w.rollout_id for w in [*self._suspects, *self._ready] if self._wants(w)]
 
-    def arrived(self, finished: Sequence[Waiting]) -> None:
+    def arrived(self, finished: Sequence[RolloutInfo]) -> None:
         """Rollouts left their generator; the caller wakes the workers."""
         self._ready.extend(finished)
-        self._ahead.promised([w.info for w in finished])
+        self._ahead.promised([w for w in finished])
 
     def chunks_arrived(self, chunks: Sequence[ChunkInfo]) -> None:
         """Of unfinished rollouts; without effect where no worker reads ahead."""
@@ -84,7 +82,7 @@ class Annotator:
                 if not await self._read_ahead(worker):
                     return
                 continue
-            ids = {w.info.rollout_id for w in batch}
+            ids = {w.rollout_id for w in batch}
             self._in_hand |= ids
             self._calls += 1
             try:
@@ -99,13 +97,13 @@ class Annotator:
             finally:
                 self._in_hand -= ids
                 self._calls -= 1
-            self._ahead.answered(worker, [w.info for w in batch])
+            self._ahead.answered(worker, [w for w in batch])
             self._file(batch, annotations)
 
     def _has_work(self, worker: AnnotatorHandle) -> bool:
         return bool(self._suspects) or any(True for _ in self._wanted(worker)) or self._ahead.has_work(worker)
 
-    async def _next_batch(self, worker: AnnotatorHandle) -> list[Waiting]:
+    async def _next_batch(self, worker: AnnotatorHandle) -> list[RolloutInfo]:
         """A suspect alone; else a call's worth, for which more are awaited up to ``fusion.max_wait_ms`` while
         generators are at work."""
         if self._suspects:
@@ -115,45 +113,45 @@ class Annotator:
         if batch and not full and wait_ms > 0 and any(r.in_flight for r in self._state.replicas):
             await asyncio.sleep(wait_ms / 1000)
             batch, _ = self._batch(worker)
-        taken = {w.info.rollout_id for w in batch}
-        self._ready = deque(w for w in self._ready if self._wants(w) and w.info.rollout_id not in taken)
+        taken = {w.rollout_id for w in batch}
+        self._ready = deque(w for w in self._ready if self._wants(w) and w.rollout_id not in taken)
         return batch
 
-    def _batch(self, worker: AnnotatorHandle) -> tuple[list[Waiting], bool]:
+    def _batch(self, worker: AnnotatorHandle) -> tuple[list[RolloutInfo], bool]:
         """The oldest that this worker may be asked for now, as many as one call may hold and at least one; and whether
         the call is full."""
         wanted = list(self._wanted(worker))
         costs = [self._cost(worker, w) for w in wanted]
         room = self._room(worker, wanted, costs)
-        batch: list[Waiting] = []
-        for waiting, cost in zip(wanted, costs, strict=True):
+        batch: list[RolloutInfo] = []
+        for info, cost in zip(wanted, costs, strict=True):
             room -= cost
             if batch and room < 0:
                 break
-            batch.append(waiting)
+            batch.append(info)
         return batch, len(batch) < len(wanted) or sum(costs) >= self._budget
 
-    def _wants(self, waiting: Waiting) -> bool:
+    def _wants(self, info: RolloutInfo) -> bool:
         """Whether its group still lacks it: a failure, here or elsewhere, or a drop may have ended it meanwhile."""
-        return self._assembly.awaits(waiting.info)
+        return self._assembly.awaits(info)
 
-    def _wanted(self, worker: AnnotatorHandle) -> Iterator[Waiting]:
+    def _wanted(self, worker: AnnotatorHandle) -> Iterator[RolloutInfo]:
         """What this worker may be asked for, oldest first: not what waits for the worker that read its beginning."""
-        return (w for w in self._ready if self._wants(w) and self._ahead.may_take(worker, w.info))
+        return (w for w in self._ready if self._wants(w) and self._ahead.may_take(worker, w))
 
-    def _cost(self, worker: AnnotatorHandle, waiting: Waiting) -> int:
+    def _cost(self, worker: AnnotatorHandle, info: RolloutInfo) -> int:
         """Tokens that the worker has not read, at least one."""
-        return max(1, waiting.info.tokens - self._ahead.read_by(worker, waiting.info))
+        return max(1, info.tokens - self._ahead.read_by(worker, info))
 
-    def _room(self, worker: AnnotatorHandle, wanted: Sequence[Waiting], costs: Sequence[int]) -> int:
+    def _room(self, worker: AnnotatorHandle, wanted: Sequence[RolloutInfo], costs: Sequence[int]) -> int:
         """What the worker has begun to read, and its share of the rest among the idle workers."""
-        owned = [self._ahead.owns(worker, w.info) for w in wanted]
+        owned = [self._ahead.owns(worker, w) for w in wanted]
         own = sum(cost for cost, is_own in zip(costs, owned, strict=True) if is_own)
         idle = max(1, len(self.workers) - self._calls)
         return min(self._budget, own + math.ceil((sum(costs) - own) / idle))
 
-    async def _call(self, worker: AnnotatorHandle, batch: Sequence[Waiting]) -> list[Annotation]:
-        return await worker.annotate([w.info.payload for w in batch])
+    async def _call(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo]) -> list[Annotation]:
+        return await worker.annotate([w.payload for w in batch])
 
     async def _read_ahead(self, worker: AnnotatorHandle) -> bool:
         """Give an idle worker chunks; false when it is lost."""
@@ -164,21 +162,21 @@ class Annotator:
             return False
         except ReplicaError as error:
             self._ahead.lost(worker)
-            self._assembly.message(f"{error} So what it read ahead is lost.")
+            self._state.message(f"{error} So what it read ahead is lost.")
         return True
 
-    def _file(self, batch: Sequence[Waiting], annotations: Sequence[Annotation]) -> None:
+    def _file(self, batch: Sequence[RolloutInfo], annotations: Sequence[Annotation]) -> None:
         """``annotations`` of the batch, in any order."""
         by_id = {annotation.rollout_id: annotation for annotation in annotations}
-        for waiting in batch:
-            self._deaths.pop(waiting.info.rollout_id, None)
-            self._accept(waiting, by_id[waiting.info.rollout_id])
+        for info in batch:
+            self._deaths.pop(info.rollout_id, None)
+            self._accept(info, by_id[info.rollout_id])
         self._state.progressed(self._state.queue)
 
-    def _accept(self, waiting: Waiting, annotation: Annotation) -> None:
-        self._assembly.annotated(self.kind, waiting, annotation)
+    def _accept(self, info: RolloutInfo, annotation: Annotation) -> None:
+        self._assembly.annotated(self.kind, info, annotation)
 
-    def _lose(self, worker: AnnotatorHandle, batch: Sequence[Waiting], error: ReplicaError) -> None:
+    def _lose(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
         """Go on with the workers that are left."""
         self.workers.remove(worker)
         self._ahead.lost(worker)
@@ -186,18 +184,18 @@ class Annotator:
             raise ReplicaError(f"No {self.title} is left: {error}")
         self._suspect(batch, error)
 
-    def _suspect(self, batch: Sequence[Waiting], error: ReplicaError) -> None:
+    def _suspect(self, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
         """Ask for each rollout of a call that died once more, alone; one that had its second chance has failed."""
         again = f" Its {len(batch)} rollouts are scored again, one by one." if batch else ""
-        self._assembly.message(f"{error}{again}")
-        for waiting in batch:
-            rollout_id = waiting.info.rollout_id
+        self._state.message(f"{error}{again}")
+        for info in batch:
+            rollout_id = info.rollout_id
             self._deaths[rollout_id] = self._deaths.get(rollout_id, 0) + 1
             if self._deaths[rollout_id] <= DEATHS_ALLOWED:
-                self._suspects.append(waiting)
+                self._suspects.append(info)
                 continue
             cause = f"Its {self.title} died {self._deaths[rollout_id]} times with it: {error}"
-            self._file([waiting], [Annotation(rollout_id, error=cause)])
+            self._file([info], [Annotation(rollout_id, error=cause)])
         self._state.progressed()
 
 
@@ -210,39 +208,39 @@ class Rewards(Annotator):
     def __init__(self, state: RunState, assembly: Assembly, workers: list[AnnotatorHandle]) -> None:
         totals = state.prefill if state.config.reward_reads_ahead else None
         super().__init__(state, assembly, workers, state.config.fusion.max_batch, totals)
-        self._held: list[Waiting] = []
+        self._held: list[RolloutInfo] = []
 
     @property
     def queued(self) -> list[int]:
-        return super().queued + [w.info.rollout_id for w in self._held if self._wants(w)]
+        return super().queued + [w.rollout_id for w in self._held if self._wants(w)]
 
-    def arrived(self, finished: Sequence[Waiting]) -> None:
+    def arrived(self, finished: Sequence[RolloutInfo]) -> None:
         """Call it after a failure, too, which may have made a group whole."""
         held = [w for w in [*self._held, *finished] if self._wants(w)]
         ready = self._released(held)
         super().arrived(ready)
-        chosen = {w.info.rollout_id for w in ready}
-        self._held = [w for w in held if w.info.rollout_id not in chosen]
+        chosen = {w.rollout_id for w in ready}
+        self._held = [w for w in held if w.rollout_id not in chosen]
 
-    def _released(self, held: list[Waiting]) -> list[Waiting]:
+    def _released(self, held: list[RolloutInfo]) -> list[RolloutInfo]:
         """Those that may be scored now."""
         granularity, groups = self._state.config.fusion.granularity, self._state.groups
         if granularity == "group":
-            return [w for w in held if not groups[w.info.group_id].unfinished]
+            return [w for w in held if not groups[w.group_id].unfinished]
         generating = any(group.unfinished for group in groups.values())
         if granularity == "batch" and generating and len(held) < self._state.config.batch_size:
             return []
         return held
 
-    def _cost(self, worker: AnnotatorHandle, waiting: Waiting) -> int:
+    def _cost(self, worker: AnnotatorHandle, info: RolloutInfo) -> int:
         return 1
 
-    def _room(self, worker: AnnotatorHandle, wanted: Sequence[Waiting], costs: Sequence[int]) -> int:
+    def _room(self, worker: AnnotatorHandle, wanted: Sequence[RolloutInfo], costs: Sequence[int]) -> int:
         return self._budget
 
-    def _accept(self, waiting: Waiting, annotation: Annotation) -> None:
+    def _accept(self, info: RolloutInfo, annotation: Annotation) -> None:
         """Raises RewardError for a rollout without a score where ``reward.on_failure`` is ``stop``."""
-        super()._accept(waiting, annotation)
+        super()._accept(info, annotation)
         if annotation.error is not None and self._state.config.reward.on_failure == "stop":
             raise RewardError(
                 f"Rollout {annotation.rollout_id} got no reward (reward.on_failure=stop): {annotation.error}"
@@ -259,55 +257,37 @@ class References(Annotator):
         super().__init__(state, assembly, workers, state.config.reference.token_budget, totals)
 
 
+@dataclass(eq=False)
 class Collector:
-    """Hands what generators finish to the annotators. ``on_dead`` is told of replicas that died."""
+    """Hands what generators finish to the annotators."""
 
-    def __init__(
-        self,
-        state: RunState,
-        assembly: Assembly,
-        annotators: Sequence[Annotator],
-        on_dead: Callable[[Replica, ReplicaError], None],
-    ) -> None:
-        self._state = state
-        self._assembly = assembly
-        self._annotators = annotators
-        self._on_dead = on_dead
+    state: RunState
+    assembly: Assembly
+    annotators: Sequence[Annotator]
 
     async def collect(self, replica: Replica) -> None:
         """Take what this replica finishes, for as long as it lives."""
         busy_before, tokens_before = replica.busy_seconds, replica.tokens
         while True:
-            try:
-                collected = await replica.handle.collect()
-            except ReplicaError as error:
-                self._on_dead(replica, error)
-                return
-            if not replica.alive:
-                return  # buried as hanging, and back before its end: what it held is issued again already
+            collected = await self.state.heard(replica, replica.handle.collect())
+            if collected is None or not replica.alive:
+                return  # not alive: buried as hanging, and back before its end: what it held is issued again already
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:
-                replica.end(failure.rollout_id, self._state.now(), finished=False)
-                group_id = failure.rollout_id // self._state.config.num_generations
-                self._assembly.failed(failure.rollout_id, group_id, failure.error, None)
-            for annotator in self._annotators:
+                replica.end(failure.rollout_id, self.state.now(), finished=False)
+                group_id = failure.rollout_id // self.state.config.num_generations
+                self.assembly.failed(failure.rollout_id, group_id, failure.error, None)
+            for annotator in self.annotators:
                 annotator.chunks_arrived(collected.chunks)
-            finished = []
             for info in collected.finished:
-                replica.end(info.rollout_id, self._state.now(), finished=True)
-                if self._assembly.generated(info):
-                    finished.append(Waiting(info, self._finished_at(info)))
-            for annotator in self._annotators:
+                replica.end(info.rollout_id, self.state.now(), finished=True)
+            finished = [info for info in collected.finished if self.assembly.generated(info)]
+            for annotator in self.annotators:
                 annotator.arrived(finished)
             if collected.finished or collected.failed:
                 # A replica that is empty may be what a publish waits for.
-                self._state.touch(replica, self._state.queue if replica.in_flight else self._state.changed)
-
-    def _finished_at(self, info: RolloutInfo) -> int:
-        """The learner's version now; in the scheduled modes the version that the schedule has the generators at,
-        which unlike the clock is the same in every run."""
-        return info.max_version if self._state.scheduled else self._state.version
+                self.state.touch(replica, self.state.queue if replica.in_flight else self.state.changed)
 
 
 async def annotate(worker: AnnotatorHandle, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:

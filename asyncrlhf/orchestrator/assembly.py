@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from asyncrlhf.buffer.replay import Evicted
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.types import Annotation, DropReason, RolloutGroup, RolloutInfo, ScoredRollout
+from asyncrlhf.types import Annotation, DropReason, RolloutGroup, RolloutInfo
 
-Discard = Callable[[int, int, ScoredRollout | RolloutInfo | None, str, str], None]
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A finished rollout that waits for its annotations, and the learner's version when it left its generator."""
-
-    info: RolloutInfo
-    at_version: int
+Discard = Callable[[int, int, RolloutInfo | None, str, str], None]
 
 
 class Assembly:
     """Keeps ledger, gate, buffer and groups in step. ``discard(rollout_id, group_id, facts, state, reason)`` records
     what will never be trained."""
 
-    def __init__(self, state: RunState, discard: Discard, message: Callable[[str], None]) -> None:
+    def __init__(self, state: RunState, discard: Discard) -> None:
         self._state = state
         self._discard = discard
-        self.message = message
         self._outcomes: deque[bool] = deque(maxlen=state.config.batch_size)
         self._failures_told = 0
         served = {"reference": state.config.reference_served, "critic": state.config.critic_served}
@@ -42,6 +32,10 @@ class Assembly:
             return False
         group.unfinished.discard(info.rollout_id)
         self._state.ledger.finish_generation(info.rollout_id)
+        # In the scheduled modes the version that the schedule has the generators at, which unlike the clock is the same
+        # in every run.
+        info.finished_at_version = info.max_version if self._state.scheduled else self._state.version
+        info.admitted_at = group.admitted_at
         return True
 
     def awaits(self, info: RolloutInfo) -> bool:
@@ -49,10 +43,9 @@ class Assembly:
         group = self._state.groups.get(info.group_id)
         return group is not None and info.rollout_id in group.unscored
 
-    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+    def annotated(self, kind: str, info: RolloutInfo, annotation: Annotation) -> None:
         """What a worker of this kind gives, or its failure. The kinds come in any order; with all of them the rollout
         is complete."""
-        info = waiting.info
         if not self.awaits(info):
             return
         if annotation.reward is None and annotation.arrays is None:
@@ -61,30 +54,25 @@ class Assembly:
         group = self._state.groups[info.group_id]
         group.annotations[kind][info.rollout_id] = (annotation, self._state.now())
         if all(info.rollout_id in group.annotations[kind] for kind in self._kinds):
-            self._complete(group, waiting)
+            self._complete(group, info)
 
-    def _complete(self, group: GroupInProgress, waiting: Waiting) -> None:
+    def _complete(self, group: GroupInProgress, info: RolloutInfo) -> None:
         """The payload says from now on where the arrays of the annotations lie, too."""
-        info, rollout_id = waiting.info, waiting.info.rollout_id
+        rollout_id = info.rollout_id
         given = {kind: group.annotations[kind].pop(rollout_id) for kind in self._kinds}
         times = {kind: at for kind, (_, at) in given.items()}
         score, _ = given["reward"]
         assert score.reward is not None, "an annotation without arrays has a reward"
         arrays = tuple(annotation.arrays for annotation, _ in given.values() if annotation.arrays is not None)
-        scored = ScoredRollout(
-            replace(info, payload=replace(info.payload, annotations=arrays)),
-            score.reward,
-            group.admitted_at,
-            times["reward"],
-            waiting.at_version,
-            dict(score.parts),
-            times.get("reference"),
-            times.get("critic"),
+        info.payload = replace(info.payload, annotations=arrays)
+        info.reward, info.reward_parts = score.reward, dict(score.parts)
+        info.scored_at, info.referenced_at, info.valued_at = (
+            times.get(kind) for kind in ("reward", "reference", "critic")
         )
         self._outcomes.append(True)
         self._state.ledger.buffer(rollout_id)
         group.unscored.discard(rollout_id)
-        group.scored.append(scored)
+        group.scored.append(info)
         self._close_if_done(group)
 
     def failed(self, rollout_id: int, group_id: int, error: str, facts: RolloutInfo | None) -> None:
@@ -103,7 +91,7 @@ class Assembly:
         self._outcomes.append(False)
         self._failures_told += 1
         if self._failures_told <= 5:
-            self.message(f"rollout {rollout_id} failed: {error}")
+            self._state.message(f"rollout {rollout_id} failed: {error}")
         self._refuse_mass_failure(error)
         self._close_if_done(group)
 
@@ -121,8 +109,8 @@ class Assembly:
         if group.unscored:
             return
         del self._state.groups[group.group_id]
-        rollouts = tuple(sorted(group.scored, key=lambda s: s.info.rollout_id))
-        whole = RolloutGroup(group.group_id, rollouts)
+        rollouts = tuple(sorted(group.scored, key=lambda info: info.rollout_id))
+        whole = RolloutGroup(group.group_id, rollouts, group.scheduled_step)
         lonely = len(rollouts) == 1 and self._state.config.algorithm.group_relative
         if not rollouts or lonely:
             self._state.buffer.release(len(rollouts))
@@ -130,16 +118,14 @@ class Assembly:
             if group.scheduled_step is not None:
                 self._state.buffer.close_group(group.group_id, group.scheduled_step)
         else:
-            refused = self._state.buffer.add(whole, group.scheduled_step)
+            refused = self._state.buffer.add(whole)
             if refused is not None:
                 self._give_up(whole, refused, None)
         self._state.progressed(self._state.batch if self._state.groups else self._state.changed)
 
     def _give_up(self, group: RolloutGroup, reason: DropReason, uses_left: int | None) -> None:
         """Drop a whole group whose places in the buffer are free already; ``uses_left`` is what the gate gets back."""
-        for scored in group.rollouts:
-            self._state.ledger.drop(scored.info.rollout_id, reason)
-            self._discard(scored.info.rollout_id, group.group_id, scored, "dropped", reason)
+        self._drop(group, reason)
         self._state.gate.release(uses_left)
         self._state.room.notify()
 
@@ -154,9 +140,9 @@ class Assembly:
         on, as async.on_weight_update says."""
         self._file(self._state.buffer.purge(version))
 
-    def _file(self, gone: list[Evicted]) -> None:
-        for evicted in gone:
-            self._give_up(evicted.group, evicted.reason, evicted.uses_left)
+    def _file(self, gone: list[RolloutGroup]) -> None:
+        for group in gone:
+            self._give_up(group, "stale", group.uses_left)
         self._state.follow()
 
     def abandon(self, group_ids: Iterable[int], reason: DropReason) -> list[int]:
@@ -164,7 +150,7 @@ class Assembly:
         in_flight: list[int] = []
         for group_id in group_ids:
             group = self._state.groups[group_id]
-            scored = {s.info.rollout_id: s for s in group.scored}
+            scored = {info.rollout_id: info for info in group.scored}
             for rollout_id in sorted(group.unscored | scored.keys()):
                 self._state.ledger.drop(rollout_id, reason)
                 self._discard(rollout_id, group_id, scored.get(rollout_id), "dropped", reason)
@@ -177,6 +163,9 @@ class Assembly:
     def clear_buffer(self) -> None:
         """The run is over: what the buffer still holds leaves as ``shutdown``."""
         for group in self._state.buffer.groups():
-            for scored in group.rollouts:
-                self._state.ledger.drop(scored.info.rollout_id, "shutdown")
-                self._discard(scored.info.rollout_id, group.group_id, scored, "dropped", "shutdown")
+            self._drop(group, "shutdown")
+
+    def _drop(self, group: RolloutGroup, reason: DropReason) -> None:
+        for info in group.rollouts:
+            self._state.ledger.drop(info.rollout_id, reason)
+            self._discard(info.rollout_id, group.group_id, info, "dropped", reason)

@@ -1,105 +1,135 @@
-"""What follows a learner step: its records, the held-out evaluation, the checkpoint."""
+"""What follows a learner step: its records, the checkpoint, and the held-out evaluation on the generators."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.cluster.clock import off_loop
-from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.orchestrator.evaluation import HeldOut
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.resume import snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
-from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import CheckpointWriter
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.types import Annotation, GenerationRequest, Prompt, Rollout, SamplingParams
 
 
+class HeldOut:
+    """Mean reward of the greedy answers to prompts that training never sees; an accuracy where the reward is right or
+    wrong.
+
+    The prompts go to the live replicas as requests with negative ids, beside whatever they sample; the mean is over
+    the answers that could be scored.
+    """
+
+    def __init__(self, prompts: list[Prompt], sampling: SamplingParams, runtime: Runtime) -> None:
+        self._prompts = prompts
+        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        self._runtime = runtime
+        self._ids = itertools.count(-1, -1)
+
+    async def accuracy(self, replicas: list[Replica], state: RunState) -> float | None:
+        """None without prompts, replicas or a single score. The share of a replica that dies goes to the living."""
+        rollouts: list[Rollout] = []
+        left = self._prompts
+        while left and (able := [r for r in replicas if r.alive][: len(left)]):
+            shares = [left[i :: len(able)] for i in range(len(able))]
+            asked = [state.heard(r, r.handle.generate(self._items(own))) for r, own in zip(able, shares, strict=True)]
+            answers = await asyncio.gather(*asked)
+            rollouts += [rollout for found in answers for rollout in found or ()]
+            left = [p for own, found in zip(shares, answers, strict=True) if found is None for p in own]
+        results = await self._score(rollouts, self._runtime.rewards[0]) if rollouts else []
+        scores = [r.reward for r in results if r.reward is not None]
+        return sum(scores) / len(scores) if scores else None
+
+    async def _score(self, rollouts: list[Rollout], worker: AnnotatorHandle) -> list[Annotation]:
+        """One by one where the worker died of them together; one that it dies of alone has no score."""
+        try:
+            return await annotate(worker, self._runtime.store(rollouts))
+        except WorkerLostError:
+            raise
+        except ReplicaError as error:
+            if len(rollouts) == 1:
+                return [Annotation(rollouts[0].rollout_id, None, error=str(error))]
+        return [result for rollout in rollouts for result in await self._score([rollout], worker)]
+
+    def _items(self, prompts: list[Prompt]) -> list[GenerationRequest]:
+        return [GenerationRequest(i := next(self._ids), i, prompt, 0, self._sampling) for prompt in prompts]
+
+
+@dataclass(eq=False)
 class Bookkeeping:
     """``accuracies``: the held-out accuracies so far, oldest first."""
 
-    def __init__(
-        self,
-        state: RunState,
-        runtime: Runtime,
-        source: PromptSource,
-        heldout: HeldOut,
-        replicas: Replicas,
-        publisher: WeightPublisher,
-        normalizer: RewardNormalizer,
-        log: RolloutLog,
-        recorder: RunRecorder,
-        view: RunView,
-    ) -> None:
-        self.accuracies: list[float] = []
-        self._state = state
-        self._runtime = runtime
-        self._source = source
-        self._heldout = heldout
-        self._replicas = replicas
-        self._publisher = publisher
-        self._normalizer = normalizer
-        self._log = log
-        self._recorder = recorder
-        self._view = view
+    state: RunState
+    runtime: Runtime
+    source: PromptSource
+    heldout: HeldOut
+    publisher: WeightPublisher
+    normalizer: RewardNormalizer
+    log: RolloutLog
+    recorder: RunRecorder
+    view: RunView
+    accuracies: list[float] = field(default_factory=list)
 
     def is_boundary(self, step: int) -> bool:
         """Whether the step after ``step`` must wait for this one's evaluation or checkpoint, which read its weights."""
-        return self._evaluates(step) or self._saves(step) or step == self._state.config.steps
-
-    def _evaluates(self, step: int) -> bool:
-        return self._falls_on(step, self._state.config.eval_every)
-
-    def _saves(self, step: int) -> bool:
-        return self._falls_on(step, self._state.config.checkpoint.every)
+        config = self.state.config
+        due = self._falls_on(step, config.eval_every) or self._falls_on(step, config.checkpoint.every)
+        return due or step == config.steps
 
     def _falls_on(self, step: int, every: int) -> bool:
         """The last step is evaluated and saved where the run ends."""
-        return every > 0 and step % every == 0 and step < self._state.config.steps
+        return every > 0 and step % every == 0 and step < self.state.config.steps
 
     async def after_step(self, metrics: dict[str, Any]) -> None:
         """Record a step; evaluate and write a checkpoint where one is due."""
         step = int(metrics["step"])
-        if self._evaluates(step):
+        if self._falls_on(step, self.state.config.eval_every):
             metrics["heldout_accuracy"] = await self.evaluate()
-        await off_loop(partial(self._recorder.log_step, metrics))
-        await off_loop(partial(self._view.step, metrics))
-        self._state.ledger.check()
-        if self._saves(step):
+        await off_loop(partial(self.recorder.log_step, metrics))
+        await off_loop(partial(self.view.step, metrics))
+        self.state.ledger.check()
+        if self._falls_on(step, self.state.config.checkpoint.every):
             await self.save()
 
     async def evaluate(self) -> float | None:
         """Held-out accuracy of the weights that the replicas hold; None where it cannot be measured."""
         # A share for a replica that is held back would have the run wait for it alone.
-        brisk = [r for r in self._state.replicas if r.alive and not r.pace.held_back]
-        asked = brisk or self._state.replicas
-        accuracy = await self._heldout.accuracy(asked, self._runtime.rewards, self._replicas.died)
+        brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
+        asked = brisk or self.state.replicas
+        accuracy = await self.heldout.accuracy(asked, self.state)
         if accuracy is not None:
             self.accuracies.append(accuracy)
-            self._view.message(f"Held-out greedy accuracy at version {self._state.version}: {accuracy:.3f}")
+            self.state.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")
         return accuracy
 
     async def save(self) -> None:
         """Write a checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that a resumed run
         has the same batches, from the same versions, as an uninterrupted one."""
-        state = self._state
+        state = self.state
         if state.scheduled:
-            await self._publisher.idle()
+            await self.publisher.idle()
             await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
-        folder, keep = Path(self._recorder.run_dir), state.config.checkpoint.keep
+        folder, keep = Path(self.recorder.run_dir), state.config.checkpoint.keep
         writer = await off_loop(partial(CheckpointWriter, folder, state.version, keep))
-        await self._runtime.learner.save(writer.learner)
-        await off_loop(partial(self._normalizer.save, writer.learner))
+        await self.runtime.learner.save(writer.learner)
+        await off_loop(partial(self.normalizer.save, writer.learner))
         # No await between these two: what the document counts as ended is what the records hold.
-        document, payloads = snapshot_state(state, self._source, self._log)
-        marker = self._log.mark()
-        await self._log.flush()
-        rollouts = await self._runtime.fetch(payloads)
+        document, payloads = snapshot_state(state, self.source, self.log)
+        marker = self.log.mark()
+        await self.log.flush()
+        rollouts = await self.runtime.fetch(payloads)
         await off_loop(partial(writer.commit, document, {r.rollout_id: r for r in rollouts}, marker))
         state.progressed()

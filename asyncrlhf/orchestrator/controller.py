@@ -13,7 +13,7 @@
     LearnLoop        a batch in the buffer; in scheduled modes also the   serve; the publisher
                      publish before
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
-    Recovery         a dead replica; beside it, where replicas may be     the loop that met the death, through Replicas
+    Recovery         a dead replica; beside it, where replicas may be     the loop that met the death (state.died)
                      added, nothing: it looks now and then for room
     watch            nothing: it looks now and then whether anything moved
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +44,12 @@ from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, StallError
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
+from asyncrlhf.orchestrator.bookkeeping import Bookkeeping, HeldOut
 from asyncrlhf.orchestrator.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.dispatch import Dispatcher
-from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.recovery import Recovery
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.resume import completed, restore
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import Replica, RunState
@@ -69,15 +67,14 @@ GC_THRESHOLDS = (100_000, 20, 100)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``done`` or ``interrupted``, with the ledger's totals and the held-out accuracies."""
+    """How a run ended: ``done`` or ``interrupted``, with the held-out accuracies."""
 
     reason: str
-    ledger: dict[str, Any]
     heldout_before: float | None
     heldout_after: float | None
 
 
-def build_state(config: RunConfig) -> RunState:
+def build_state(config: RunConfig, message: Callable[[str], None] = lambda text: None) -> RunState:
     """Ledger, gate and buffer of a fresh run."""
     size = config.num_generations
     gate = build_gate(
@@ -86,7 +83,7 @@ def build_state(config: RunConfig) -> RunState:
     buffer = ReplayBuffer(
         config.buffer, config.async_, batch_size=config.batch_size, num_generations=size, seed=config.seed
     )
-    return RunState(config, Ledger(), gate, buffer)
+    return RunState(config, Ledger(), gate, buffer, message)
 
 
 class Controller:
@@ -105,23 +102,21 @@ class Controller:
         saved: Saved | None = None,
     ) -> None:
         self.config = config
-        self.state = build_state(config)
+        self.state = build_state(config, view.message)
         self._runtime = runtime
         self._source = source
         self._sampling = sampling
         self._view = view
         self._saved = saved
         self._log = RolloutLog(self.state, runtime, recorder)
-        self._assembly = Assembly(self.state, self._log.discard, view.message)
-        self._replicas = Replicas(self.state, view.message)
+        self._assembly = Assembly(self.state, self._log.discard)
         self._normalizer = RewardNormalizer(config.reward)
         self._critic_versions = CriticVersions(self.state, runtime)
         hand_over = self._critic_versions.hand_over
-        self._publisher = WeightPublisher(self.state, runtime, vocab_size, self._replicas, hand_over)
-        self._turns = Turns(self.state, runtime, self._replicas, self._publisher.idle)
+        self._publisher = WeightPublisher(self.state, runtime, vocab_size, hand_over)
+        self._turns = Turns(self.state, runtime, self._publisher.idle)
         self._bookkeeping = Bookkeeping(
-            self.state, runtime, source, heldout, self._replicas, self._publisher, self._normalizer,
-            self._log, recorder, view,
+            self.state, runtime, source, heldout, self._publisher, self._normalizer, self._log, recorder, view
         )  # fmt: skip
         self._annotators: list[Annotator] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -138,7 +133,7 @@ class Controller:
         await self._runtime.start()
         if self._runtime.sharing:
             names = ", ".join(sorted(self._runtime.sharing))
-            self._view.message(f"Asleep while the learner trains on the same devices: {names}. Nothing overlaps there.")
+            self.state.message(f"Asleep while the learner trains on the same devices: {names}. Nothing overlaps there.")
         state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
         if self._saved is not None:
             await self._runtime.learner.load(self._saved.learner)
@@ -157,26 +152,24 @@ class Controller:
         reason = await self._run_loops(learn)
         accuracies = self._bookkeeping.accuracies
         after = accuracies[-1] if reason == "done" and accuracies else None
-        return Outcome(reason, state.ledger.counts(), accuracies[0] if accuracies else None, after)
+        return Outcome(reason, accuracies[0] if accuracies else None, after)
 
     async def _run_loops(self, learn: LearnLoop) -> str:
         """Supervise every loop until the learner's is through with the run."""
-        runtime, dead = self._runtime, self._replicas.died
+        runtime = self._runtime
         kinds = (
             Rewards(self.state, self._assembly, runtime.rewards),
             References(self.state, self._assembly, runtime.references),
             Critics(self.state, self._assembly, runtime.critics, self._critic_versions),
         )
         self._annotators = [annotator for annotator in kinds if annotator.workers]
-        collector = Collector(self.state, self._assembly, self._annotators, dead)
-        dispatcher = Dispatcher(self.state, self._source, self._sampling, dead)
+        collector = Collector(self.state, self._assembly, self._annotators)
+        dispatcher = Dispatcher(self.state, self._source, self._sampling)
 
         def collect(replica: Replica) -> None:
             self._spawn(collector.collect(replica), f"collect {replica.name}")
 
-        recovery = Recovery(
-            self.state, runtime, self._replicas, self._publisher, self._turns, self._view.message, collect
-        )
+        recovery = Recovery(self.state, runtime, self._publisher, self._turns, collect)
         if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
             self._spawn(recovery.grow(), "growth")
         main = asyncio.create_task(self._main(learn), name="learn")
@@ -201,7 +194,7 @@ class Controller:
         await learn.run()
         if self.state.version < self.config.steps:
             await self._bookkeeping.save()
-            self._view.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
+            self.state.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
             return "interrupted"
         await learn.settle()
         if self.config.checkpoint.every:
@@ -227,7 +220,7 @@ class Controller:
             self._log.mark()
             await self._log.flush()
         except AsyncRLHFError as error:  # the recorder's end says it again, unless the run fails for another cause
-            self._view.message(failure_sentence(error))
+            self.state.message(failure_sentence(error))
 
     async def _watch(self, learn: LearnLoop) -> None:
         """A run in which nothing moves ends with the name of what everybody waits for."""

@@ -9,7 +9,7 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.orchestrator.annotate import Annotator
-from asyncrlhf.orchestrator.assembly import Assembly, Waiting
+from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.types import Annotation, RolloutInfo
 
@@ -35,7 +35,7 @@ class CriticVersions:
         self._tickets[ticket.version] = ticket
         oldest = ticket.version
         if self._state.scheduled:
-            oldest = min([oldest, self._state.published_version, *self._state.unfinished_versions()])
+            oldest = min([oldest, self._state.published_version, *self._state.groups.versions])
         self._tickets = {version: kept for version, kept in self._tickets.items() if version >= oldest}
         self._state.progressed()
 
@@ -64,13 +64,13 @@ class Critics(Annotator):
         super().__init__(state, assembly, workers, state.config.critic.token_budget)
         self._versions = versions
 
-    def _wanted(self, worker: AnnotatorHandle) -> Iterator[Waiting]:
+    def _wanted(self, worker: AnnotatorHandle) -> Iterator[RolloutInfo]:
         chosen: int | None = None
-        for waiting in super()._wanted(worker):
-            version = self._versions.answers(waiting.info)
+        for info in super()._wanted(worker):
+            version = self._versions.answers(info)
             chosen = version if chosen is None else chosen
             if version is not None and version == chosen:
-                yield waiting
+                yield info
 
-    async def _call(self, worker: AnnotatorHandle, batch: Sequence[Waiting]) -> list[Annotation]:
-        return await worker.annotate([w.info.payload for w in batch], self._versions.ticket(batch[0].info))
+    async def _call(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo]) -> list[Annotation]:
+        return await worker.annotate([w.payload for w in batch], self._versions.ticket(batch[0]))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 
-from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.pacing import Pacing
 from asyncrlhf.orchestrator.state import GroupInProgress, Replica, RunState
 from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
 
 FIRST_PROBE_ID = -(2**40)  # far below the ids of evaluations, which count down from -1
-Plan = dict[str, tuple[Replica, list[WorkItem]]]  # by the replica's name
+Plan = dict[str, tuple[Replica, list[GenerationRequest]]]  # by the replica's name
 
 
 def request_seed(seed: int, rollout_id: int) -> int:
@@ -26,17 +23,10 @@ def request_seed(seed: int, rollout_id: int) -> int:
 class Dispatcher:
     """Starts groups where the gate, the buffer and a replica have room, and issues again what a dead replica held."""
 
-    def __init__(
-        self,
-        state: RunState,
-        source: PromptSource,
-        sampling: SamplingParams,
-        on_dead: Callable[[Replica, ReplicaError], None],
-    ) -> None:
+    def __init__(self, state: RunState, source: PromptSource, sampling: SamplingParams) -> None:
         self._state = state
         self._source = source
         self._sampling = sampling
-        self._on_dead = on_dead
         self._pacing = Pacing(state, self._probe)
         self._last_prompt: Prompt | None = None
         self._next_probe_id = FIRST_PROBE_ID
@@ -48,16 +38,10 @@ class Dispatcher:
             while True:
                 seen = room.count
                 plan = self._plan()
-                await asyncio.gather(*(self._submit(replica, items) for replica, items in plan.values()))
+                await asyncio.gather(*(self._state.heard(r, r.handle.submit(items)) for r, items in plan.values()))
                 await room.wait_past(seen)
         finally:
             self._pacing.close()
-
-    async def _submit(self, replica: Replica, items: list[WorkItem]) -> None:
-        try:
-            await replica.handle.submit(items)
-        except ReplicaError as error:
-            self._on_dead(replica, error)
 
     def _plan(self) -> Plan:
         """Admit all that has room now, as work by replica; the ledger knows of it before any replica does."""
@@ -124,22 +108,16 @@ class Dispatcher:
 
     def _assign(self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: Plan) -> None:
         seed = request_seed(self._state.config.seed, rollout_id)
-        request = GenerationRequest(rollout_id, group_id, prompt.token_ids, seed, self._sampling)
+        request = GenerationRequest(rollout_id, group_id, prompt, seed, self._sampling)
         self._state.ledger.start(rollout_id, replica.name, replica.version)
         replica.begin(rollout_id, self._state.now(), self._state.version - replica.version)
-        plan.setdefault(replica.name, (replica, []))[1].append(WorkItem(request, prompt))
+        plan.setdefault(replica.name, (replica, []))[1].append(request)
 
     async def _probe(self, replica: Replica) -> bool:
         """One rollout outside of the ledger, as an evaluation's are: nothing waits for it and nothing trains on it."""
         if self._last_prompt is None:
             return False
         seed = request_seed(self._state.config.seed, self._next_probe_id)
-        request = GenerationRequest(
-            self._next_probe_id, self._next_probe_id, self._last_prompt.token_ids, seed, self._sampling
-        )
+        request = GenerationRequest(self._next_probe_id, self._next_probe_id, self._last_prompt, seed, self._sampling)
         self._next_probe_id -= 1
-        try:
-            return bool(await replica.handle.generate([WorkItem(request, self._last_prompt)]))
-        except ReplicaError as error:
-            self._on_dead(replica, error)
-            return False
+        return bool(await self._state.heard(replica, replica.handle.generate([request])))

@@ -3,87 +3,79 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.cluster.remote import LONG_SECONDS
-from asyncrlhf.errors import AsyncRLHFError, ReplicaError
+from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
-from asyncrlhf.orchestrator.meters import Meters, StepTimes
+from asyncrlhf.orchestrator.meters import Meters
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.signs import MissingSign
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+from asyncrlhf.types import RolloutGroup, RolloutInfo
 
 
+@dataclass(eq=False)
 class LearnLoop:
     """Runs until ``config.steps`` or until the state says stop; the only writer of ``state.version``."""
 
-    def __init__(
-        self,
-        state: RunState,
-        runtime: Runtime,
-        assembly: Assembly,
-        publisher: WeightPublisher,
-        log: RolloutLog,
-        bookkeeping: Bookkeeping,
-        turns: Turns,
-        normalizer: RewardNormalizer,
-    ) -> None:
-        self._state = state
-        self._runtime = runtime
-        self._assembly = assembly
-        self._publisher = publisher
-        self._log = log
-        self._bookkeeping = bookkeeping
-        self._turns = turns
-        self._normalizer = normalizer
+    state: RunState
+    runtime: Runtime
+    assembly: Assembly
+    publisher: WeightPublisher
+    log: RolloutLog
+    bookkeeping: Bookkeeping
+    turns: Turns
+    normalizer: RewardNormalizer
+    training: bool = False
+
+    def __post_init__(self) -> None:
         self._unlogged: dict[str, Any] | None = None
-        self._meters = Meters(state)
-        self._signs = MissingSign(state.config.algorithm)
+        self._meters = Meters(self.state, self.publisher)
+        self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1
-        self.training = False
+        self._telling: set[asyncio.Task[Any]] = set()  # replicas to forget what was dropped
 
     async def run(self) -> None:
-        while self._state.version < self._state.config.steps:
-            started = self._state.now()
+        while self.state.version < self.state.config.steps:
+            started = self.state.now()
             taken = await self._next_batch()
             if taken is None:
                 break
-            await self._step(taken, self._state.now() - started)
+            await self._step(taken, self.state.now() - started)
         await self._catch_up()
 
     async def settle(self) -> None:
         """After the last step: wait until the generators hold the final weights."""
-        await self._publisher.idle()
+        await self.publisher.idle()
         if self._publish_due:
             self._publish()
-            await self._publisher.idle()
+            await self.publisher.idle()
 
-    async def _next_batch(self) -> list[Taken] | None:
+    async def _next_batch(self) -> list[RolloutGroup] | None:
         """The next batch, or None when the run is stopping. A publish that was put off is caught up here, for without
         it no rollout would be admitted again."""
-        state, buffer = self._state, self._state.buffer
+        state, buffer = self.state, self.state.buffer
         while True:
             await state.batch.wait_for(self._has_work)
-            self._publisher.raise_if_failed()
+            self.publisher.raise_if_failed()
             if state.stopping:
                 return None
             if self._purge_is_due():
                 self._purged_for = state.published_version
-                self._assembly.purge(state.published_version)
+                self.assembly.purge(state.published_version)
                 state.changed.notify()
-            elif (taken := buffer.take(state.version, state.unfinished_versions())) is not None:
+            elif (taken := buffer.take(state.version, state.groups.versions)) is not None:
                 state.room.notify()
                 return taken
             elif self._may_publish():
@@ -91,111 +83,100 @@ class LearnLoop:
 
     def _has_work(self) -> bool:
         """Whether there is a reason to stop waiting for a batch: the batch, or something that comes before it."""
-        state = self._state
-        if state.stopping or self._publisher.failure is not None or self._purge_is_due() or self._may_publish():
+        state = self.state
+        if state.stopping or self.publisher.failure is not None or self._purge_is_due() or self._may_publish():
             return True
-        return state.buffer.ready(state.version, state.unfinished_versions())
+        return state.buffer.ready(state.version, state.groups.versions)
 
     def _purge_is_due(self) -> bool:
         """No batch is taken between a publish and the purge that it asks for."""
-        return self._state.config.algorithm.purge_on_publish and self._state.published_version > self._purged_for
+        return self.state.config.algorithm.purge_on_publish and self.state.published_version > self._purged_for
 
     def _may_publish(self) -> bool:
-        return self._publish_due and not self._publisher.busy
+        return self._publish_due and not self.publisher.busy
 
-    async def _step(self, taken: list[Taken], waited: float) -> None:
-        state, version = self._state, self._state.version
+    async def _step(self, taken: list[RolloutGroup], waited: float) -> None:
+        state, version = self.state, self.state.version
         state.buffer.check_batch(version, taken)
-        rollouts = [(t, r) for t in taken for r in t.group.rollouts]
+        rollouts = [r for group in taken for r in group.rollouts]
         if not rollouts:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
-        rewards, reward_metrics = self._normalizer.of_batch([r for _, r in rollouts])
-        items = [
-            TrainItem(r.info.payload, reward, r.info.group_id, r.info.tokens, t.weight, t.masked_before_version)
-            for (t, r), reward in zip(rollouts, rewards, strict=True)
-        ]
+        normal, reward_metrics = self.normalizer.of_batch(rollouts)
         started = state.now()
         self.training = True
-        training = asyncio.ensure_future(self._train(items))
+        training = asyncio.ensure_future(self._train(normal))
         await self._catch_up()
         result, begun, trained = await training
         result = replace(result, metrics={**result.metrics, **reward_metrics})
         self.training = False
         self._file(taken, version)
-        self._log.used(taken, version)
+        self.log.used(taken, version)
         state.version = version + 1
         self._retire()
         await self._publish_if_due()
-        metrics = self._meters.step(
-            version,
-            taken,
-            result,
-            StepTimes(waited + begun - started, trained, self._publisher.snapshot_seconds),
-            self._publisher.last_seconds,
-            self._publisher.mismatch_kl,
-        )
+        metrics = self._meters.step(version, taken, result, waited + begun - started, trained)
         self._adapt(result.metrics)
         state.progressed()
         self._unlogged = metrics
-        if self._bookkeeping.is_boundary(state.version):
+        if self.bookkeeping.is_boundary(state.version):
             await self._catch_up()
 
-    async def _train(self, items: list[TrainItem]) -> tuple[StepResult, float, float]:
+    async def _train(self, rollouts: Sequence[RolloutInfo]) -> tuple[StepResult, float, float]:
         """One step in the learner's turn; also when the turn began, and the seconds of the step."""
-        async with self._turns.learner():
-            begun = self._state.now()
-            result = await self._runtime.learner.train(items)
-            return result, begun, self._state.now() - begun
+        async with self.turns.learner():
+            begun = self.state.now()
+            result = await self.runtime.learner.train(rollouts)
+            return result, begun, self.state.now() - begun
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
         """The bound of the next batches; what is over a smaller one is met as ``async.over_stale`` says. Also says
         what the algorithm lacks."""
         warning = self._signs.observe(metrics)
         if warning is not None:
-            self._assembly.message(warning)
-        change = self._state.adaptive.observe(metrics)
+            self.state.message(warning)
+        change = self.state.adaptive.observe(metrics)
         if change is not None:
-            self._assembly.message(change)
+            self.state.message(change)
             self._retire()
 
     async def _catch_up(self) -> None:
         """Record the step before: the learner is at its next one meanwhile, wherever nothing forbids it."""
         metrics, self._unlogged = self._unlogged, None
         if metrics is not None:
-            await self._log.hand_over()
-            await self._bookkeeping.after_step(metrics)
+            await self.log.hand_over()
+            await self.bookkeeping.after_step(metrics)
 
     async def _publish_if_due(self) -> None:
         """Each version must go out in the scheduled modes; a free run that finds the last publish still under way puts
         this one off rather than stand still."""
-        state = self._state
+        state = self.state
         if state.version % state.config.weights.publish_every and state.version != state.config.steps:
             return
         if state.scheduled:
-            await self._publisher.idle()
-        self._publish_due = self._publisher.busy
+            await self.publisher.idle()
+        self._publish_due = self.publisher.busy
         if not self._publish_due:
             self._publish()
 
     def _publish(self) -> None:
         self._publish_due = False
-        self._publisher.publish(self._state.version)
+        self.publisher.publish(self.state.version)
 
-    def _file(self, taken: list[Taken], version: int) -> None:
-        for item in taken:
-            for scored in item.group.rollouts:
-                self._state.ledger.train(scored.info.rollout_id, version, last_use=item.uses_left == 0)
+    def _file(self, taken: list[RolloutGroup], version: int) -> None:
+        for group in taken:
+            for info in group.rollouts:
+                self.state.ledger.train(info.rollout_id, version, last_use=group.uses_left == 0)
 
     def _retire(self) -> None:
         """What can only be consumed over the bound now is dropped, in the buffer and in flight."""
-        self._assembly.evict()
-        state = self._state
+        self.assembly.evict()
+        state = self.state
         if state.scheduled or state.config.async_.over_stale != "drop":
             return
         late = [g.group_id for g in state.groups.values() if state.version - g.version > state.bound]
         if not late:
             return
-        ids = set(self._assembly.abandon(late, "stale"))
+        ids = set(self.assembly.abandon(late, "stale"))
         for rollout_id in [i for i in state.requeue if i in ids]:
             state.requeue.remove(rollout_id)
         for replica in state.replicas:
@@ -203,11 +184,7 @@ class LearnLoop:
             if mine:
                 for rollout_id in mine:
                     replica.end(rollout_id, state.now(), finished=False)
-                task = asyncio.create_task(replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, mine))
-                task.add_done_callback(_swallow_death)
-
-
-def _swallow_death(task: asyncio.Task[list[int]]) -> None:
-    """A replica that dies while told to forget has forgotten; its collect loop reports the death."""
-    if not task.cancelled() and isinstance(task.exception(), ReplicaError):
-        return
+                told = replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, mine)
+                task = asyncio.create_task(state.heard(replica, told))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)

@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.clock import VirtualClockLoop
 from asyncrlhf.learner.backend import StepResult
-from asyncrlhf.orchestrator.replica_meters import ReplicaMeters
-from asyncrlhf.orchestrator.state import RunState
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one turn of the learner's loop."""
-
-    waited: float  # for a batch or for the publish before
-    trained: float
-    snapshot: float
-
+from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+from asyncrlhf.records.summary import REPLICA_PREFIX
+from asyncrlhf.types import RolloutGroup
 
 LAG_SECONDS = 0.05  # between two looks at the event loop's delay
 
@@ -55,8 +46,9 @@ class LoopLag:
 class Meters:
     """Turns a step's raw figures into the logged ones; remembers only what rates need."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, publisher: WeightPublisher) -> None:
         self._state = state
+        self._publisher = publisher
         self._last = state.now()
         self._started = self._last - state.elapsed  # a resumed run's clock goes on where the first one stopped
         self._replicas = ReplicaMeters(state)
@@ -68,18 +60,13 @@ class Meters:
         self._read_ahead = {name: (totals, replace(totals)) for name, reads, totals in readers if reads}
 
     def step(
-        self,
-        version: int,
-        taken: Sequence[Taken],
-        result: StepResult,
-        times: StepTimes,
-        weight_sync_seconds: float,
-        mismatch_kl: float,
+        self, version: int, taken: Sequence[RolloutGroup], result: StepResult, waited: float, trained: float
     ) -> dict[str, float]:
-        """Metrics of the step that moved the policy from ``version`` to ``version + 1``."""
+        """Metrics of the step that moved the policy from ``version`` to ``version + 1``. ``waited``: seconds for a
+        batch or for the publish before; ``trained``: seconds of the step itself."""
         now = self._state.now()
         elapsed = max(now - self._last, 1e-9)
-        samples = sum(len(t.group) for t in taken)
+        samples = sum(len(t) for t in taken)
         metrics: dict[str, float] = {
             "step": version + 1,
             "policy_version": version + 1,
@@ -87,18 +74,18 @@ class Meters:
             **self._staleness(version, taken),
             **_reward_parts(taken),
             "staleness_bound": self._state.bound,
-            "replayed_fraction": sum(len(t.group) for t in taken if t.replayed) / samples,
+            "replayed_fraction": sum(len(t) for t in taken if t.replayed) / samples,
             "ref_kl": math.nan,  # null in the records, unless there is a reference policy
             **result.metrics,
             "skipped": float(result.skipped),
-            "mismatch_kl": mismatch_kl,
+            "mismatch_kl": self._publisher.mismatch_kl,
             "samples_per_second": samples / elapsed,
-            "tokens_per_second": sum(r.info.response_length for t in taken for r in t.group.rollouts) / elapsed,
-            "learner_idle_fraction": 1.0 - min(1.0, times.trained / elapsed),
-            "weight_sync_seconds": weight_sync_seconds,
-            "snapshot_seconds": times.snapshot,
-            "train_seconds": times.trained,
-            "wait_seconds": times.waited,
+            "tokens_per_second": sum(r.response_length for t in taken for r in t.rollouts) / elapsed,
+            "learner_idle_fraction": 1.0 - min(1.0, trained / elapsed),
+            "weight_sync_seconds": self._publisher.last_seconds,
+            "snapshot_seconds": self._publisher.snapshot_seconds,
+            "train_seconds": trained,
+            "wait_seconds": waited,
             **_latencies(taken),
             **self._prefilled(),
             **self._buffer(),
@@ -110,8 +97,8 @@ class Meters:
         self._state.elapsed = now - self._started
         return metrics
 
-    def _staleness(self, version: int, taken: Sequence[Taken]) -> dict[str, float]:
-        rollouts = [r for t in taken for r in t.group.rollouts]
+    def _staleness(self, version: int, taken: Sequence[RolloutGroup]) -> dict[str, float]:
+        rollouts = [r for t in taken for r in t.rollouts]
         total = np.array([r.staleness(version) for r in rollouts])
         flight = np.array([r.staleness_in_flight() for r in rollouts])
         return {
@@ -119,10 +106,10 @@ class Meters:
             "staleness_max": int(total.max()),
             "staleness_in_flight_mean": float(flight.mean()),
             "staleness_in_queue_mean": float((total - flight).mean()),
-            "mixed_version_fraction": float(np.mean([r.info.max_version > r.info.min_version for r in rollouts])),
+            "mixed_version_fraction": float(np.mean([r.max_version > r.min_version for r in rollouts])),
             "reward_mean": float(np.mean([r.reward for r in rollouts])),
-            "response_length_mean": float(np.mean([r.info.response_length for r in rollouts])),
-            "truncation_rate": float(np.mean([r.info.finish_reason == "length" for r in rollouts])),
+            "response_length_mean": float(np.mean([r.response_length for r in rollouts])),
+            "truncation_rate": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         }
 
     def _buffer(self) -> dict[str, float]:
@@ -147,28 +134,90 @@ class Meters:
         return found
 
 
-def _latencies(taken: Sequence[Taken]) -> dict[str, float]:
+def _latencies(taken: Sequence[RolloutGroup]) -> dict[str, float]:
     """Seconds from a rollout's last token to its score, and to its reference log-probs and its values where services
     compute them; of those that are used for the first time."""
-    fresh = [r for t in taken if not t.replayed for r in t.group.rollouts]
-    ends = {
-        "reward": [r.scored_at - r.info.generated_at for r in fresh],
-        "reference": [r.referenced_at - r.info.generated_at for r in fresh if r.referenced_at is not None],
-        "critic": [r.valued_at - r.info.generated_at for r in fresh if r.valued_at is not None],
-    }
+    fresh = [r for t in taken if not t.replayed for r in t.rollouts]
     found: dict[str, float] = {}
-    for name, seconds in ends.items():
+    for name, given in (("reward", "scored_at"), ("reference", "referenced_at"), ("critic", "valued_at")):
+        seconds = [at - r.generated_at for r in fresh if (at := getattr(r, given)) is not None]
         if seconds:
             p50, p95 = np.percentile(seconds, [50, 95])
             found |= {f"{name}_latency_p50": float(p50), f"{name}_latency_p95": float(p95)}
     return found
 
 
-def _reward_parts(taken: Sequence[Taken]) -> dict[str, float]:
+def _reward_parts(taken: Sequence[RolloutGroup]) -> dict[str, float]:
     """The mean of each part of the reward, where it has more than one."""
     values: dict[str, list[float]] = {}
     for item in taken:
-        for rollout in item.group.rollouts:
+        for rollout in item.rollouts:
             for name, value in rollout.reward_parts.items():
                 values.setdefault(name, []).append(value)
     return {f"reward/{name}": float(np.mean(of)) for name, of in values.items()} if len(values) > 1 else {}
+
+
+LISTED = 16  # replicas with figures of their own; those beyond are put together as "others"
+_SUMS = ("tokens_per_second", "rollouts", "in_flight", "restarts", "held_back")
+
+
+class ReplicaMeters:
+    """Remembers each replica's totals of the step before; a replica counts from when it came until it went."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._seen: dict[str, tuple[float, int, int]] = {}  # by name: busy seconds, tokens, rollouts
+
+    def step(self, elapsed: float) -> dict[str, float]:
+        """Figures of the ``elapsed`` seconds since the last call. Single replicas appear where there are several.
+
+        ``generator/NAME/...``: ``tokens_per_second``, ``rollouts`` (finished), ``idle_fraction``, ``lag`` (versions
+        behind the learner), ``in_flight``, ``restarts``, ``latency`` (median seconds of a rollout) and ``held_back`` (1
+        while it gets no work because it is late).
+        """
+        before, self._seen = self._seen, {}
+        figures = {r.name: self._replica(r, before.get(r.name, (0.0, 0, 0)), elapsed) for r in self._state.replicas}
+        count = max(1, len(figures))
+        metrics = {
+            "generator_idle_fraction": sum(f["idle_fraction"] for f in figures.values()) / count,
+            "generated_tokens_per_second": sum(f["tokens_per_second"] for f in figures.values()),
+        }
+        if len(figures) < 2:
+            return metrics
+        metrics["generators_alive"] = sum(r.alive for r in self._state.replicas)
+        metrics["generators_held_back"] = sum(f["held_back"] for f in figures.values())
+        names = list(figures)
+        shown = {name: figures[name] for name in names[: LISTED if count <= LISTED else LISTED - 1]}
+        rest = [figures[name] for name in names if name not in shown]
+        if rest:
+            shown["others"] = _together(rest)
+        return metrics | {
+            f"{REPLICA_PREFIX}{name}/{key}": value for name, row in shown.items() for key, value in row.items()
+        }
+
+    def _replica(self, replica: Replica, before: tuple[float, int, int], elapsed: float) -> dict[str, float]:
+        now = self._seen[replica.name] = (replica.busy_seconds, replica.tokens, replica.pace.finished)
+        busy, tokens, finished = (total - old for total, old in zip(now, before, strict=True))
+        figures = {
+            "tokens_per_second": tokens / elapsed,
+            "rollouts": finished,
+            "idle_fraction": 1.0 - min(1.0, max(0.0, busy / elapsed)),
+            "in_flight": len(replica.in_flight),
+            "restarts": replica.restarts,
+            "held_back": float(replica.pace.held_back),
+        }
+        if replica.version >= 0:
+            figures["lag"] = self._state.version - replica.version
+        if replica.pace.latency is not None:
+            figures["latency"] = replica.pace.latency
+        return figures
+
+
+def _together(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Counts and rates are added, idle shares and latencies averaged; the lag is the largest."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    together = {}
+    for key in keys:
+        found = [row[key] for row in rows if key in row]
+        together[key] = max(found) if key == "lag" else sum(found) / (1 if key in _SUMS else len(found))
+    return together

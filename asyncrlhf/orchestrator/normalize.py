@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.types import ScoredRollout
+from asyncrlhf.types import RolloutInfo
 
 STATE_FILE = "reward_normalizer.json"
 SMALLEST_SPREAD = 1e-8  # rewards that differ by less are the same
@@ -54,14 +54,15 @@ class RewardNormalizer:
         self._clip = config.normalize_clip or math.inf
         self.moments = RunningMoments()
 
-    def of_batch(self, rollouts: Sequence[ScoredRollout]) -> tuple[list[float], dict[str, float]]:
-        """The rewards [N] to train on, and their mean and standard deviation as metrics where they were normalised."""
-        rewards = [rollout.reward for rollout in rollouts]
+    def of_batch(self, rollouts: Sequence[RolloutInfo]) -> tuple[Sequence[RolloutInfo], dict[str, float]]:
+        """The rollouts with the rewards to train on, and the mean and standard deviation of these as metrics where they
+        were normalised."""
         if self._kind == "none":
-            return rewards, {}
-        normal = self.normalize(np.array(rewards, dtype=np.float64), [r.info.group_id for r in rollouts])
+            return rollouts, {}
+        rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
+        normal = self.normalize(rewards, [r.group_id for r in rollouts])
         figures = {"normalized_reward_mean": float(normal.mean()), "normalized_reward_std": float(normal.std())}
-        return [float(value) for value in normal], figures
+        return [replace(r, reward=float(value)) for r, value in zip(rollouts, normal, strict=True)], figures
 
     def normalize(self, rewards: np.ndarray, group_ids: Sequence[int]) -> np.ndarray:
         """``rewards`` [N] of one batch, whose rollout i belongs to ``group_ids[i]``."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
@@ -16,41 +16,30 @@ LOOK_SECONDS = 3.0  # between two looks at the cluster; twice as long after each
 LONGEST_WAIT = 300.0
 
 
+@dataclass(eq=False)
 class Recovery:
     """``joined`` is told of each replica that holds weights and may be given work."""
 
-    def __init__(
-        self,
-        state: RunState,
-        runtime: Runtime,
-        replicas: Replicas,
-        publisher: WeightPublisher,
-        turns: Turns,
-        message: Callable[[str], None],
-        joined: Callable[[Replica], None],
-    ) -> None:
-        self._state = state
-        self._runtime = runtime
-        self._replicas = replicas
-        self._publisher = publisher
-        self._turns = turns
-        self._message = message
-        self._joined = joined
+    state: RunState
+    runtime: Runtime
+    publisher: WeightPublisher
+    turns: Turns
+    joined: Callable[[Replica], None]
 
     async def restart(self) -> None:
         """Restart the dead, one after another; out of restarts the run goes on with the replicas that are left."""
         while True:
-            replica = await self._replicas.next_dead()
-            if replica.restarts >= self._state.config.generator.max_restarts:
+            replica = await self.state.dead.get()
+            if replica.restarts >= self.state.config.generator.max_restarts:
                 self._leave_out(replica)
                 continue
             self._refuse_lost_version(replica)
             replica.restarts += 1
             try:
-                async with self._turns.start_of(replica):
-                    replica.handle = await self._runtime.restart(replica.handle)
+                async with self.turns.start_of(replica):
+                    replica.handle = await self.runtime.restart(replica.handle)
             except ReplicaError as error:
-                self._replicas.bury(replica, error)
+                self.state.bury(replica, error)
                 continue
             await self._join(replica, "is back")
 
@@ -60,48 +49,48 @@ class Recovery:
         while True:
             await asyncio.sleep(pause)
             try:
-                grown = not self._state.stopping and await self._add_replica()
+                grown = not self.state.stopping and await self._add_replica()
             except ReplicaError as error:
                 pause = min(2 * pause, LONGEST_WAIT)
-                self._message(f"Could not start another replica; the next try is in {pause:g} s. Cause: {error}")
+                self.state.message(f"Could not start another replica; the next try is in {pause:g} s. Cause: {error}")
                 continue
             pause = 0.0 if grown else LOOK_SECONDS
 
     async def _add_replica(self) -> bool:
         """Start one replica where there is room; True when it was started."""
-        handle = await self._runtime.add_generator([r.name for r in self._state.replicas])
+        handle = await self.runtime.add_generator([r.name for r in self.state.replicas])
         if handle is None:
             return False
         replica = Replica(handle, alive=False)  # no member of a weight group before it rejoins
-        self._state.replicas.append(replica)
+        self.state.replicas.append(replica)
         await self._join(replica, "joined")
         return True
 
     async def _join(self, replica: Replica, how: str) -> None:
         """Bring a replica that was just started to the version of the others. If it dies meanwhile, the loop that met
         its death has queued it again."""
-        await self._publisher.rejoin(replica)
+        await self.publisher.rejoin(replica)
         if replica.alive:
-            self._message(f"{replica.name} {how} at version {replica.version}.")
-            self._joined(replica)
-            self._state.progressed()
+            self.state.message(f"{replica.name} {how} at version {replica.version}.")
+            self.joined(replica)
+            self.state.progressed()
 
     def _leave_out(self, replica: Replica) -> None:
-        if not self._replicas.any_left:
+        if self.state.dead.empty() and not any(r.alive for r in self.state.replicas):
             raise ReplicaError(
                 f"no generator is left: {replica.name} died after {replica.restarts} restarts "
-                f"(generator.max_restarts={self._state.config.generator.max_restarts})."
+                f"(generator.max_restarts={self.state.config.generator.max_restarts})."
             )
-        self._state.replicas.remove(replica)
-        self._message(f"{replica.name} is not started again after {replica.restarts} restarts.")
-        self._state.progressed()
+        self.state.replicas.remove(replica)
+        self.state.message(f"{replica.name} is not started again after {replica.restarts} restarts.")
+        self.state.progressed()
 
     def _refuse_lost_version(self, replica: Replica) -> None:
         """While a publish waits for the schedule, only replicas hold the version that the schedule still needs."""
-        others = any(r.alive for r in self._state.replicas)
-        if self._state.scheduled and self._publisher.busy and self._state.requeue and not others:
+        others = any(r.alive for r in self.state.replicas)
+        if self.state.scheduled and self.publisher.busy and self.state.requeue and not others:
             raise ReplicaError(
                 f"{replica.name}, the last generator, died with rollouts of a version that the learner has passed; "
-                f"async.mode={self._state.config.async_.mode} must not replace them by fresher ones. "
+                f"async.mode={self.state.config.async_.mode} must not replace them by fresher ones. "
                 "Resume from a checkpoint."
             )

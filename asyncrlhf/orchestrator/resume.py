@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.buffer.records import group_from_json, group_to_json
+from asyncrlhf.buffer.held import group_from_json, group_to_json
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.cluster.remote import LONG_SECONDS
@@ -24,7 +24,7 @@ from asyncrlhf.types import Payload, Rollout, RolloutGroup
 def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tuple[dict[str, Any], list[Payload]]:
     """The JSON document of a checkpoint, and references to the finished rollouts that belong to it."""
     groups = list(state.groups.values())
-    finished = [s for g in groups for s in g.scored] + [s for g in state.buffer.groups() for s in g.rollouts]
+    finished = [r for g in groups for r in g.scored] + [r for g in state.buffer.groups() for r in g.rollouts]
     document = {
         "version": state.version,
         "published_version": state.published_version,
@@ -50,7 +50,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
             for g in groups
         ],
     }
-    return document, [s.info.payload for s in finished]
+    return document, [r.payload for r in finished]
 
 
 def fingerprint(config: RunConfig) -> dict[str, Any] | None:
@@ -135,7 +135,7 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
             entry.prompt,
             row["admitted_at"],
             row["scheduled_step"],
-            min([state.version, *(s.info.min_version for s in scored)]),
+            min([state.version, *(r.min_version for r in scored)]),
             set(unscored),
             set(unscored),
             list(scored),

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 
-from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.recorder import MAX_WAITING, RecordMarker, RolloutRow, RunRecorder
-from asyncrlhf.types import Payload, RolloutInfo, ScoredRollout
-
-
-@dataclass
-class _Use:
-    versions: list[int] = field(default_factory=list)
-    last_at: float = 0.0
+from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
 
 
 class RolloutLog:
@@ -27,53 +19,44 @@ class RolloutLog:
     def __init__(self, state: RunState, runtime: Runtime, recorder: RunRecorder) -> None:
         self._state = state
         self._recorder = recorder
-        self._uses: dict[int, _Use] = {}
+        self._uses: dict[int, tuple[tuple[int, ...], float]] = {}  # by rollout id: the versions, the last time
         self._rows: list[RolloutRow] = []
         self._payloads: list[Payload | None] = []
         recorder.write_with(runtime.write_part)
 
-    def discard(
-        self, rollout_id: int, group_id: int, facts: ScoredRollout | RolloutInfo | None, state: str, reason: str
-    ) -> None:
+    def discard(self, rollout_id: int, group_id: int, info: RolloutInfo | None, state: str, reason: str) -> None:
         """A rollout that will never train (again); the row goes out with the next :meth:`hand_over`."""
-        scored = facts if isinstance(facts, ScoredRollout) else None
-        info = scored.info if scored is not None else facts if isinstance(facts, RolloutInfo) else None
         group = self._state.groups.get(group_id)
-        use = self._uses.pop(rollout_id, _Use())
+        used = rollout_id in self._uses
         row = RolloutRow(
             rollout_id,
             group_id,
             prompt=group.prompt.text if group is not None else "",
-            state="trained" if use.versions else state,
+            state="trained" if used else state,
             admitted_at=group.admitted_at if group is not None else 0.0,
-            drop_reason=None if use.versions else reason,
+            drop_reason=None if used else reason,
         )
-        self._end(row, info, scored, use)
+        self._end(row, info)
 
-    def used(self, taken: Sequence[Taken], version: int) -> None:
+    def used(self, taken: Sequence[RolloutGroup], version: int) -> None:
         """A batch was consumed at ``version``; what had its last use has ended."""
         now = self._state.now()
-        for item in taken:
-            for scored in item.group.rollouts:
-                info = scored.info
-                use = self._uses.setdefault(info.rollout_id, _Use())
-                use.versions.append(version)
-                use.last_at = now
-                if item.uses_left:
-                    continue
-                del self._uses[info.rollout_id]
-                row = RolloutRow(info.rollout_id, info.group_id, "", "trained", scored.admitted_at)
-                self._end(row, info, scored, use)
+        for group in taken:
+            for info in group.rollouts:
+                versions, _ = self._uses.get(info.rollout_id, ((), 0.0))
+                self._uses[info.rollout_id] = ((*versions, version), now)
+                if not group.uses_left:
+                    self._end(RolloutRow(info.rollout_id, info.group_id, "", "trained", info.admitted_at), info)
 
-    def _end(self, row: RolloutRow, info: RolloutInfo | None, scored: ScoredRollout | None, use: _Use) -> None:
+    def _end(self, row: RolloutRow, info: RolloutInfo | None) -> None:
         """Keep the row with all that is known here; prompt, response and arrays come from the payload."""
         if info is not None:
-            row.generator_id, row.generated_at = info.generator_id, info.generated_at
-        if scored is not None:
-            row.admitted_at, row.reward, row.scored_at = scored.admitted_at, scored.reward, scored.scored_at
-        if use.versions:
-            row.consumed_at_version, row.consumed_at = tuple(use.versions), use.last_at
-            row.staleness = scored.staleness(use.versions[-1]) if scored is not None else None
+            row.generator_id, row.generated_at, row.admitted_at = info.generator_id, info.generated_at, info.admitted_at
+            if info.scored_at is not None:
+                row.reward, row.scored_at = info.reward, info.scored_at
+        if row.rollout_id in self._uses:
+            row.consumed_at_version, row.consumed_at = self._uses.pop(row.rollout_id)
+            row.staleness = info.staleness(row.consumed_at_version[-1]) if info is not None else None
         self._rows.append(row)
         self._payloads.append(info.payload if info is not None else None)
 
@@ -103,7 +86,7 @@ class RolloutLog:
 
     def uses(self) -> dict[int, list[int]]:
         """Versions at which rollouts that are still held were trained, for a checkpoint."""
-        return {rollout_id: use.versions for rollout_id, use in self._uses.items()}
+        return {rollout_id: list(versions) for rollout_id, (versions, _) in self._uses.items()}
 
     def restore_uses(self, uses: dict[int, list[int]]) -> None:
-        self._uses = {rollout_id: _Use(list(versions)) for rollout_id, versions in uses.items()}
+        self._uses = {rollout_id: (tuple(versions), 0.0) for rollout_id, versions in uses.items()}

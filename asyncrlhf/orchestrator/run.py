@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,18 +16,18 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.nodes import shortage, this_machine
-from asyncrlhf.cluster.parts import build_runtime, critic_notes, placement_plan, reference_notes
+from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
+from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
-from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
-from asyncrlhf.records.progress import Progress, RunView
+from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.summary import build_summary
 from asyncrlhf.records.wandb_sink import WandbSink
@@ -79,9 +79,7 @@ def prepare(config: RunConfig) -> Prepared:
     )
     saved = read_checkpoint(found) if found is not None else None
     config, notes = fusion_in_force(config, tokenizer)
-    return Prepared(
-        config, run_dir, tokenizer, task, sampling, saved, [*notes, *reference_notes(config), *critic_notes(config)]
-    )
+    return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*notes, *service_notes(config)])
 
 
 def _fitting_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -162,24 +160,21 @@ def train(config: RunConfig) -> dict[str, Any]:
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
-    try:
-        recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
-    except OSError as error:
-        raise ConfigError(f"run_dir={prepared.run_dir} cannot be written: {error}.") from error
+    recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
     wandb = WandbSink(prepared.run_dir, plain, config.logging)
     start = prepared.saved.step if prepared.saved is not None else 0
-    progress = Progress(config.steps, config.logging.progress, start_step=start)
-    view = RunView(progress, wandb)
+    view = RunView(wandb, config.steps, config.logging.progress, start)
     view.message(f"Run directory: {prepared.run_dir}")
     for note in prepared.notes:
         view.message(note)
     for note in prepared.task.notes:
         view.message(note)
     job = _Job(prepared, recorder, view)
+    runner: Callable[[Coroutine[Any, Any, Outcome]], Outcome]
     runner = run_virtual if config.runtime == "local" else asyncio.run
     summary: dict[str, Any] = {}
     try:
-        outcome = _run(runner, job)
+        outcome = runner(job.main())
         summary = job.summary(outcome.reason, outcome)
     except (KeyboardInterrupt, asyncio.CancelledError):
         summary = job.summary("interrupted", None)
@@ -192,11 +187,6 @@ def train(config: RunConfig) -> dict[str, Any]:
         recorder.finish(summary)
         wandb.finish(summary, 0 if summary.get("exit_reason") == "done" else 1)
     return summary
-
-
-def _run(runner: Any, job: _Job) -> Outcome:
-    outcome: Outcome = runner(job.main())
-    return outcome
 
 
 class _Job:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from asyncrlhf.buffer.admission import Gate
 from asyncrlhf.buffer.ledger import Ledger
@@ -13,10 +14,13 @@ from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import GeneratorHandle
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
-from asyncrlhf.readahead.owners import ReadAhead, Reader, ReadTotals
-from asyncrlhf.types import Annotation, Prompt, ScoredRollout
+from asyncrlhf.readahead.owners import ReadAhead, ReaderHandle, ReadTotals
+from asyncrlhf.types import Annotation, Prompt, RolloutInfo
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -68,7 +72,7 @@ class GroupInProgress:
     version: int  # the oldest version that any sibling can have begun with
     unfinished: set[int]
     unscored: set[int]
-    scored: list[ScoredRollout] = field(default_factory=list)
+    scored: list[RolloutInfo] = field(default_factory=list)
     # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -106,9 +110,11 @@ class RunState:
     ledger: Ledger
     gate: Gate
     buffer: ReplayBuffer
+    message: Callable[[str], None] = lambda text: None  # for the user
     replicas: list[Replica] = field(default_factory=list)
     groups: Groups = field(default_factory=Groups)
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
+    dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
     published_version: int = -1
     next_group_id: int = 0
@@ -159,9 +165,34 @@ class RunState:
         self.touched[replica.name] = replica
         self.progressed(self.room, *concerned)
 
-    def reading_ahead(
-        self, kind: str, workers: Sequence[Reader], totals: ReadTotals, message: Callable[[str], None]
-    ) -> ReadAhead[Reader]:
+    def died(self, replica: Replica, error: ReplicaError) -> None:
+        """Report a death, from any loop and any number of times: the first report takes the replica out and puts its
+        rollouts back in the queue, before anything else can run."""
+        if replica.alive:
+            self.bury(replica, error)
+
+    async def heard(self, replica: Replica, answer: Awaitable[R]) -> R | None:
+        """What a replica answers; None when it died instead, which is reported."""
+        try:
+            return await answer
+        except ReplicaError as error:
+            self.died(replica, error)
+            return None
+
+    def bury(self, replica: Replica, error: ReplicaError) -> None:
+        """As :meth:`died`, also for a replica that died again before it was back."""
+        replica.alive = False
+        replica.version = -1
+        lost = sorted(replica.in_flight)
+        replica.in_flight.clear()
+        for rollout_id in lost:
+            self.ledger.requeue(rollout_id)
+            self.requeue.append(rollout_id)
+        self.message(f"{replica.name} died; its {len(lost)} rollouts are issued again. Cause: {error}")
+        self.dead.put_nowait(replica)
+        self.progressed()
+
+    def reading_ahead(self, kind: str, workers: Sequence[ReaderHandle], totals: ReadTotals) -> ReadAhead:
         """Of the annotators of ``kind``; the rest as of :class:`ReadAhead`."""
 
         def group_of(rollout_id: int) -> GroupInProgress | None:
@@ -177,8 +208,4 @@ class RunState:
                 return False
             return rollout_id not in group.annotations[kind]
 
-        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, message, self.queue.notify)
-
-    def unfinished_versions(self) -> Counter[int]:
-        """The groups in the making, counted by the oldest version that they can carry."""
-        return self.groups.versions
+        return ReadAhead(f"The {kind} model", workers, under_way, wanted, totals, self.message, self.queue.notify)

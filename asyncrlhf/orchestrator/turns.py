@@ -13,8 +13,6 @@ from contextlib import asynccontextmanager
 
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import Runtime
-from asyncrlhf.errors import ReplicaError
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 
 
@@ -25,17 +23,10 @@ class Turns:
     ``weights.timeout_seconds`` to sleep or wake counts as dead.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        runtime: Runtime,
-        replicas: Replicas,
-        published: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, state: RunState, runtime: Runtime, published: Callable[[], Awaitable[None]]) -> None:
         self._state = state
         self._runtime = runtime
         self._published = published
-        self._replicas = replicas
         self._starting: set[str] = set()
         self._fresh: set[str] = set()  # started again; not counted as alive before they have weights
         self.training = False
@@ -82,10 +73,5 @@ class Turns:
         sharing = [r for r in self._state.replicas if r.name in self._runtime.sharing]
         self._fresh -= {r.name for r in sharing if r.alive}
         sharing = [r for r in sharing if r.alive or r.name in self._fresh]
-        await asyncio.gather(*(self._one(replica, method) for replica in sharing))
-
-    async def _one(self, replica: Replica, method: Callable[[GeneratorWorker], None]) -> None:
-        try:
-            await replica.handle.call(self._state.config.weights.timeout_seconds, method)
-        except ReplicaError as error:
-            self._replicas.died(replica, error)
+        seconds = self._state.config.weights.timeout_seconds
+        await asyncio.gather(*(self._state.heard(r, r.handle.call(seconds, method)) for r in sharing))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
@@ -14,7 +13,6 @@ from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -28,18 +26,12 @@ class WeightPublisher:
     """One publish at a time. ``busy`` from the snapshot until every live replica has loaded it."""
 
     def __init__(
-        self,
-        state: RunState,
-        runtime: Runtime,
-        vocab_size: int,
-        replicas: Replicas,
-        hand_over: Callable[[], Awaitable[None]],
+        self, state: RunState, runtime: Runtime, vocab_size: int, hand_over: Callable[[], Awaitable[None]]
     ) -> None:
         """``hand_over`` publishes, beside the policy, what else a snapshot holds: the critic, where it is a service."""
         self._state = state
         self._hand_over = hand_over
         self._runtime = runtime
-        self._replicas = replicas
         self._task: asyncio.Task[None] | None = None
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
@@ -155,7 +147,10 @@ class WeightPublisher:
         that hangs answers neither the sender nor its own handle."""
         ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
         self.waiting_for = f"weights to reach {_names(members)}"
-        receiving = {asyncio.create_task(self._receive(r, ticket)): r for r in members}
+        receiving = {
+            asyncio.create_task(self._state.heard(r, r.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket))): r
+            for r in members
+        }
         failures: list[BaseException] = []
         try:
             await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket)
@@ -182,7 +177,7 @@ class WeightPublisher:
             for task in receiving:
                 task.cancel()
         for replica in (receiving[task] for task in late):
-            self._replicas.died(replica, ReplicaError(f"{replica.name} did not take its weights within {seconds:g} s"))
+            self._state.died(replica, ReplicaError(f"{replica.name} did not take its weights within {seconds:g} s"))
         results = await asyncio.gather(*receiving, return_exceptions=True)
         return [r for r in results if isinstance(r, Exception)]
 
@@ -191,13 +186,7 @@ class WeightPublisher:
         for replica in members:
             reason = error.receivers.get(replica.name)
             if reason is not None:
-                self._replicas.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
-
-    async def _receive(self, replica: Replica, ticket: Any) -> None:
-        try:
-            await replica.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket)
-        except ReplicaError as error:
-            self._replicas.died(replica, error)
+                self._state.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
 
     @property
     def _cache_mode(self) -> CacheMode:
@@ -220,7 +209,7 @@ class WeightPublisher:
                 await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache)
                 replica.version = version
         except ReplicaError as error:
-            self._replicas.died(replica, error)
+            self._state.died(replica, error)
 
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
         """Wait until the replica has nothing in flight, where ``async.on_weight_update=drain`` asks for that."""
@@ -252,30 +241,27 @@ class WeightPublisher:
         self._rejoining += 1
         try:
             async with self._lock:
-                await self._rejoin(replica, self._state.published_version)
+                replica.alive = True
+                await self._send([r for r in self._state.replicas if r.alive])
+                await self._load(replica, self._state.published_version, "keep")
         finally:
             self._rejoining -= 1
             self._state.progressed()
-
-    async def _rejoin(self, replica: Replica, version: int) -> None:
-        replica.alive = True
-        await self._send([r for r in self._state.replicas if r.alive])
-        await self._load(replica, version, "keep")
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while
         rounding does not."""
         tolerance = self._state.config.audit_tolerance
         for replica in [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]:
-            try:
-                scored = await replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
-                result = compare(expected, scored)
-                self.mismatch_kl = result.mismatch_kl
-                if result.mean_abs <= tolerance.suspicious:
-                    continue
-                theirs = await replica.handle.call(LONG_SECONDS, GeneratorWorker.digests)
-            except ReplicaError as error:
-                self._replicas.died(replica, error)
+            asked = replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
+            if (scored := await self._state.heard(replica, asked)) is None:
+                continue
+            result = compare(expected, scored)
+            self.mismatch_kl = result.mismatch_kl
+            if result.mean_abs <= tolerance.suspicious:
+                continue
+            theirs = await self._state.heard(replica, replica.handle.call(LONG_SECONDS, GeneratorWorker.digests))
+            if theirs is None:
                 continue
             ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)

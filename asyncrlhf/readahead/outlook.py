@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.pretrained import load_shape
-from asyncrlhf.readahead.passes import past_refusal
-from asyncrlhf.rewards.model import is_causal
-from asyncrlhf.rewards.model_loading import build_encoder, policy_ids
+from asyncrlhf.readahead.readings import past_refusal, reading_refusal
+from asyncrlhf.rewards.model import build_encoder, is_causal, load, policy_ids
 from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart
-from asyncrlhf.rewards.service_config import RewardModelConfig
 
 ASKED = "fusion.granularity=chunk"
 WHOLE = "as with fusion.granularity=rollout"
@@ -29,8 +26,7 @@ def fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tu
     possible, notes = reward_outlook(config.reward, tokenizer)
     refused = reference_note(config)
     reference = config.reference_reads_ahead and refused is None
-    if reference and not config.reward_reads_ahead:
-        notes = []
+    notes = [] if reference and not config.reward_reads_ahead else notes
     if not possible and not reference:
         config = replace(config, fusion=replace(config.fusion, granularity="rollout"))
     return config, [*notes, *([] if refused is None else [refused])]
@@ -57,17 +53,10 @@ def reward_outlook(reward: RewardConfig, policy: PreTrainedTokenizerBase) -> tup
 def _refusal(part: RewardPart, key: str, policy: PreTrainedTokenizerBase) -> str | None:
     if build_encoder(part.model, key, policy) is not policy_ids:
         return "reads the text in tokens of its own, which do not begin and end where the policy's chunks do"
-    model = _without_weights(part.model)
-    return past_refusal(model.config) if is_causal(model) else "is no causal model with a linear head"
-
-
-def _without_weights(config: RewardModelConfig) -> PreTrainedModel:
-    path = Path(config.path).expanduser()
-    options = {"trust_remote_code": config.trust_remote_code}
-    found = AutoConfig.from_pretrained(str(path) if path.is_dir() else config.path, **options)
+    shape = load(AutoConfig, part.model, key)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(found, **options)
-    return model
+        model = AutoModelForSequenceClassification.from_config(shape, trust_remote_code=part.model.trust_remote_code)
+    return reading_refusal(model) if is_causal(model) else "is no causal model with a linear head"
 
 
 def reference_note(config: RunConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""The controller's side: which worker reads which sequence ahead of its end.
+"""What is sent of sequences that are still being sampled, and which worker reads which, ahead of its end.
 
 A worker is asked to read ahead only while no finished rollout waits for it, and for a moment at a time, so that a
 finished rollout waits for no more than that. All of this may be lost or wrong without changing a score or a log-prob.
@@ -7,19 +7,49 @@ finished rollout waits for no more than that. All of this may be lost or wrong w
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
-from asyncrlhf.types import RolloutInfo
+from asyncrlhf.types import Payload, RolloutInfo
 
-SWEEP_SECONDS = 1.0
 CALL_SECONDS = 0.02  # of reading ahead in one call, as far as a chunk can be so short: what a finished rollout may wait
 PATIENCE_SECONDS = 1.0  # after which another worker takes what waits for the one with its cache
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens from place ``start`` on of a sequence [P+L], counted from the first of the prompt's P tokens; the
+    sequence's first chunk holds the prompt.
+
+    A chunk is a hint: a score never depends on which chunks came, how often, or in which order.
+    """
+
+    rollout_id: int
+    start: int
+    prompt_length: int
+    token_ids: Sequence[int]  # [n], as a list: many small arrays cost more to carry than they hold
+
+
+@dataclass(frozen=True)
+class ChunkInfo:
+    """What the controller knows of a chunk; its tokens stay behind ``payload``."""
+
+    rollout_id: int
+    start: int
+    length: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a worker did with chunks. ``taken`` is False where none of its models can read ahead; ``evicted`` are the
+    rollouts whose cache was freed to make room, which are read anew at their end."""
+
+    taken: bool
+    evicted: list[int] = field(default_factory=list)
 
 
 class ReaderHandle(Protocol):
@@ -41,28 +71,24 @@ class ReadTotals:
     evicted: int = 0
 
 
-Reader = TypeVar("Reader", bound=ReaderHandle)
-
-
 @dataclass(eq=False)
-class ReadAhead(Generic[Reader]):
+class ReadAhead:
     """Every sequence under way belongs to the worker that got its first chunk, the one with fewest of them. Without
     workers nothing is read ahead, and every question is answered accordingly."""
 
     who: str  # reads, as sentences name it
-    workers: Sequence[Reader]  # alive; the same list as the service's
+    workers: Sequence[ReaderHandle]  # alive; the same list as the service's
     under_way: Callable[[int], bool]  # whether a rollout (by id) is being generated
     wanted: Callable[[int], bool]  # whether a rollout, ended or not, still lacks what the workers give
     totals: ReadTotals
     message: Callable[[str], None]  # shows the user a sentence
     wake: Callable[[], None]  # lets the workers' loops look again
-    _owner: dict[int, Reader] = field(default_factory=dict)  # by rollout id
-    _waiting: dict[Reader, deque[ChunkInfo]] = field(default_factory=lambda: defaultdict(deque))
+    _owner: dict[int, ReaderHandle] = field(default_factory=dict)  # by rollout id
+    _waiting: dict[ReaderHandle, deque[ChunkInfo]] = field(default_factory=lambda: defaultdict(deque))
     _read: dict[int, int] = field(default_factory=dict)  # tokens that the owner holds, by rollout id
     _spoilt: set[int] = field(default_factory=set)  # they were in a call that ended with its worker's death
-    _tokens_per_second: dict[Reader, float] = field(default_factory=dict)
-    _refusing: set[Reader] = field(default_factory=set)
-    _swept: dict[Reader, float] = field(default_factory=dict)
+    _tokens_per_second: dict[ReaderHandle, float] = field(default_factory=dict)
+    _refusing: set[ReaderHandle] = field(default_factory=set)
 
     def arrived(self, chunks: Sequence[ChunkInfo]) -> None:
         """Of one generator's look. Those of rollouts that ended meanwhile are passed over."""
@@ -85,15 +111,15 @@ class ReadAhead(Generic[Reader]):
                 waiting.popleft()
         self.wake()
 
-    def may_take(self, worker: Reader, info: RolloutInfo) -> bool:
+    def may_take(self, worker: ReaderHandle, info: RolloutInfo) -> bool:
         """Its owner, any worker where it has none, and any worker after a while."""
         owner = self._owner.get(info.rollout_id)
         return owner is None or owner is worker or _now() - info.generated_at >= PATIENCE_SECONDS
 
-    def owns(self, worker: Reader, info: RolloutInfo) -> bool:
+    def owns(self, worker: ReaderHandle, info: RolloutInfo) -> bool:
         return self._owner.get(info.rollout_id) is worker
 
-    def read_by(self, worker: Reader, info: RolloutInfo) -> int:
+    def read_by(self, worker: ReaderHandle, info: RolloutInfo) -> int:
         """Tokens that this worker need not read any more."""
         return self._read.get(info.rollout_id, 0) if self.owns(worker, info) else 0
 
@@ -103,28 +129,18 @@ class ReadAhead(Generic[Reader]):
             # A little later than that: a clock's difference may come out a rounding error too short.
             asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self.wake)
 
-    def has_work(self, worker: Reader) -> bool:
-        """Chunks at once; what is to be forgotten is looked for now and then, for that takes a look at everything."""
-        if self._waiting.get(worker):
-            return True
-        now = _now()
-        if worker in self._refusing or now - self._swept.get(worker, -math.inf) < SWEEP_SECONDS:
-            return False
-        self._swept[worker] = now
-        return bool(self._unwanted(worker))
+    def has_work(self, worker: ReaderHandle) -> bool:
+        return bool(self._waiting.get(worker))
 
-    def _unwanted(self, worker: Reader) -> list[int]:
-        """Rollouts of this worker that were cancelled, failed, dropped, or answered by another."""
-        return [i for i, owner in self._owner.items() if owner is worker and not self.wanted(i)]
-
-    async def read(self, worker: Reader) -> None:
+    async def read(self, worker: ReaderHandle) -> None:
         """One call of work for an idle worker. Raises ReplicaError when it died of it."""
-        released = self._unwanted(worker)
+        chunks = self._next(worker)
+        if not chunks:
+            return
+        # Cancelled, failed, dropped, or answered by another worker.
+        released = [i for i, owner in self._owner.items() if owner is worker and not self.wanted(i)]
         for rollout_id in released:
             self._forget(rollout_id)
-        chunks = self._next(worker)
-        if not chunks and not released:
-            return
         started = _now()
         try:
             answer = await worker.prefill(released, chunks)
@@ -134,7 +150,7 @@ class ReadAhead(Generic[Reader]):
             raise
         self._file(worker, chunks, answer, _now() - started)
 
-    def _next(self, worker: Reader) -> list[ChunkInfo]:
+    def _next(self, worker: ReaderHandle) -> list[ChunkInfo]:
         """Oldest first, as much as takes ``CALL_SECONDS``, and at least one chunk."""
         waiting = self._waiting[worker]
         budget = CALL_SECONDS * self._tokens_per_second.get(worker, 0.0)
@@ -147,23 +163,22 @@ class ReadAhead(Generic[Reader]):
                 tokens += chunk.length
         return chunks
 
-    def _file(self, worker: Reader, chunks: list[ChunkInfo], answer: Prefilled, seconds: float) -> None:
+    def _file(self, worker: ReaderHandle, chunks: list[ChunkInfo], answer: Prefilled, seconds: float) -> None:
         if not answer.taken:
             self._refusing.add(worker)
             self.lost(worker)
             self.message(f"{self.who} reads a text in pieces otherwise than as a whole: it gets whole rollouts.")
             return
-        if chunks:
-            # Without a clock that runs meanwhile (runtime=local) there is no reason to hold back.
-            rate = sum(chunk.length for chunk in chunks) / max(seconds, 1e-9)
-            self._tokens_per_second[worker] = 0.5 * rate + 0.5 * self._tokens_per_second.get(worker, rate)
+        # Without a clock that runs meanwhile (runtime=local) there is no reason to hold back.
+        rate = sum(chunk.length for chunk in chunks) / max(seconds, 1e-9)
+        self._tokens_per_second[worker] = 0.5 * rate + 0.5 * self._tokens_per_second.get(worker, rate)
         for chunk in chunks:
             self._read[chunk.rollout_id] = chunk.start + chunk.length
         for rollout_id in answer.evicted:
             self._read.pop(rollout_id, None)
         self.totals.evicted += len(answer.evicted)
 
-    def answered(self, worker: Reader, infos: Sequence[RolloutInfo]) -> None:
+    def answered(self, worker: ReaderHandle, infos: Sequence[RolloutInfo]) -> None:
         """The worker has forgotten these; those that another one owns are told to it when it is idle."""
         for info in infos:
             self.totals.scored += info.prompt_length + info.response_length
@@ -171,7 +186,7 @@ class ReadAhead(Generic[Reader]):
             if self.owns(worker, info):
                 self._forget(info.rollout_id)
 
-    def lost(self, worker: Reader) -> None:
+    def lost(self, worker: ReaderHandle) -> None:
         """Its caches are gone, and it may come back without them."""
         for rollout_id in [i for i, owner in self._owner.items() if owner is worker]:
             self._forget(rollout_id)

@@ -6,20 +6,48 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+import torch.nn.functional as F
+from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 
-from asyncrlhf.readahead.messages import Chunk, Prefilled
-from asyncrlhf.readahead.passes import Passes, RefusedError
-from asyncrlhf.rewards.model_loading import policy_ids
+from asyncrlhf.learner.attention import IMPLEMENTATION, PackedLayout, packed_attention
+from asyncrlhf.readahead.owners import Chunk, Prefilled
+from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.rewards.reward import StuckError
 from asyncrlhf.types import FloatArray, IntArray, Prompt, Rollout
 
+Answer = Callable[[Sequence[Rollout]], list[Any]]  # a number, an array, or why there is none, for each
 BLOCK = 64  # tokens: a sequence's cache counts as a multiple of it, which leaves room for the copy by which it grows
+
+
+# Rotary embeddings that turn earlier tokens otherwise once the sequence is longer: what is cached would be wrong then.
+MOVING_ROPE = ("dynamic", "longrope")
+
+
+def past_refusal(of_model: PretrainedConfig) -> str | None:
+    """Why a later token may see another past than the keys and values that were cached, as the end of a sentence."""
+    config: Any = of_model.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and set(kinds) != {"full_attention"}:
+        return f"has layers of {', '.join(sorted(set(kinds) - {'full_attention'}))}"
+    if kinds is None and getattr(config, "sliding_window", None):
+        return "has a sliding window"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    return f"has rotary embeddings of type {rope}, which change with the length" if rope in MOVING_ROPE else None
+
+
+def reading_refusal(model: PreTrainedModel) -> str | None:
+    """Why ``model`` cannot continue sequences, as the end of a sentence. Its own code does it, around attention that
+    reads caches: it must call transformers' attention interface and hand its keyword arguments on."""
+    known = signature(model.base_model.forward).parameters
+    takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+    if not (model._supports_attention_backend and "position_ids" in known and takes_more):
+        return "does not use transformers' attention interface"
+    return past_refusal(model.config)
 
 
 @dataclass(eq=False)
@@ -41,11 +69,6 @@ class Reading:
         """Tokens that count against the limit, once all are read."""
         return -(-len(self.tokens) // BLOCK) * BLOCK
 
-    @property
-    def prompt(self) -> bytes | None:
-        """What siblings have in common, once it is known."""
-        return self.tokens[: self.prompt_length].tobytes() if len(self.tokens) >= self.prompt_length > 1 else None
-
     def take(self, start: int, ids: IntArray) -> None:
         """Note tokens that stand from ``start`` on. Those behind a gap are passed over; those that contradict what is
         known belong to a sequence that was sampled anew, and what was made of the old one goes."""
@@ -61,37 +84,26 @@ class Readings:
     """Takes chunks, reads them ahead, and holds caches of up to ``cache_tokens`` tokens.
 
     An answer is made of the rollout's own tokens: as far as those were cached, the cache is taken, and the rest is
-    computed. Siblings share the prompt's keys and values. What was touched least recently is evicted first and not
-    cached again, so that sequences do not evict each other in turn.
+    computed. What was touched least recently is evicted first and not cached again, so that sequences do not evict each
+    other in turn. Outside of the passes that read ahead the model keeps the attention that it has.
     """
 
-    # 1 where hidden states predict the next token: each sequence then computes the last token of its prompt itself,
-    # and need not read its own last token.
-    predicts = 0
-
-    def __init__(
-        self,
-        passes: Passes,
-        whole: Callable[[Sequence[Rollout]], list[Any]],
-        cache_tokens: int,
-        budget: int,
-        max_length: int,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, whole: Answer, cache_tokens: int, budget: int, max_length: int) -> None:
         """``whole`` answers rollouts of which nothing was read ahead. ``budget``: new tokens of one pass. Sequences of
         more than ``max_length`` tokens are not read ahead."""
-        self._passes = passes
+        AttentionInterface.register(IMPLEMENTATION, packed_attention)
+        self._model = model
         self._whole = whole
         self._cache_tokens = cache_tokens
         self._budget = budget
         self._max_length = max_length
-        embeddings: Any = passes.model.get_input_embeddings()
+        embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.num_embeddings)
         # By rollout id, least recently touched first. None: evicted, or not to be read ahead.
         self._readings: OrderedDict[int, Reading | None] = OrderedDict()
-        self._donors: WeakValueDictionary[Any, Reading] = WeakValueDictionary()  # prompt -> whose cache begins with it
         self._evicted: set[int] = set()  # since the last answer to chunks
 
-    def _answers(self, rollouts: Sequence[Rollout], readings: Sequence[Reading]) -> list[Any]:
+    def _answers(self, readings: Sequence[Reading]) -> list[Any]:
         """What ``whole`` would answer, made of readings that have come to their end."""
         raise NotImplementedError
 
@@ -101,11 +113,37 @@ class Readings:
     @torch.inference_mode()
     def _pass(self, batch: Sequence[Reading]) -> None:
         """Read each to the end of its tokens, in one pass."""
-        hidden = self._passes.extend([(r.cache, r.tokens[r.cached :]) for r in batch if r.cache is not None])
+        for reading in batch:
+            if reading.cache is None:
+                reading.cache = DynamicCache(config=self._model.config)
+        hidden = self._extend([(r.cache, r.tokens[r.cached :]) for r in batch if r.cache is not None])
         self._keep(batch, hidden)
         # Copies: a view would keep the hidden states of the whole pass.
         for reading, last in zip(batch, torch.stack([states[-1] for states in hidden]), strict=True):
             reading.last = last
+
+    def _extend(self, sequences: Sequence[tuple[DynamicCache, IntArray]]) -> list[torch.Tensor]:
+        """The hidden states [n, H] of each sequence's new tokens [n], whose keys and values its cache takes up: all in
+        one pass, without padding. After an error the caches hold nothing that can be used."""
+        caches, tokens = zip(*sequences, strict=True)
+        model: Any = self._model
+        lengths = [len(ids) for ids in tokens]
+        pasts = [int(cache.get_seq_length()) for cache in caches]
+        places = [np.arange(past, past + n) for past, n in zip(pasts, lengths, strict=True)]
+        ids, positions = (torch.from_numpy(np.concatenate(rows))[None].to(model.device) for rows in (tokens, places))
+        # Which of past + n tokens each of the last n may see; None where plain causality says it.
+        seen = [
+            torch.ones((n, past + n), dtype=torch.bool, device=ids.device).tril(past) if past else None
+            for past, n in zip(pasts, lengths, strict=True)
+        ]
+        layout = _CachedLayout(len(lengths), max(lengths), positions, lengths=lengths, caches=caches, seen=seen)
+        config = model.base_model.config.get_text_config()
+        own, config._attn_implementation_internal = config._attn_implementation_internal, IMPLEMENTATION
+        try:
+            output = model.base_model(input_ids=ids, position_ids=positions, packed_layout=layout, use_cache=False)
+        finally:
+            config._attn_implementation_internal = own
+        return list(output.last_hidden_state[0].split(lengths))
 
     def _read(self, readings: Sequence[Reading]) -> None:
         for batch in token_batches(readings, self._budget):
@@ -127,12 +165,8 @@ class Readings:
                 excess -= reading.size
                 self._give_up(rollout_id, reading)
         touched = [reading for i in dict.fromkeys(c.rollout_id for c in chunks) if (reading := self._readings.get(i))]
-        behind = [reading for reading in touched if len(reading.tokens) > reading.cached]
         with self._caches_at_risk():
-            while behind:
-                now = self._ready(behind)
-                self._read(now)
-                behind = [reading for reading in behind if reading not in now]
+            self._read([reading for reading in touched if len(reading.tokens) > reading.cached])
         evicted, self._evicted = self._evicted, set()
         return Prefilled(True, sorted(evicted))
 
@@ -148,8 +182,7 @@ class Readings:
                 self._give_up(chunk.rollout_id, reading)
 
     def _readable(self, ids: IntArray) -> bool:
-        known = int(ids.min(initial=0)) >= 0 and int(ids.max(initial=0)) < self._vocabulary
-        return known and len(ids) <= self._max_length
+        return len(ids) <= self._max_length and ids.min(initial=0) >= 0 and ids.max(initial=0) < self._vocabulary
 
     def _give_up(self, rollout_id: int, reading: Reading) -> None:
         reading.cache = None  # a caller may hold the reading for longer
@@ -169,30 +202,10 @@ class Readings:
         hangs, which may still write to them: that is raised."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, StuckError) as error:
             self.give_all_up()
-        except StuckError:
-            self.give_all_up()
-            raise
-
-    def _ready(self, behind: Sequence[Reading]) -> list[Reading]:
-        """Those that can be read now, each with a cache, which begins with a sibling's prompt where one was read.
-        Siblings wait until the first has read it."""
-        now: list[Reading] = []
-        for reading in behind:
-            if reading.cache is None:
-                prompt, donor = reading.prompt, self._donors.get(reading.prompt)
-                length = min(reading.prompt_length - self.predicts, len(reading.tokens) - 1)  # one token is computed
-                if donor is not None and donor.cache is not None and donor.prompt == prompt and donor.cached >= length:
-                    reading.cache = self._passes.fork(donor.cache, length)
-                elif donor in now:
-                    continue
-                else:
-                    reading.cache = self._passes.begin()
-                if prompt is not None:
-                    self._donors[prompt] = reading
-            now.append(reading)
-        return now
+            if isinstance(error, StuckError):
+                raise
 
     def answers(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """What the model gives each rollout: read on where its beginning is cached, else computed as a whole."""
@@ -201,7 +214,7 @@ class Readings:
         with self._caches_at_risk():
             self._read([reading for reading in begun.values() if len(reading.tokens) > reading.cached])
             if begun:
-                found = dict(zip(begun, self._answers([rollouts[i] for i in begun], [*begun.values()]), strict=True))
+                found = dict(zip(begun, self._answers([*begun.values()]), strict=True))
         left = [i for i in range(len(rollouts)) if i not in found]
         found.update(zip(left, self._whole([rollouts[i] for i in left]), strict=True))
         return [found[i] for i in range(len(rollouts))]
@@ -211,10 +224,10 @@ class Readings:
         ids, reading = policy_ids(rollout), self._readings.get(rollout.rollout_id)
         if reading is None or not len(rollout.prompt.token_ids) == reading.prompt_length < len(ids):
             return None
-        cached = reading.cached
-        if not cached or not np.array_equal(ids[:cached], reading.tokens[:cached]) or not self._readable(ids):
+        n = reading.cached
+        if not (n and np.array_equal(ids[:n], reading.tokens[:n]) and self._readable(ids)):
             return None
-        reading.tokens = ids[: max(cached, len(ids) - self.predicts)]
+        reading.tokens = ids
         return reading
 
     def release(self, rollout_ids: Iterable[int]) -> None:
@@ -222,40 +235,61 @@ class Readings:
         for rollout_id in rollout_ids:
             self._readings.pop(rollout_id, None)
 
-    def try_out(self, number: Callable[[Any], Any], exact: bool) -> None:
-        """Raises RefusedError unless two short texts, read in pieces, get what they get as a whole.
-
-        ``number`` is what is compared of an answer, NaN of a failure; ``exact`` where it is computed in float32.
-        """
+    def try_out(self, exact: bool) -> bool:
+        """Whether two short texts, read in pieces, get what they get as a whole, which no config says of a model.
+        ``exact``: computed in float32 or better."""
         room, self._cache_tokens = self._cache_tokens, 2 * BLOCK
-        texts = [_made_up(-1 - i, np.arange(n, dtype=np.int64) * 7 % self._vocabulary) for i, n in enumerate((7, 5))]
+        ids, zeros = np.arange(7, dtype=np.int64) * 7 % self._vocabulary, np.zeros(7, np.float32)
+        prompt = Prompt("", "", ids[:2])
+        texts = [Rollout(-n, 0, prompt, ids[2:n], zeros[2:n], ids[2:n], "length", "", "") for n in (7, 5)]
         for start, stop in ((0, 2), (2, 3), (3, 4)):
-            self.prefill([], [Chunk(t.rollout_id, start, 2, policy_ids(t)[start:stop]) for t in texts])
-        if any(reading is None or reading.cached != 4 for reading in self._readings.values()):
-            raise RefusedError("keeps no keys and values")
-        one, other = (np.hstack([number(answer) for answer in way(texts)]) for way in (self._whole, self.answers))
-        # Written so that a result that is no number is refused too.
-        if not (np.abs(one - other) <= (1e-4 if exact else 0.1) * np.abs(one).clip(min=1.0)).all():
-            raise RefusedError("reads a text in pieces otherwise than as a whole")
+            self.prefill([], [Chunk(text.rollout_id, start, 2, ids[start:stop].tolist()) for text in texts])
+        kept = all(reading is not None and reading.cached == 4 for reading in self._readings.values())
+        one, other = (
+            np.hstack([answer if isinstance(answer, float | np.ndarray) else np.nan for answer in way(texts)])
+            for way in (self._whole, self.answers)
+        )
         self.release(text.rollout_id for text in texts)
         self._cache_tokens = room
-
-
-def _made_up(rollout_id: int, ids: IntArray) -> Rollout:
-    """A rollout of ``ids`` [n], the first two of which are the prompt."""
-    zeros = np.zeros(len(ids) - 2, np.int64)
-    return Rollout(rollout_id, 0, Prompt("", "", ids[:2]), ids[2:], zeros.astype(np.float32), zeros, "length", "", "")
+        bound = (1e-4 if exact else 0.1) * np.abs(one).clip(min=1.0)
+        # Written so that a result that is no number is refused too.
+        return kept and one.shape == other.shape and bool((np.abs(one - other) <= bound).all())
 
 
 def token_batches(readings: Sequence[Reading], budget: int) -> list[list[Reading]]:
     """In order, in batches of at most ``budget`` new tokens; a longer stretch is a batch of its own."""
     batches: list[list[Reading]] = []
-    tokens = 0
+    tokens = budget
     for reading in readings:
-        size = len(reading.tokens) - reading.cached
-        if not batches or tokens + size > budget:
+        tokens += len(reading.tokens) - reading.cached
+        if tokens > budget:
             batches.append([])
-            tokens = 0
+            tokens = len(reading.tokens) - reading.cached
         batches[-1].append(reading)
-        tokens += size
     return batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CachedLayout(PackedLayout):
+    """Of new tokens whose sequences have their earlier keys and values in caches."""
+
+    lengths: Sequence[int]  # new tokens of each sequence
+    caches: Sequence[DynamicCache]
+    seen: Sequence[torch.Tensor | None]
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+        device = key.device.type
+        held = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else key.dtype
+        parts = []
+        pieces = (tensor.split(self.lengths, dim=2) for tensor in (query, key.to(held), value.to(held)))
+        for cache, seen, q, new_keys, new_values in zip(self.caches, self.seen, *pieces, strict=True):
+            keys, values = cache.update(new_keys, new_values, module.layer_idx)
+            # The heads of a group stand behind one key head: grouped attention without copies of the keys.
+            q = q[0].unflatten(0, (key.shape[1], -1))
+            k, v = (tensor[0][:, None].expand(-1, q.shape[1], -1, -1) for tensor in (keys, values))
+            out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=options["scaling"])
+            parts.append(out.flatten(0, 1).transpose(0, 1))
+        return torch.cat(parts)[None], None

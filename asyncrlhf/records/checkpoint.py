@@ -17,7 +17,7 @@ from asyncrlhf.validation import check
 
 FOLDER = "checkpoints"
 STATE_FILE, ROLLOUTS_FILE, LEARNER_FOLDER = "controller.json", "rollouts.pkl", "learner"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

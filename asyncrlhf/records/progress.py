@@ -20,7 +20,7 @@ from asyncrlhf.validation import check_choice
 class Progress:
     """``total`` steps, of which ``start_step`` were done before (a resumed run). ``mode``: auto, rich, plain or none.
 
-    ``capacity`` is the buffer's, in rollouts. Plain lines come at most once a second, but always for the first and the
+    Plain lines come at most once a second, but always for the first and the
     last step. ``clock`` and ``console`` are there for tests; the clock is in seconds and measures real time.
     """
 
@@ -30,7 +30,6 @@ class Progress:
         mode: str = "auto",
         *,
         start_step: int = 0,
-        capacity: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -38,7 +37,6 @@ class Progress:
         self._console = console if console is not None else Console()
         self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
         self._total = total
-        self._capacity = capacity
         self._clock = clock
         self._start_step = start_step
         self._start_time = clock()
@@ -87,8 +85,7 @@ class Progress:
         grid = Table.grid(padding=(0, 2))
         facts = self._facts()
         for start in range(0, len(facts), 3):
-            cells = [f"[dim]{name}[/] [bold]{value}[/]" for name, value in facts[start : start + 3]]
-            grid.add_row(*cells)
+            grid.add_row(*(f"[dim]{name}[/] [bold]{value}[/]" for name, value in facts[start : start + 3]))
         body = Table.grid(expand=True)
         body.add_row(ProgressBar(total=self._total, completed=min(self._latest["step"], self._total)))
         body.add_row(grid)
@@ -109,7 +106,7 @@ class Progress:
             worst = f" (max {get('staleness_max'):.0f})" if get("staleness_max") is not None else ""
             facts.insert(1, ("staleness", f"{get('staleness_mean'):.1f}{worst}"))
         if get("buffer_size") is not None:
-            facts.append(("buffer", f"{get('buffer_size'):.0f}" + (f"/{self._capacity}" if self._capacity else "")))
+            facts.append(("buffer", f"{get('buffer_size'):.0f}"))
         if get("generators_alive") is not None:
             late = get("generators_held_back") or 0
             note = f" ({late:.0f} held back)" if late else ""
@@ -125,23 +122,15 @@ class Progress:
         return duration(seconds)
 
 
-class RunView:
-    def __init__(self, progress: Progress, wandb: WandbSink) -> None:
-        self._progress = progress
+class RunView(Progress):
+    """A run's progress, with its curves in W&B."""
+
+    def __init__(self, wandb: WandbSink, total: int, mode: str, start_step: int) -> None:
+        super().__init__(total, mode, start_step=start_step)
         self._wandb = wandb
         if wandb.note:
-            progress.message(wandb.note)
-
-    def begin(self) -> None:
-        """The parts stand, the first step is near."""
-        self._progress.begin()
+            self.message(wandb.note)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        self._progress.update(metrics)
+        self.update(metrics)
         self._wandb.log(metrics)
-
-    def message(self, text: str) -> None:
-        self._progress.message(text)
-
-    def stop(self) -> None:
-        self._progress.stop()

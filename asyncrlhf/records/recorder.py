@@ -11,9 +11,10 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,26 +118,32 @@ class RunRecorder:
     ) -> None:
         self.run_dir = Path(run_dir)
         self._logging = logging
-        folder = self.run_dir / ROLLOUTS_FOLDER
+        self._folder = self.run_dir / ROLLOUTS_FOLDER
         metrics_path = self.run_dir / METRICS_FILE
         if resume_from is None:
-            _refuse_used_folder(self.run_dir)
+            refuse_used_folder(self.run_dir)
             resume_from = RecordMarker()
-        folder.mkdir(parents=True, exist_ok=True)
-        _cut_metrics(metrics_path, resume_from.metrics_lines)
-        _cut_parts(folder, resume_from.parts)
-        (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-        write_atomically(self.run_dir / CONFIG_FILE, yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+        with writing_to(self.run_dir):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _cut_metrics(metrics_path, resume_from.metrics_lines)
+            _cut_parts(self._folder, resume_from.parts)
+            (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+            text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+            write_atomically(self.run_dir / CONFIG_FILE, text)
+            self._metrics = metrics_path.open("a", encoding="utf-8")
         self._lines = resume_from.metrics_lines
-        self._metrics = metrics_path.open("a", encoding="utf-8")
         self._rows: list[RolloutRow] = []
         self._payloads: list[Payload | None] = []
-        self._writer = _PartWriter(folder, resume_from.parts)
+        self._parts = resume_from.parts  # numbers given out; on disk once they are no longer pending
+        self._pending: deque[Future[None]] = deque()
+        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
+        self._submit: SubmitPart = lambda target, rows, _: self._pool.submit(write_part, target, rows)
 
     def write_with(self, submit: SubmitPart) -> None:
         """Have all further parts written by ``submit``, which returns at once. Without this a thread writes rows that
         are complete."""
-        self._writer.submit = submit
+        self._submit = submit
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; NaN and infinity become null. Raises ValueError without a ``step``."""
@@ -160,15 +167,20 @@ class RunRecorder:
         """Where the records stand, with all rows so far in numbered parts. They are on disk once the ``unwritten`` are
         done."""
         self._put(len(self._rows))
-        return RecordMarker(metrics_lines=self._lines, parts=self._writer.parts)
+        return RecordMarker(metrics_lines=self._lines, parts=self._parts)
 
     def unwritten(self, allowed: int = 0) -> list[Future[None]]:
         """The parts that must be written before at most ``allowed`` are not."""
-        return self._writer.unwritten(allowed)
+        return list(self._pending)[: max(0, len(self._pending) - allowed)]
 
     def raise_if_failed(self) -> None:
-        """Raise AsyncRLHFError if a part that is done could not be written."""
-        self._writer.collect()
+        """Forget the parts that are written; raises AsyncRLHFError if any part ever could not be."""
+        while self._pending and self._pending[0].done():
+            self._error = self._error or self._pending.popleft().exception()
+        if self._error is not None:
+            raise AsyncRLHFError(
+                f"rollout records could not be written to {self._folder}: {self._error}"
+            ) from self._error
 
     def sync_metrics(self) -> None:
         """Block until all lines of metrics.jsonl are on disk."""
@@ -195,48 +207,19 @@ class RunRecorder:
         try:
             self._put(len(self._rows))
         finally:
-            self._writer.close()
+            wait(self._pending)
+            self._pool.shutdown(wait=True)
+            self.raise_if_failed()
 
     def _put(self, count: int) -> None:
-        """The first ``count`` rows as one part."""
+        """Have the first ``count`` rows written as one part."""
         if not count:
             return
-        self._writer.put(self._rows[:count], self._payloads[:count])
+        self.raise_if_failed()
+        target = self._folder / _part_name(self._parts)
+        self._pending.append(self._submit(target, self._rows[:count], self._payloads[:count]))
+        self._parts += 1
         self._rows, self._payloads = self._rows[count:], self._payloads[count:]
-
-
-class _PartWriter:
-    """Numbers Parquet parts and has them written in order, by a thread unless ``submit`` is exchanged."""
-
-    def __init__(self, folder: Path, parts: int) -> None:
-        self.parts = parts  # numbers given out; on disk they are once collected
-        self._folder = folder
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
-        self.submit: SubmitPart = lambda target, rows, _: self._pool.submit(write_part, target, rows)
-        self._pending: deque[Future[None]] = deque()
-        self._error: BaseException | None = None
-
-    def unwritten(self, allowed: int) -> list[Future[None]]:
-        return list(self._pending)[: max(0, len(self._pending) - allowed)]
-
-    def put(self, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> None:
-        self.collect()
-        self._pending.append(self.submit(self._folder / _part_name(self.parts), rows, payloads))
-        self.parts += 1
-
-    def close(self) -> None:
-        wait(self._pending)
-        self._pool.shutdown(wait=True)
-        self.collect()
-
-    def collect(self) -> None:
-        """Forget the parts that are written; raises the first error that the writer ever met."""
-        while self._pending and self._pending[0].done():
-            self._error = self._error or self._pending.popleft().exception()
-        if self._error is not None:
-            raise AsyncRLHFError(
-                f"rollout records could not be written to {self._folder}: {self._error}"
-            ) from self._error
 
 
 def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Rollout | None] | None = None) -> None:
@@ -245,15 +228,9 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
         if rollout is not None:
             row.fill(rollout)
     temporary = target.with_suffix(".tmp")
-    pq.write_table(rows_to_table(rows), temporary, compression="zstd")
+    columns = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
+    pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
     os.replace(temporary, target)
-
-
-def rows_to_table(rows: Iterable[RolloutRow]) -> pa.Table:
-    """The rows as an Arrow table with exactly the columns of ``ROLLOUT_SCHEMA``."""
-    rows = list(rows)
-    columns = {f.name: [getattr(row, f.name) for row in rows] for f in fields(RolloutRow)}
-    return pa.table({name: columns[name] for name in ROLLOUT_SCHEMA.names}, schema=ROLLOUT_SCHEMA)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -299,7 +276,8 @@ def _part_name(number: int) -> str:
     return f"part-{number:05d}.parquet"
 
 
-def _refuse_used_folder(run_dir: Path) -> None:
+def refuse_used_folder(run_dir: Path) -> None:
+    """Raise ConfigError for a folder that already holds a run."""
     metrics = run_dir / METRICS_FILE
     used = (metrics.exists() and metrics.stat().st_size > 0) or any(run_dir.glob(f"{ROLLOUTS_FOLDER}/*.parquet"))
     if used:
@@ -333,3 +311,12 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+@contextmanager
+def writing_to(run_dir: Path) -> Iterator[None]:
+    """Make a ConfigError of what keeps ``run_dir`` from being written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be written: {error}.") from error

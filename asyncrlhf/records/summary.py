@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 
@@ -116,35 +116,26 @@ def replica_means(rows: Metrics) -> dict[str, dict[str, float]]:
     ``rollouts`` and ``tokens_per_second`` are what it made, trained or not; ``held_back_fraction`` is its share of the
     steps without work, because it was too late for the staleness bound; ``restarts`` the last count.
     """
-    kept: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row, weight in zip(rows, _step_seconds(rows), strict=True):
-        for key, value in row.items():
-            if key.startswith(REPLICA_PREFIX) and value is not None:
-                _, name, figure = key.split("/", 2)
-                kept.setdefault(name, {}).setdefault(figure, []).append((float(value), weight))
-    return {name: _replica_row(figures) for name, figures in kept.items()}
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(REPLICA_PREFIX))
+    names = dict.fromkeys(key.split("/", 2)[1] for key in keys)
+    return {name: _replica_row(rows, f"{REPLICA_PREFIX}{name}/") for name in names}
 
 
-def _replica_row(figures: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
-    def weighted(figure: str) -> float:
-        return _weighted_mean(figures.get(figure, [])) or 0.0
-
+def _replica_row(rows: Metrics, prefix: str) -> dict[str, float]:
+    weighted = {name: name for name in ("tokens_per_second", "idle_fraction", "latency", "lag", "in_flight")}
+    weighted["held_back_fraction"] = "held_back"
     return {
-        "rollouts": sum(value for value, _ in figures.get("rollouts", [])),
-        "tokens_per_second": weighted("tokens_per_second"),
-        "idle_fraction": weighted("idle_fraction"),
-        "latency": weighted("latency"),
-        "lag": weighted("lag"),
-        "in_flight": weighted("in_flight"),
-        "held_back_fraction": weighted("held_back"),
-        "restarts": figures["restarts"][-1][0] if "restarts" in figures else 0.0,
+        "rollouts": sum(values(rows, f"{prefix}rollouts")),
+        **{name: time_weighted_mean(rows, prefix + key) or 0.0 for name, key in weighted.items()},
+        "restarts": (values(rows, f"{prefix}restarts") or [0.0])[-1],
     }
 
 
 def time_weighted_mean(rows: Metrics, key: str) -> float | None:
     """Mean of ``key`` weighted by the wall time since the line before; a plain mean where times are missing."""
-    pairs = zip(rows, _step_seconds(rows), strict=True)
-    return _weighted_mean([(float(row[key]), weight) for row, weight in pairs if row.get(key) is not None])
+    weights = [w for row, w in zip(rows, _step_seconds(rows), strict=True) if row.get(key) is not None]
+    found, total = values(rows, key), sum(weights)
+    return sum(v * w for v, w in zip(found, weights, strict=True)) / total if total > 0 else mean(found)
 
 
 def _step_seconds(rows: Metrics) -> list[float]:
@@ -156,12 +147,6 @@ def _step_seconds(rows: Metrics) -> list[float]:
         seconds.append(max(0.0, now - previous))
         previous = now
     return seconds
-
-
-def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Mean of (value, weight) pairs, a plain one where all weights are 0; None without a pair."""
-    total = sum(weight for _, weight in pairs)
-    return sum(v * w for v, w in pairs) / total if total > 0 else mean([value for value, _ in pairs])
 
 
 def values(rows: Metrics, key: str) -> list[float]:
@@ -200,38 +185,51 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 def plain_words(summary: Mapping[str, Any]) -> str:
     """Six to nine sentences and a small table that say what happened, for a terminal of 100 columns."""
-    lines = [
-        _outcome(summary),
-        _rewards(summary),
-        _heldout(summary),
-        _staleness(summary),
-        _idle(summary),
-        _speed(summary),
-    ]
-    ledger = summary["ledger"]
+    reward, heldout, staleness = summary["reward"], summary["heldout_accuracy"], summary["staleness"]
+    timings, ledger, folder = summary["timings"], summary["ledger"], summary["run_dir"]
+    lines = [_outcome(summary)]
+    if reward["first"] is None:
+        lines.append("No learner step was completed, so there is no reward to speak of.")
+    else:
+        steps = "step" if reward["window"] == 1 else f"{reward['window']} steps"
+        lines.append(f"Mean reward {_moved(reward['first'], reward['last'])} (first and last {steps}).")
+    before, after = heldout["before"], heldout["after"]
+    if before is not None and after is not None:
+        change = f"{_moved(before, after)}, a change of {after - before:+.3f}"
+        lines.append(f"Held-out accuracy, on prompts never trained on, {change}.")
+    if staleness["max"] is not None:
+        lines.append(
+            f"The trained data was {staleness['mean']:.2f} policy versions old on average "
+            f"and {staleness['max']:.0f} at most (bound: {staleness['bound']})."
+        )
+    sides = {"the learner": "learner_idle_fraction", "the generators": "generator_idle_fraction"}
+    known = [f"{side} {100 * timings[key]:.0f}%" for side, key in sides.items() if key in timings]
+    if known:
+        lines.append(f"Waiting took {' and '.join(known)} of their time.")
+    if "samples_per_second" in timings:
+        tokens = f" ({timings['tokens_per_second']:,.0f} tokens/s)" if "tokens_per_second" in timings else ""
+        lines.append(f"It trained {timings['samples_per_second']:,.1f} samples/s{tokens}.")
     if ledger["failed"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in ledger["failed"].items())
         failures = sum(ledger["failed"].values())
         lines.append(f"{failures:,} rollout{'s' * (failures > 1)} failed ({reasons}) and never reached training.")
-    lines.append(f"Everything is in {summary['run_dir']}; `asyncrlhf report {summary['run_dir']}` draws its curves.")
+    lines.append(f"Everything is in {folder}; `asyncrlhf report {folder}` draws its curves.")
     buffer = io.StringIO()
     console = Console(file=buffer, width=100, color_system=None)
     if summary.get("generators"):
         console.print(replica_table(summary["generators"]))
     console.print(ledger_table(ledger))
-    return "\n".join(line for line in lines if line) + "\n\n" + buffer.getvalue().rstrip() + "\n"
+    return "\n".join(lines) + "\n\n" + buffer.getvalue().rstrip() + "\n"
 
 
 def ledger_table(ledger: Mapping[str, Any]) -> Table:
     """Where every admitted rollout ended, with the check that none was lost or invented."""
-    table = Table(title="Where every rollout ended", title_justify="left")
-    table.add_column("state")
-    table.add_column("rollouts", justify="right")
+    columns = "state", Column("rollouts", justify="right")
+    table = Table(*columns, title="Where every rollout ended", title_justify="left")
     table.add_row("trained", f"{ledger['trained']:,}")
-    for reason, count in ledger["dropped"].items():
-        table.add_row(f"dropped: {reason}", f"{count:,}")
-    for reason, count in ledger["failed"].items():
-        table.add_row(f"failed: {reason}", f"{count:,}")
+    for end in ("dropped", "failed"):
+        for reason, count in ledger[end].items():
+            table.add_row(f"{end}: {reason}", f"{count:,}")
     table.add_row("left when the run ended", f"{ledger['left']:,}", end_section=True)
     verdict = "adds up" if ledger["adds_up"] else "DOES NOT ADD UP: please report this"
     table.add_row(f"admitted ({verdict})", f"{ledger['admitted']:,}")
@@ -256,10 +254,8 @@ def replica_cells(figures: Mapping[str, float]) -> list[str]:
 
 def replica_table(replicas: Mapping[str, Mapping[str, float]]) -> Table:
     """One row a generator: which of them is the straggler."""
-    table = Table(title="Generators", title_justify="left")
-    table.add_column("name")
-    for column in REPLICA_COLUMNS:
-        table.add_column(column, justify="right")
+    columns = [Column(name, justify="right") for name in REPLICA_COLUMNS]
+    table = Table("name", *columns, title="Generators", title_justify="left")
     for name, figures in replicas.items():
         table.add_row(name, *replica_cells(figures))
     return table
@@ -286,55 +282,9 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     return f"The run stopped after {steps} of {planned} learner steps{took}, seed {summary['seed']}. {cause}"
 
 
-def _rewards(summary: Mapping[str, Any]) -> str:
-    reward = summary["reward"]
-    if reward["first"] is None:
-        return "No learner step was completed, so there is no reward to speak of."
-    first, last, window = reward["first"], reward["last"], reward["window"]
-    steps = "step" if window == 1 else f"{window} steps"
-    return f"Mean reward {_moved(first, last)} (first and last {steps})."
-
-
-def _heldout(summary: Mapping[str, Any]) -> str:
-    before, after = summary["heldout_accuracy"]["before"], summary["heldout_accuracy"]["after"]
-    if before is None or after is None:
-        return ""
-    return (
-        f"Held-out accuracy, on prompts never trained on, {_moved(before, after)}, a change of {after - before:+.3f}."
-    )
-
-
 def _moved(first: float, last: float) -> str:
     verb = "rose" if last > first else "fell" if last < first else "stayed"
     return f"{verb} at {first:.3f}" if verb == "stayed" else f"{verb} from {first:.3f} to {last:.3f}"
-
-
-def _staleness(summary: Mapping[str, Any]) -> str:
-    staleness = summary["staleness"]
-    if staleness["max"] is None:
-        return ""
-    return (
-        f"The trained data was {staleness['mean']:.2f} policy versions old on average "
-        f"and {staleness['max']:.0f} at most (bound: {staleness['bound']})."
-    )
-
-
-def _idle(summary: Mapping[str, Any]) -> str:
-    timings = summary["timings"]
-    sides = {
-        "the learner": timings.get("learner_idle_fraction"),
-        "the generators": timings.get("generator_idle_fraction"),
-    }
-    known = [f"{side} {100 * share:.0f}%" for side, share in sides.items() if share is not None]
-    return f"Waiting took {' and '.join(known)} of their time." if known else ""
-
-
-def _speed(summary: Mapping[str, Any]) -> str:
-    timings = summary["timings"]
-    if "samples_per_second" not in timings:
-        return ""
-    tokens = f" ({timings['tokens_per_second']:,.0f} tokens/s)" if "tokens_per_second" in timings else ""
-    return f"It trained {timings['samples_per_second']:,.1f} samples/s{tokens}."
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,107 +14,87 @@ Axis = Literal["step", "wall_time"]
 GRID_POINTS = 200  # of the common wall-clock axis on which seeds are averaged
 SMOOTH_FROM = 40  # steps; shorter runs are drawn as they are
 
+DASHES = ("solid", "dash", "dot")  # of a panel's lines, told apart by them where colour tells the runs apart
+
 # Okabe and Ito's palette, told apart also by colour-blind readers; yellow is left out, too pale on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 
 
-@dataclass(frozen=True)
-class Series:
-    """One metric of a panel; ``dash`` tells it from its neighbours when colour already tells the runs apart."""
-
-    metric: str
-    label: str
-    dash: Literal["solid", "dash", "dot"] = "solid"
-    sparse: bool = False  # as a panel's, of one of its metrics
+def is_sparse(metric: str) -> bool:
+    """Whether it is known at few steps alone, and drawn as points joined by lines."""
+    return metric.startswith("heldout_")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes. ``limits`` fixes the vertical range; ``sparse`` metrics are points joined by lines."""
+    """One set of axes. ``labels``: what the line of each metric is called; ``limits`` fixes the vertical range."""
 
     title: str
     unit: str
-    series: tuple[Series, ...]
+    labels: Mapping[str, str]
     limits: tuple[float, float] | None = None
-    sparse: bool = False
     bound: bool = False  # draws the staleness bound
 
 
+_FRACTION = (0.0, 1.0)
+_ENTROPY = Panel("Entropy", "nats a token", {"entropy": "entropy"})
 PANELS = (
-    Panel("Reward", "mean reward of a batch", (Series("reward_mean", "reward"),)),
-    Panel("Held-out accuracy", "fraction solved", (Series("heldout_accuracy", "greedy"),), (0.0, 1.0), sparse=True),
+    Panel("Reward", "mean reward of a batch", {"reward_mean": "reward"}),
+    Panel("Held-out accuracy", "fraction solved", {"heldout_accuracy": "greedy"}, _FRACTION),
     Panel(
         "Staleness of the trained data",
         "policy versions",
-        (Series("staleness_mean", "mean"), Series("staleness_max", "max", "dash")),
+        {"staleness_mean": "mean", "staleness_max": "max"},
         bound=True,
     ),
     Panel(
         "Where staleness arises",
         "policy versions, mean",
-        (Series("staleness_in_flight_mean", "in flight"), Series("staleness_in_queue_mean", "in queue", "dash")),
+        {"staleness_in_flight_mean": "in flight", "staleness_in_queue_mean": "in queue"},
     ),
     Panel(
         "Idle time",
         "fraction of the time",
-        (Series("learner_idle_fraction", "learner"), Series("generator_idle_fraction", "generators", "dash")),
-        (0.0, 1.0),
+        {"learner_idle_fraction": "learner", "generator_idle_fraction": "generators"},
+        _FRACTION,
     ),
     Panel(
         "Effective sample size",
         "fraction of the samples",
-        (Series("ess_fraction", "tokens"), Series("ess_fraction_seq", "sequences", "dash")),
+        {"ess_fraction": "tokens", "ess_fraction_seq": "sequences"},
         (0.0, 1.05),
     ),
-    Panel("Policy against data", "behavior KL, nats a token", (Series("behavior_kl", "behavior KL"),)),
-    Panel("Entropy", "nats a token", (Series("entropy", "entropy"),)),
-    Panel("Throughput", "samples/s", (Series("samples_per_second", "trained"),)),
-    Panel("Response length", "tokens, mean", (Series("response_length_mean", "length"),)),
+    Panel("Policy against data", "behavior KL, nats a token", {"behavior_kl": "behavior KL"}),
+    _ENTROPY,
+    Panel("Throughput", "samples/s", {"samples_per_second": "trained"}),
+    Panel("Response length", "tokens, mean", {"response_length_mean": "length"}),
 )
 
-_LOSS = Panel("Loss", "nats", (Series("loss", "training"), Series("heldout_loss", "held out", "dash", sparse=True)))
+
+def _both(title: str, unit: str, metric: str, limits: tuple[float, float] | None = None) -> Panel:
+    """A metric of training, and the same of the held-out rows."""
+    return Panel(title, unit, {metric: "training", f"heldout_{metric}": "held out"}, limits)
+
+
+_LOSS = _both("Loss", "nats", "loss")
 _OPTIMIZER = (
-    Panel("Gradient norm", "before clipping", (Series("grad_norm", "norm"),)),
-    Panel("Learning rate", "", (Series("learning_rate", "learning rate"),)),
+    Panel("Gradient norm", "before clipping", {"grad_norm": "norm"}),
+    Panel("Learning rate", "", {"learning_rate": "learning rate"}),
 )
+_SCORES = {"mean_reward": "mean", "max_reward": "largest", "min_reward": "smallest"}
 STAGE_PANELS = {
     TRAIN: PANELS,
     "sft": (
         _LOSS,
-        Panel(
-            "Token accuracy",
-            "fraction of the tokens",
-            (
-                Series("mean_token_accuracy", "training"),
-                Series("heldout_mean_token_accuracy", "held out", "dash", sparse=True),
-            ),
-            (0.0, 1.0),
-        ),
-        Panel("Entropy", "nats a token", (Series("entropy", "entropy"),)),
+        _both("Token accuracy", "fraction of the tokens", "mean_token_accuracy", _FRACTION),
+        _ENTROPY,
         *_OPTIMIZER,
     ),
     "reward-model": (
         _LOSS,
-        Panel(
-            "Accuracy",
-            "fraction of the pairs",
-            (Series("accuracy", "training"), Series("heldout_accuracy", "held out", "dash", sparse=True)),
-            (0.0, 1.0),
-        ),
-        Panel(
-            "Margin",
-            "chosen less rejected, mean",
-            (Series("margin", "training"), Series("heldout_margin", "held out", "dash", sparse=True)),
-        ),
-        Panel(
-            "Scores",
-            "of a batch",
-            (
-                Series("mean_reward", "mean"),
-                Series("max_reward", "largest", "dash"),
-                Series("min_reward", "smallest", "dot"),
-            ),
-        ),
+        _both("Accuracy", "fraction of the pairs", "accuracy", _FRACTION),
+        _both("Margin", "chosen less rejected, mean", "margin"),
+        Panel("Scores", "of a batch", _SCORES),
         *_OPTIMIZER,
     ),
 }
@@ -135,7 +115,7 @@ def shown_panels(groups: Sequence[Group]) -> list[Panel]:
     """Panels for which at least one run has data."""
     runs = [run for group in groups for run in group.runs]
     panels = STAGE_PANELS.get(runs[0].stage, PANELS)
-    return [p for p in panels if any(run.column(s.metric) is not None for run in runs for s in p.series)]
+    return [p for p in panels if any(run.column(metric) is not None for run in runs for metric in p.labels)]
 
 
 def step_name(groups: Sequence[Group]) -> str:
@@ -143,7 +123,7 @@ def step_name(groups: Sequence[Group]) -> str:
     return "learner steps" if groups[0].runs[0].stage == TRAIN else "optimizer steps"
 
 
-def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0, sparse: bool = False) -> Curve | None:
+def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0) -> Curve | None:
     """The group's line for one metric, or None without data. ``scale`` divides the axis (60: minutes).
 
     One run: its values, smoothed by a running mean when it is long, with the raw values faint. Several: the mean and
@@ -152,6 +132,7 @@ def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0, sparse: boo
     lines = [line for run in group.runs if (line := _line(run, metric, axis, scale)) is not None]
     if not lines:
         return None
+    sparse = is_sparse(metric)
     if len(lines) == 1:
         x, y = lines[0]
         window = 1 if sparse else smoothing_window(len(y))
@@ -167,6 +148,35 @@ def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0, sparse: boo
     middle = running_mean(stacked.mean(axis=0), window)
     spread = running_mean(stacked.std(axis=0, ddof=1), window)
     return Curve(grid, middle, faint=tuple(lines) if sparse else (), low=middle - spread, high=middle + spread)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a panel as it is drawn: ``dash`` in plotly's words, ``markers`` where single points must be seen."""
+
+    curve: Curve
+    group: Group
+    label: str
+    dash: str
+    color: str
+    markers: bool
+
+
+def panel_lines(groups: Sequence[Group], panel: Panel, axis: Axis, scale: float = 1.0) -> list[Line]:
+    """All curves of a panel: colours tell groups apart where there are several, else the panel's own metrics."""
+    lines = []
+    for group_index, group in enumerate(groups):
+        for index, (metric, label) in enumerate(panel.labels.items()):
+            drawn = curve(group, metric, axis, scale)
+            if drawn is not None:
+                color = line_color(group_index if len(groups) > 1 else index)
+                markers = is_sparse(metric) or len(drawn.x) == 1
+                lines.append(Line(drawn, group, label, DASHES[index], color, markers))
+    return lines
+
+
+def line_color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
 
 
 def smoothing_window(length: int) -> int:

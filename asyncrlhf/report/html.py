@@ -12,11 +12,12 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from asyncrlhf.report.curves import (
-    COLORS,
+    DASHES,
     Axis,
-    Curve,
+    Line,
     Panel,
-    curve,
+    line_color,
+    panel_lines,
     shown_panels,
     staleness_bound,
     step_name,
@@ -81,7 +82,7 @@ def render(runs: Sequence[Run], groups: Sequence[Group]) -> str:
     sections = [(f"Over {step_name(groups)}", [_figure(groups, panel, "step") for panel in panels])]
     if any(run.column("wall_time") is not None for run in runs):
         sections.append((f"Over wall-clock ({unit})", [_figure(groups, panel, "wall_time") for panel in panels]))
-    legend = [] if len(groups) == 1 else [(_color(i), _described(group)) for i, group in enumerate(groups)]
+    legend = [] if len(groups) == 1 else [(line_color(i), _described(group)) for i, group in enumerate(groups)]
     title = f"Run {_described(groups[0])}" if len(groups) == 1 else f"{len(groups)} configurations compared"
     return (
         jinja2.Environment(autoescape=True)
@@ -100,47 +101,41 @@ def render(runs: Sequence[Run], groups: Sequence[Group]) -> str:
 def _figure(groups: Sequence[Group], panel: Panel, axis: Axis) -> str:
     """One panel as an HTML fragment; runs are told apart by colour, the panel's own lines by their dashes."""
     scale, unit = time_scale([run for group in groups for run in group.runs]) if axis == "wall_time" else (1.0, "")
-    figure = go.Figure()
-    for group_index, group in enumerate(groups):
-        for series_index, series in enumerate(panel.series):
-            sparse = panel.sparse or series.sparse
-            drawn = curve(group, series.metric, axis, scale, sparse)
-            if drawn is None:
-                continue
-            color = _color(group_index if len(groups) > 1 else series_index)
-            name = series.label if len(groups) == 1 else f"{group.label}: {series.label}"
-            _add_curve(figure, drawn, color, series.dash, name, sparse)
-    if len(groups) > 1 and len(panel.series) > 1:
-        for series in panel.series:
-            line = {"color": "#555", "width": 2, "dash": series.dash}
-            figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=series.label, showlegend=True)
+    figure, several = go.Figure(), len(groups) > 1
+    for line in panel_lines(groups, panel, axis, scale):
+        name = f"{line.group.label}: {line.label}" if several else line.label
+        _add_line(figure, line, name, shown=len(panel.labels) > 1 and not several)
+    if several and len(panel.labels) > 1:
+        for label, dash in zip(panel.labels.values(), DASHES, strict=False):
+            _add_key(figure, label, {"color": "#555", "width": 2, "dash": dash})
     bound = staleness_bound(groups) if panel.bound else None
     if bound is not None:
-        figure.add_hline(y=bound, line={"color": "#888", "width": 1.3, "dash": "dot"})
-        bound_line = {"color": "#888", "width": 1.3, "dash": "dot"}
-        figure.add_scatter(
-            x=[None], y=[None], mode="lines", line=bound_line, name=f"bound ({bound:g})", showlegend=True
-        )
-    for trace in figure.data:
-        if len(groups) == 1 and len(panel.series) > 1 and trace.name:
-            trace.showlegend = True
+        dotted = {"color": "#888", "width": 1.3, "dash": "dot"}
+        figure.add_hline(y=bound, line=dotted)
+        _add_key(figure, f"bound ({bound:g})", dotted)
     _lay_out(figure, panel, step_name(groups) if axis == "step" else f"wall-clock, {unit}")
     config = {"displaylogo": False, "responsive": True}
     return figure.to_html(include_plotlyjs=False, full_html=False, config=config, default_height="320px")
 
 
-def _add_curve(figure: go.Figure, drawn: Curve, color: str, dash: str, name: str, sparse: bool) -> None:
+def _add_key(figure: go.Figure, name: str, line: dict[str, object]) -> None:
+    """A line in the legend alone."""
+    figure.add_scatter(x=[None], y=[None], mode="lines", line=line, name=name, showlegend=True)
+
+
+def _add_line(figure: go.Figure, line: Line, name: str, shown: bool) -> None:
+    drawn, color = line.curve, line.color
     for x, y in drawn.faint:
-        line = {"color": color, "width": 1}
-        figure.add_scatter(x=x, y=y, mode="lines", line=line, opacity=0.3, hoverinfo="skip", showlegend=False)
+        thin = {"color": color, "width": 1}
+        figure.add_scatter(x=x, y=y, mode="lines", line=thin, opacity=0.3, hoverinfo="skip", showlegend=False)
     if drawn.low is not None and drawn.high is not None:
         edge = {"x": drawn.x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(y=drawn.high, **edge)
         red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
         figure.add_scatter(y=drawn.low, fill="tonexty", fillcolor=f"rgba({red},{green},{blue},0.18)", **edge)
-    mode = "lines+markers" if sparse or len(drawn.x) == 1 else "lines"
-    line = {"color": color, "width": 2.2, "dash": dash}
-    figure.add_scatter(x=drawn.x, y=drawn.y, mode=mode, line=line, name=name, showlegend=False)
+    mode = "lines+markers" if line.markers else "lines"
+    style = {"color": color, "width": 2.2, "dash": line.dash}
+    figure.add_scatter(x=drawn.x, y=drawn.y, mode=mode, line=style, name=name, showlegend=shown)
 
 
 def _lay_out(figure: go.Figure, panel: Panel, x_title: str) -> None:
@@ -168,7 +163,3 @@ def _note(runs: Sequence[Run], groups: Sequence[Group]) -> str:
 
 def _described(group: Group) -> str:
     return group.label if len(group.runs) == 1 else f"{group.label} ({len(group.runs)} runs)"
-
-
-def _color(index: int) -> str:
-    return COLORS[index % len(COLORS)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrlhf.records.summary import (
@@ -44,7 +45,7 @@ def spread(found: Sequence[float | None], template: str) -> str:
     return f"{middle} ± {template.format(statistics.stdev(known))}" if len(known) > 1 else middle
 
 
-# Metric -> heading; those that no run has are left out.
+# Metric -> heading, for the stages; those that no run has are left out.
 _SHOWN = {
     "loss": "loss",
     "heldout_loss": "held-out loss",
@@ -54,50 +55,8 @@ _SHOWN = {
 }
 
 
-def stage_results(runs: Sequence[Run]) -> Table:
-    """One row a run, each metric's first and last value."""
-    shown = _of(runs)
-    header = ["run", "seed", "steps", *(_SHOWN[name] for name in shown), "wall time", "ended"]
-    return Table("Results", header, [_row(run, shown) for run in runs])
-
-
-def stage_seeds(groups: Sequence[Group]) -> Table:
-    """One row a configuration, the last values over its seeds."""
-    shown = _of([run for group in groups for run in group.runs])
-    rows = [
-        [
-            group.label,
-            str(len(group.runs)),
-            *(spread([_last(run, name) for run in group.runs], "{:.3f}") for name in shown),
-        ]
-        for group in groups
-    ]
-    header = ["configuration", "runs", *(f"{_SHOWN[name]}, last" for name in shown)]
-    return Table("Mean over seeds ± one standard deviation", header, rows)
-
-
-def _of(runs: Sequence[Run]) -> list[str]:
-    return [name for name in _SHOWN if any(run.column(name) is not None for run in runs)]
-
-
-def _row(run: Run, shown: Sequence[str]) -> list[str]:
-    wall = run.rows[-1].get("wall_time")
-    return [
-        run.label,
-        MISSING if run.seed is None else str(run.seed),
-        f"{run.rows[-1]['step']:,}",
-        *(_ends(run, name) for name in shown),
-        MISSING if wall is None else duration(wall),
-        run.summary.get("exit_reason", MISSING) if run.summary else "no summary (running or killed)",
-    ]
-
-
-def _known(run: Run, name: str) -> list[float]:
-    values = run.column(name)
-    return [] if values is None else [float(value) for value in values if value == value]
-
-
 def _ends(run: Run, name: str) -> str:
+    """A metric's first and last value."""
     known = _known(run, name)
     return f"{known[0]:.3f} → {known[-1]:.3f}" if known else MISSING
 
@@ -107,13 +66,52 @@ def _last(run: Run, name: str) -> float | None:
     return known[-1] if known else None
 
 
+def _known(run: Run, name: str) -> list[float]:
+    column = run.column(name)
+    return [] if column is None else [float(value) for value in column if value == value]
+
+
+def _wall(run: Run) -> float | None:
+    return run.rows[-1].get("wall_time")
+
+
+def _wall_words(run: Run) -> str:
+    wall = _wall(run)
+    return MISSING if wall is None else duration(wall)
+
+
+# Of training runs: heading -> what a run has there.
+_RESULTS: Mapping[str, Callable[[Run], str]] = {
+    "reward, first": lambda run: number(reward_ends(run.rows)["first"], "{:.3f}"),
+    "reward, last": lambda run: number(reward_ends(run.rows)["last"], "{:.3f}"),
+    "held-out": partial(_ends, name="heldout_accuracy"),
+    "wall time": _wall_words,
+    "samples/s": lambda run: number(time_weighted_mean(run.rows, "samples_per_second"), "{:,.1f}"),
+    "staleness mean": lambda run: number(mean(values(run.rows, "staleness_mean")), "{:.2f}"),
+    "max": lambda run: number(max(values(run.rows, "staleness_max"), default=None), "{:.0f}"),
+    "learner idle": lambda run: number(time_weighted_mean(run.rows, "learner_idle_fraction"), "{:.0%}"),
+    "generators idle": lambda run: number(time_weighted_mean(run.rows, "generator_idle_fraction"), "{:.0%}"),
+}
+# Of training runs: heading -> the value of a run that is averaged over seeds, and how it is written.
+_SEEDS: Mapping[str, tuple[Callable[[Run], float | None], str]] = {
+    "reward, last": (lambda run: reward_ends(run.rows)["last"], "{:.3f}"),
+    "held-out, last": (partial(_last, name="heldout_accuracy"), "{:.3f}"),
+    "wall time, s": (_wall, "{:,.1f}"),
+    "samples/s": (lambda run: time_weighted_mean(run.rows, "samples_per_second"), "{:,.1f}"),
+}
+
+
 def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
     """The tables that these runs call for, in the order to show them."""
-    several = any(len(group.runs) > 1 for group in groups)
+    results, seeds = _RESULTS, _SEEDS
+    if runs[0].stage != TRAIN:
+        shown = [name for name in _SHOWN if any(run.column(name) is not None for run in runs)]
+        results = {**{_SHOWN[name]: partial(_ends, name=name) for name in shown}, "wall time": _wall_words}
+        seeds = {f"{_SHOWN[name]}, last": (partial(_last, name=name), "{:.3f}") for name in shown}
+    tables = [_over_seeds(groups, seeds)] if any(len(group.runs) > 1 for group in groups) else []
+    tables.append(_results(runs, results))
     if runs[0].stage == TRAIN:
-        tables = [*([_seeds(groups)] if several else []), _results(runs), _ledger(runs), *_replicas(runs)]
-    else:
-        tables = [*([stage_seeds(groups)] if several else []), stage_results(runs)]
+        tables += [_ledger(runs), *_replicas(runs)]
     differences = config_differences(runs)
     if differences:
         rows = [[key, *(MISSING if value is None else str(value) for value in row)] for key, row in differences.items()]
@@ -121,46 +119,32 @@ def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
     return tables
 
 
-def _results(runs: Sequence[Run]) -> Table:
-    header = [
-        "run",
-        "seed",
-        "steps",
-        "reward, first",
-        "reward, last",
-        "held-out",
-        "wall time",
-        "samples/s",
-        "staleness mean",
-        "max",
-        "learner idle",
-        "generators idle",
-        "ended",
+def _results(runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -> Table:
+    """One row a run."""
+    rows = [
+        [
+            run.label,
+            MISSING if run.seed is None else str(run.seed),
+            f"{run.rows[-1]['step']:,}",
+            *(column(run) for column in columns.values()),
+            run.summary.get("exit_reason", MISSING) if run.summary else "no summary (running or killed)",
+        ]
+        for run in runs
     ]
-    return Table("Results", header, [_result_row(run) for run in runs])
+    return Table("Results", ["run", "seed", "steps", *columns, "ended"], rows)
 
 
-def _result_row(run: Run) -> list[str]:
-    reward = reward_ends(run.rows)
-    heldout = run.column("heldout_accuracy")
-    solved = [float(v) for v in heldout if v == v] if heldout is not None else []
-    wall = run.rows[-1].get("wall_time")
-    worst = max(values(run.rows, "staleness_max"), default=None)
-    return [
-        run.label,
-        MISSING if run.seed is None else str(run.seed),
-        f"{run.rows[-1]['step']:,}",
-        number(reward["first"], "{:.3f}"),
-        number(reward["last"], "{:.3f}"),
-        f"{solved[0]:.3f} → {solved[-1]:.3f}" if solved else MISSING,
-        MISSING if wall is None else duration(wall),
-        number(time_weighted_mean(run.rows, "samples_per_second"), "{:,.1f}"),
-        number(mean(values(run.rows, "staleness_mean")), "{:.2f}"),
-        number(worst, "{:.0f}"),
-        number(time_weighted_mean(run.rows, "learner_idle_fraction"), "{:.0%}"),
-        number(time_weighted_mean(run.rows, "generator_idle_fraction"), "{:.0%}"),
-        run.summary.get("exit_reason", MISSING) if run.summary else "no summary (running or killed)",
+def _over_seeds(groups: Sequence[Group], columns: Mapping[str, tuple[Callable[[Run], float | None], str]]) -> Table:
+    """One row a configuration."""
+    rows = [
+        [
+            group.label,
+            str(len(group.runs)),
+            *(spread([pick(run) for run in group.runs], template) for pick, template in columns.values()),
+        ]
+        for group in groups
     ]
+    return Table("Mean over seeds ± one standard deviation", ["configuration", "runs", *columns], rows)
 
 
 def _ledger(runs: Sequence[Run]) -> Table:
@@ -183,31 +167,6 @@ def _replicas(runs: Sequence[Run]) -> list[Table]:
         [run.label, name, *replica_cells(figures)] for run in runs for name, figures in replica_means(run.rows).items()
     ]
     return [Table("Generators", ["run", "generator", *REPLICA_COLUMNS], rows)] if rows else []
-
-
-def _seeds(groups: Sequence[Group]) -> Table:
-    header = ["configuration", "runs", "reward, last", "held-out, last", "wall time, s", "samples/s"]
-    picks: list[Callable[[Run], float | None]] = [
-        lambda run: reward_ends(run.rows)["last"],
-        _last_heldout,
-        lambda run: run.rows[-1].get("wall_time"),
-        lambda run: time_weighted_mean(run.rows, "samples_per_second"),
-    ]
-    formats = ["{:.3f}", "{:.3f}", "{:,.1f}", "{:,.1f}"]
-    rows = [
-        [
-            group.label,
-            str(len(group.runs)),
-            *(spread([pick(r) for r in group.runs], f) for pick, f in zip(picks, formats, strict=True)),
-        ]
-        for group in groups
-    ]
-    return Table("Mean over seeds ± one standard deviation", header, rows)
-
-
-def _last_heldout(run: Run) -> float | None:
-    heldout = run.column("heldout_accuracy")
-    return None if heldout is None else float(heldout[heldout == heldout][-1])
 
 
 def _reasons(counts: dict[str, Any]) -> str:

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.rewards.functions import FunctionSource, LengthSource, task_reward
 from asyncrlhf.rewards.model_thread import ModelThread
-from asyncrlhf.rewards.reward import RewardSource
+from asyncrlhf.rewards.reward import FunctionSource, LengthSource, RewardSource, Scorer, WeightedSource, task_reward
 from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart
-from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt, Rollout
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What sources need beside their settings. ``task`` is asked for only by a part that is the task's rule."""
-
-    config: RewardConfig
-    tokenizer: PreTrainedTokenizerBase  # the policy's
-    task: Callable[[], Task]
-    thread: ModelThread  # of all models, started with the first
-
-    @property
-    def device(self) -> str:
-        return "cuda" if self.config.gpus > 0 else "cpu"
 
 
 def build_scorer(
@@ -37,10 +20,23 @@ def build_scorer(
     tokenizer: PreTrainedTokenizerBase,
     task: Callable[[], Task],
     max_completion_length: int,
+    only: Collection[str] | None = None,
 ) -> Scorer:
-    """Loads every part; raises ConfigError for one that cannot be. ``close()`` ends what the parts hold open."""
-    around = Surroundings(config, tokenizer, task, ModelThread(config.model_timeout_seconds))
-    return _assemble(config, config.sources, around, max_completion_length)
+    """Loads every part, or those that ``only`` names; raises ConfigError for one that cannot be. ``close()`` ends what
+    the parts hold open. ``tokenizer`` is the policy's; ``task`` is asked for only by a part that is the task's rule."""
+    thread = ModelThread(config.model_timeout_seconds)  # of all models, started with the first
+    sources: dict[str, WeightedSource] = {}
+    scorer = Scorer(sources, config, max_completion_length)
+    try:
+        for name, part in config.sources.items():
+            if only is None or name in only:
+                source = _build(part, config.key(name), config, tokenizer, task, thread)
+                sources[name] = WeightedSource(source, part.weight)
+    except ConfigError:
+        scorer.close()
+        thread.close()
+        raise
+    return scorer
 
 
 def check_rewards(
@@ -52,12 +48,11 @@ def check_rewards(
 ) -> None:
     """Raise ConfigError for rewards that cannot be given. Parts that cost little to start score a first probe; of
     models and judges that a worker will load, only the config and the tokenizer are looked at."""
-    around = Surroundings(config, tokenizer, task, ModelThread(config.model_timeout_seconds))
-    light = {name: part for name, part in config.sources.items() if not _is_heavy(part)}
+    light = [name for name, part in config.sources.items() if not _is_heavy(part)]
     for name, part in config.sources.items():
         if name not in light:
             _check_heavy(part, config.key(name), tokenizer)
-    scorer = _assemble(config, light, around, max_completion_length)
+    scorer = build_scorer(config, tokenizer, task, max_completion_length, light)
     try:
         if light:
             preflight(scorer, prompt)
@@ -65,69 +60,37 @@ def check_rewards(
         scorer.close()
 
 
-def _assemble(
-    config: RewardConfig, parts: dict[str, RewardPart], around: Surroundings, max_completion_length: int
-) -> Scorer:
-    sources: dict[str, WeightedSource] = {}
-    scorer = Scorer(sources, config, max_completion_length)
-    try:
-        for name, part in parts.items():
-            sources[name] = WeightedSource(BUILDERS[part.kind](part, config.key(name), around), part.weight)
-    except ConfigError:
-        scorer.close()
-        around.thread.close()
-        raise
-    return scorer
+def _build(
+    part: RewardPart,
+    key: str,
+    config: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Callable[[], Task],
+    thread: ModelThread,
+) -> RewardSource:
+    """What each kind needs is imported where it is built: requests and transformers' classifiers take a while."""
+    if part.kind == "task":
+        return FunctionSource(task_reward(task()), config.timeout_seconds)
+    if part.kind == "length":
+        return LengthSource()
+    if part.kind == "python":
+        from asyncrlhf.rewards.sandbox import SandboxSource
 
+        return SandboxSource(part.target, f"{key}.target", config.timeout_seconds)
+    if part.kind == "http":
+        from asyncrlhf.rewards.endpoint import HttpSource
 
-def _task(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
-    return FunctionSource(task_reward(around.task()), around.config.timeout_seconds)
+        return HttpSource(part.http, config.timeout_seconds)
+    if part.kind == "model":
+        from asyncrlhf.rewards.model import ModelSource
 
-
-def _length(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
-    return LengthSource()
-
-
-def _python(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
-    from asyncrlhf.rewards.sandbox import SandboxSource
-
-    return SandboxSource(part.target, f"{key}.target", around.config.timeout_seconds)
-
-
-def _model(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
-    from asyncrlhf.rewards.model import ModelSource
-
-    budget = around.config.max_batch_tokens
-    return ModelSource(
-        part.model, key, around.tokenizer, max_batch_tokens=budget, device=around.device, thread=around.thread
-    )
-
-
-def _judge(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
-    from asyncrlhf.rewards.judge import ChatEndpoint, JudgeSource
+        budget, device = config.max_batch_tokens, "cuda" if config.gpus > 0 else "cpu"
+        return ModelSource(part.model, key, tokenizer, max_batch_tokens=budget, device=device, thread=thread)
+    from asyncrlhf.rewards.judge import ChatEndpoint, VllmChat
 
     if part.judge.engine == "http":
-        return JudgeSource(part.judge, ChatEndpoint(part.judge, part.http, around.config.timeout_seconds))
-    from asyncrlhf.rewards.judge_vllm import VllmChat
-
-    return JudgeSource(part.judge, VllmChat(part.judge, key, around.config.gpus, around.thread))
-
-
-def _http(part: RewardPart, key: str, around: Surroundings) -> RewardSource:
-    from asyncrlhf.rewards.endpoint import HttpSource
-
-    return HttpSource(part.http, around.config.timeout_seconds)
-
-
-# What each kind needs is imported where it is built: requests and transformers' classifiers take a while.
-BUILDERS: dict[str, Callable[[RewardPart, str, Surroundings], RewardSource]] = {
-    "task": _task,
-    "python": _python,
-    "model": _model,
-    "judge": _judge,
-    "http": _http,
-    "length": _length,
-}
+        return ChatEndpoint(part.judge, part.http, config.timeout_seconds)
+    return VllmChat(part.judge, key, config.gpus, thread)
 
 
 def _is_heavy(part: RewardPart) -> bool:
@@ -136,7 +99,7 @@ def _is_heavy(part: RewardPart) -> bool:
 
 def _check_heavy(part: RewardPart, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
     if part.kind == "model":
-        from asyncrlhf.rewards.model_loading import build_encoder, check_reward_model
+        from asyncrlhf.rewards.model import build_encoder, check_reward_model
 
         check_reward_model(part.model, key)
         build_encoder(part.model, key, tokenizer)
@@ -149,17 +112,9 @@ def _check_heavy(part: RewardPart, key: str, tokenizer: PreTrainedTokenizerBase)
 
 def preflight(scorer: Scorer, prompt: Prompt) -> None:
     """Score one probe, the reference answer or else the prompt's own text; ConfigError if that gives no score."""
-    probe = Rollout(
-        rollout_id=-1,
-        group_id=-1,
-        prompt=prompt,
-        response_ids=prompt.token_ids,
-        behavior_logprobs=np.zeros(len(prompt.token_ids), dtype=np.float32),
-        policy_versions=np.zeros(len(prompt.token_ids), dtype=np.int64),
-        finish_reason="stop",
-        response_text=prompt.answer or prompt.text,
-        generator_id="preflight",
-    )
+    ids, text = prompt.token_ids, prompt.answer or prompt.text
+    logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
+    probe = Rollout(-1, -1, prompt, ids, logprobs, versions, "stop", text, "preflight")
     (result,) = scorer.score([probe])
     if result.error is not None:
         raise ConfigError(f"{scorer.source} gives no score for a first probe: {result.error}")

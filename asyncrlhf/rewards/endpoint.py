@@ -13,10 +13,9 @@ from typing import Any
 import requests
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.functions import call_with_timeout, late
 from asyncrlhf.rewards.guard import checked_scores
-from asyncrlhf.rewards.reward import Score, ServiceError, columns_of
-from asyncrlhf.rewards.service_config import HttpConfig
+from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError, call_with_timeout, columns_of, late
+from asyncrlhf.rewards.reward_config import HttpConfig
 from asyncrlhf.types import Rollout
 
 # Answers that another try may change; any other that is no success says that the request itself was refused.
@@ -73,7 +72,6 @@ class Endpoint:
         self.url = config.url.rstrip("/") + path if path else config.url
         self.who = f"The endpoint {self.url}"
         self._breaker = Breaker(config.breaker_failures, config.breaker_seconds)
-        self._local = threading.local()  # a session is not safe to share between threads
 
     def ask(self, document: Any, parse: Callable[[Any], Any]) -> Any:
         """``parse`` of the JSON answer, which raises RewardError for one that makes no sense.
@@ -111,15 +109,12 @@ class Endpoint:
 
     def _try(self, body: bytes) -> requests.Response:
         """One request; the limit is on all of it, and not on the pause between two bytes as requests has it."""
-        session = self._session()
-        response: requests.Response = call_with_timeout(
-            lambda: self._post(session, body), self._timeout, self.who, on_timeout=self._forget_session
-        )
+        response: requests.Response = call_with_timeout(lambda: self._post(body), self._timeout, self.who)
         return response
 
-    def _post(self, session: requests.Session, body: bytes) -> requests.Response:
+    def _post(self, body: bytes) -> requests.Response:
         try:
-            return session.post(self.url, data=body, timeout=self._timeout, headers=self._headers())
+            return requests.post(self.url, data=body, timeout=self._timeout, headers=self._headers())
         except requests.Timeout as error:
             raise RewardError(late(self.who, self._timeout)) from error
         except requests.RequestException as error:
@@ -128,17 +123,6 @@ class Endpoint:
     def _headers(self) -> Mapping[str, str]:
         token = os.environ.get(self._config.token_env) if self._config.token_env else None
         return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-
-    def _session(self) -> requests.Session:
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
-        session: requests.Session = self._local.session
-        return session
-
-    def _forget_session(self) -> None:
-        """The thread that overran still reads from it."""
-        self._local.session.close()
-        del self._local.session
 
     def _document(self, response: requests.Response) -> Any:
         if not response.ok:
@@ -171,7 +155,7 @@ def _retry_after(response: requests.Response) -> float:
         return 0.0
 
 
-class HttpSource:
+class HttpSource(RewardSource):
     """Sends the columns of a reward function as a JSON object of lists: ``prompts``, ``completions``, ``answer``,
     ``metadata`` and ``completion_ids``. Takes ``{"rewards": [...]}`` or the bare list of numbers, in order."""
 
@@ -190,6 +174,3 @@ class HttpSource:
 
         scores: list[Score] = self._endpoint.ask(columns_of(rollouts), parse)
         return scores
-
-    def close(self) -> None:
-        """Nothing is held open that does not end with the worker."""

@@ -1,12 +1,19 @@
-"""Calls a reward function; its results become scores and its errors RewardErrors. Light, for the sandbox's process."""
+"""Finds and calls a reward function; its results become scores and its errors RewardErrors.
+
+Light, for the sandbox's process.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from asyncrlhf.errors import RewardError
+from asyncrlhf.errors import ConfigError, RewardError
+from asyncrlhf.plugins import load_function
+
+COLUMNS = ("answer", "metadata", "completion_ids")
 
 
 def call_function(function: Callable[..., Any], columns: dict[str, list[Any]]) -> list[float | RewardError]:
@@ -39,3 +46,16 @@ def _score(value: Any, who: str) -> float | RewardError:
     except (TypeError, ValueError, OverflowError):
         score = math.nan
     return score if math.isfinite(score) else RewardError(f"{who} returned {value!r}, which is not a finite number.")
+
+
+def load_target(target: str, key: str = "reward.target") -> Callable[..., Any]:
+    """The function that ``package.module:function`` names; the working directory is looked in too."""
+    where, function = f"{key}={target}", load_function(key, target)
+    try:
+        inspect.signature(function).bind(prompts=[], completions=[], **{column: [] for column in COLUMNS})
+    except TypeError as error:
+        raise ConfigError(
+            f"{where} cannot be called with prompts, completions and the columns {', '.join(COLUMNS)} ({error}); "
+            "write it as f(prompts, completions, **columns)."
+        ) from error
+    return function

@@ -1,28 +1,139 @@
-"""Scores from a sequence-classification reward model, in batches of few padded tokens."""
+"""Scores from a sequence-classification reward model, in batches of few padded tokens; its checkpoint's loading, which
+refuses an untrained head; and what the model reads of a rollout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.model_loading import Encoder, build_encoder, load_reward_model
+from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model_thread import ModelThread
-from asyncrlhf.rewards.reward import Score
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward import RewardSource, Score
+from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.types import IntArray, Rollout
+
+HEAD = "ForSequenceClassification"
+
+
+def check_reward_model(config: RewardModelConfig, key: str) -> None:
+    """Raise ConfigError unless the checkpoint's config says that it is a reward model; reads no weights."""
+    found = load(AutoConfig, config, key)
+    named = [str(name) for name in getattr(found, "architectures", None) or []]
+    if not any(name.endswith(HEAD) for name in named):
+        raise ConfigError(
+            f"{key}.model.path={config.path} is a checkpoint of {', '.join(named) or 'no named architecture'}, whose "
+            f"score would come from an untrained head; allowed: ...{HEAD} with one label."
+        )
+    if found.num_labels != 1:
+        raise ConfigError(
+            f"{key}.model.path={config.path} has {found.num_labels} labels; allowed: a reward model, which has one."
+        )
+
+
+def load_reward_model(config: RewardModelConfig, key: str, device: str) -> PreTrainedModel:
+    """The model in ``eval()``; raises ConfigError when a weight is missing, which transformers would fill at random."""
+    check_reward_model(config, key)
+    dtype = getattr(torch, config.dtype)
+    model, report = load(AutoModelForSequenceClassification, config, key, dtype=dtype, output_loading_info=True)
+    missing = sorted(report["missing_keys"]) + [str(entry) for entry in report.get("mismatched_keys", ())]
+    if missing:
+        raise ConfigError(
+            f"{key}.model.path={config.path} lacks {len(missing)} of its model's weights, such as {missing[0]}; "
+            "they would be random."
+        )
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def load(auto: Any, config: RewardModelConfig, key: str, **options: Any) -> Any:
+    """What transformers' ``auto`` class makes of the checkpoint; raises ConfigError where it cannot."""
+    path = Path(config.path).expanduser()
+    local = path.is_dir()
+    looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1 or config.path.endswith("/")
+    if not local and (looks_local or path.exists()):
+        raise ConfigError(f"{key}.model.path={config.path} is no folder; give a checkpoint's folder or a hub name.")
+    name = str(path) if local else config.path
+    try:
+        return auto.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)
+    # The hub client and transformers raise these for whatever is wrong with a name or a folder.
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{key}.model.path={config.path} could not be loaded: {reason}.") from error
+
+
+Encoder = Callable[[Rollout], IntArray]  # -> token ids [P+L] of prompt and response, without padding
+
+
+def build_encoder(config: RewardModelConfig, key: str, policy: PreTrainedTokenizerBase) -> Encoder:
+    """The encoder that ``inputs`` asks for; raises ConfigError where the checkpoint has no tokenizer or template."""
+    if config.inputs == "ids":
+        return policy_ids
+    try:
+        own: PreTrainedTokenizerBase = load(AutoTokenizer, config, key)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} Where its tokens are the policy's, {key}.model.inputs=ids needs no tokenizer."
+        ) from error
+    if config.chat_template:
+        if not own.chat_template:
+            raise ConfigError(
+                f"{key}.model.chat_template=true, but the tokenizer of {key}.model.path={config.path} has none."
+            )
+        return partial(chat_ids, own)
+    if config.inputs == "auto" and same_tokens(own, policy):
+        return policy_ids
+    return partial(text_ids, own)
+
+
+def policy_ids(rollout: Rollout) -> IntArray:
+    """The very tokens that the policy saw and sampled, its stop token included."""
+    return np.concatenate([rollout.prompt.token_ids, rollout.response_ids]).astype(np.int64)
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
+    """Prompt and response as one plain text, and the end token where the response came to its end."""
+    ids = list(tokenizer(rollout.prompt.text + rollout.response_text).input_ids)
+    end = tokenizer.eos_token_id
+    if rollout.finish_reason == "stop" and end is not None and (not ids or ids[-1] != end):
+        ids.append(end)
+    return np.asarray(ids, dtype=np.int64)
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
+    """A conversation of two turns, as the model's chat template writes it."""
+    turns = [
+        {"role": "user", "content": rollout.prompt.text},
+        {"role": "assistant", "content": rollout.response_text},
+    ]
+    # As text first: the template writes the special tokens itself.
+    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False)
+    return np.asarray(tokenizer(rendered, add_special_tokens=False).input_ids, dtype=np.int64)
+
+
+def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether both give every token the same id, special ones included."""
+    return one.get_vocab() == other.get_vocab() and one.all_special_ids == other.all_special_ids
+
 
 # Of a pass that the time limit ended, for a model that is no more than slow.
 SLOW_PASS = "If it is only slow, raise that or lower reward.max_batch_tokens."
 
 
-class ModelSource:
+class ModelSource(RewardSource):
     """One forward pass a batch of up to ``max_batch_tokens`` padded tokens; a longer sequence is a batch of its own.
 
     Raises ConfigError for a checkpoint that cannot be loaded or is no reward model. ``model``, ``encoder``, ``thread``
@@ -44,7 +155,8 @@ class ModelSource:
         self.model = self.thread.call_without_limit(lambda: load_reward_model(config, key, device))
         self.encoder: Encoder = build_encoder(config, key, policy)
         self.is_causal = is_causal(self.model)
-        self.max_length = longest_input(self.model, config)
+        # Of prompt and response together; the model's context, where that is known, bounds it.
+        self.max_length = min(limit for limit in (config.max_length, context_of(self.model)) if limit)
         self._key = key
         self._max_batch_tokens = max_batch_tokens
 
@@ -132,11 +244,6 @@ def is_causal(model: PreTrainedModel) -> bool:
     """Whether a score is a linear layer on the last token's state, as in all of transformers' decoders; encoders pool
     in ways of their own."""
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
-
-
-def longest_input(model: PreTrainedModel, config: RewardModelConfig) -> int:
-    """Tokens of prompt and response together: ``max_length``, but at most the model's context where that is known."""
-    return min(limit for limit in (config.max_length, context_of(model)) if limit)
 
 
 def context_of(model: PreTrainedModel) -> int:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from asyncrlhf.rewards.functions import late
-from asyncrlhf.rewards.reward import StuckError
+from asyncrlhf.rewards.reward import StuckError, late
 
 T = TypeVar("T")
 SETTING = "reward.model_timeout_seconds"
@@ -53,9 +52,9 @@ class ModelThread:
 
     def call_without_limit(self, work: Callable[[], T]) -> T:
         """As :meth:`call`, for what may take long, such as loading: the start of a worker has a limit of its own."""
-        return self._call("", work, None)
+        return self._call("", work, None, "")
 
-    def _call(self, who: str, work: Callable[[], T], seconds: float | None, remedy: str = "") -> T:
+    def _call(self, who: str, work: Callable[[], T], seconds: float | None, remedy: str) -> T:
         if self._calls is None:
             self._calls = SimpleQueue()
             # A daemon: one that hangs must not keep the process alive.

@@ -1,12 +1,22 @@
-"""What a reward is made of: reward functions under TRL's signature, and sources of scores behind a scorer."""
+"""What a reward is made of: functions under TRL's signature, sources of scores, and the scorer of their sum.
+
+One bad rollout never takes others with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
-from asyncrlhf.errors import ReplicaError, RewardError
-from asyncrlhf.types import Rollout
+import numpy as np
+
+from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
+from asyncrlhf.rewards.guard import call_function
+from asyncrlhf.rewards.reward_config import RewardConfig
+from asyncrlhf.tasks.task import Task
+from asyncrlhf.types import Annotation, Prompt, Rollout
 
 # A finite number, or why there is none.
 Score = float | RewardError
@@ -23,7 +33,7 @@ class RewardFunction(Protocol):
     def __call__(self, prompts: list[str], completions: list[str], **columns: list[Any]) -> Sequence[float]: ...
 
 
-class RewardSource(Protocol):
+class RewardSource:
     """One part of a reward: a function, a model, a judge, a service."""
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
@@ -32,11 +42,10 @@ class RewardSource(Protocol):
         Raises RewardError when the call failed as a whole, so that single rollouts are worth a call of their own, and
         ServiceError when it failed whatever the rollouts were.
         """
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """End what it holds open; a second call does nothing."""
-        ...
 
 
 class ServiceError(RewardError):
@@ -56,3 +65,147 @@ def columns_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         "metadata": [dict(r.prompt.metadata) for r in rollouts],
         "completion_ids": [r.response_ids.tolist() for r in rollouts],
     }
+
+
+class WeightedSource(NamedTuple):
+    source: RewardSource
+    weight: float = 1.0
+
+
+class Scorer:
+    """The parts of a reward and the penalties for length; what a reward worker is made of.
+
+    ``parts`` of a result: each part's score under its name (``score`` where there is one part) as the part gave it, and
+    ``missing_eos`` and ``overlong`` where those penalties are on. The reward is the weighted sum of the scores and the
+    sum of the penalties. A rollout that any part fails has no reward.
+    """
+
+    def __init__(self, sources: dict[str, WeightedSource], config: RewardConfig, max_completion_length: int) -> None:
+        if config.overlong_buffer > max_completion_length:
+            raise ConfigError(
+                f"reward.overlong_buffer={config.overlong_buffer} is wider than a response can be; "
+                f"allowed: at most generator.max_completion_length={max_completion_length}."
+            )
+        self.sources = sources
+        self._config = config
+        self._max_completion_length = max_completion_length
+
+    @property
+    def source(self) -> str:
+        """The settings that name the reward, for messages."""
+        target = f" reward.target={self._config.target}" if self._config.kind == "python" else ""
+        return f"reward.kind={self._config.kind}{target}"
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Annotation]:
+        """One result a rollout, in order and with its id; a rollout without a valid score has ``error`` instead.
+
+        A part scores all rollouts in one call if it can. After a call that failed as a whole it is asked for each
+        rollout alone, unless it is the service that failed. A part is not asked for what an earlier one failed.
+        """
+        parts: list[dict[str, float]] = [{} for _ in rollouts]
+        errors: dict[int, str] = {}
+        for name, (source, _) in self.sources.items():
+            left = [i for i in range(len(rollouts)) if i not in errors]
+            for i, score in zip(left, _scores(source, [rollouts[i] for i in left]), strict=True):
+                if isinstance(score, RewardError):
+                    errors[i] = f"{self._config.key(name)}: {score}" if self._config.kind == "sum" else str(score)
+                else:
+                    parts[i][name] = score
+        return [
+            Annotation(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
+            for i, rollout in enumerate(rollouts)
+        ]
+
+    def _result(self, rollout: Rollout, parts: dict[str, float]) -> Annotation:
+        penalties: dict[str, float] = {}
+        if self._config.missing_eos_penalty > 0:
+            penalties["missing_eos"] = -self._config.missing_eos_penalty if rollout.finish_reason == "length" else 0.0
+        if self._config.overlong_buffer > 0:
+            penalties["overlong"] = overlong_penalty(
+                len(rollout.response_ids), self._max_completion_length, self._config.overlong_buffer
+            )
+        reward = sum(self.sources[name].weight * score for name, score in parts.items()) + sum(penalties.values())
+        return Annotation(rollout.rollout_id, reward, parts | penalties)
+
+    def close(self) -> None:
+        for source, _ in self.sources.values():
+            source.close()
+
+
+def _scores(source: RewardSource, rollouts: Sequence[Rollout]) -> list[Score]:
+    if not rollouts:
+        return []
+    try:
+        return source.scores(rollouts)
+    except ServiceError as error:
+        return [error] * len(rollouts)
+    except RewardError as error:
+        if len(rollouts) == 1:
+            return [error]
+        return [score for rollout in rollouts for score in _scores(source, [rollout])]
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """DAPO's soft over-length penalty (2503.14476, eq. 13) in [-1, 0]: it grows over the last ``buffer`` tokens."""
+    return -min(1.0, max(0.0, (length - (max_length - buffer)) / buffer))
+
+
+def task_reward(task: Task) -> RewardFunction:
+    """The task's rule under the signature of a reward function."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+        answers: list[str | None] = columns["answer"]
+        metadata: list[Mapping[str, Any]] = columns["metadata"]
+        no_tokens = np.empty(0, dtype=np.int64)
+        return [
+            task.reward(Prompt(prompt_id="", text=text, token_ids=no_tokens, answer=answer, metadata=about), completion)
+            for text, completion, answer, about in zip(prompts, completions, answers, metadata, strict=True)
+        ]
+
+    return reward
+
+
+class FunctionSource(RewardSource):
+    """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is left behind, for
+    Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`)."""
+
+    def __init__(self, function: RewardFunction, timeout_seconds: float) -> None:
+        self._function = function
+        self._timeout = timeout_seconds
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        columns = columns_of(rollouts)
+        scores: list[Score] = call_with_timeout(lambda: call_function(self._function, columns), self._timeout)
+        return scores
+
+
+class LengthSource(RewardSource):
+    """The number of response tokens, for a sum that weighs it."""
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        return [float(len(r.response_ids)) for r in rollouts]
+
+
+def call_with_timeout(call: Callable[[], Any], seconds: float, who: str = "The reward function") -> Any:
+    """What ``call`` returns, or the RewardError that it raises; a RewardError when it takes longer than ``seconds``."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except RewardError as error:
+            outcome.set_exception(error)
+
+    # A daemon thread: one that never returns must not keep the process alive.
+    thread = threading.Thread(target=run, daemon=True, name="reward")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise RewardError(late(who, seconds))
+    if not outcome.done():
+        raise RewardError(f"{who} ended its thread.")
+    return outcome.result()
+
+
+def late(who: str, seconds: float, setting: str = "reward.timeout_seconds") -> str:
+    return f"{who} took longer than {setting}={seconds:g}."

@@ -16,14 +16,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.reward import Score, columns_of
+from asyncrlhf.rewards.reward import RewardSource, Score, columns_of
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module
 STANDARD_ERROR = 2
 
 
-class SandboxSource:
+class SandboxSource(RewardSource):
     """Starts its process at once, and again after each call that had to be ended.
 
     Raises ConfigError with one sentence when the target cannot be imported, is no function or takes other arguments.
@@ -43,7 +43,7 @@ class SandboxSource:
                 self.close()
                 child = self._running()
                 child.takes(columns)
-            answer = child.answer(self._timeout)
+            answer = child.receive(self._timeout)
         except TimeoutError as error:
             self.close()
             raise RewardError(
@@ -92,7 +92,7 @@ class _Child:
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
         try:
-            started = self._receive(START_SECONDS)
+            started = self.receive(START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
             late = isinstance(error, TimeoutError)
             end = f"took longer than {START_SECONDS:g} s" if late else f"ended the process ({self.end()})"
@@ -111,16 +111,13 @@ class _Child:
         """Hand the arguments of a call over; false when the process ended before it had them."""
         try:
             self._connection.send(columns)
-            self._receive(START_SECONDS)
+            self.receive(START_SECONDS)
         except (TimeoutError, EOFError, OSError):
             return False
         return True
 
-    def answer(self, seconds: float) -> Any:
-        """Of the call that was taken. Raises TimeoutError, or EOFError or OSError when the process ended."""
-        return self._receive(seconds)
-
-    def _receive(self, seconds: float) -> Any:
+    def receive(self, seconds: float) -> Any:
+        """The next message. Raises TimeoutError, or EOFError or OSError when the process ended."""
         if not self._connection.poll(seconds):
             raise TimeoutError
         return self._connection.recv()

@@ -9,8 +9,7 @@ import time
 from multiprocessing.connection import Connection
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.guard import call_function
-from asyncrlhf.rewards.target import load_target
+from asyncrlhf.rewards.guard import call_function, load_target
 
 WATCH_SECONDS = 1.0
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from asyncrlhf.actors.reward import RewardSpec, build_reward
+from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.build_engine import build_engine
 from asyncrlhf.orchestrator.dispatch import request_seed
-from asyncrlhf.types import Annotation, FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
+from asyncrlhf.types import Annotation, FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams
 
 
 class Scored(NamedTuple):
@@ -51,34 +51,22 @@ def sample_answers(
         vocab_size=len(tokenizer),
     )
     requests = [
-        GenerationRequest(i, i // each, prompts[i // each].token_ids, request_seed(config.seed, i), sampling)
+        GenerationRequest(i, i // each, prompts[i // each], request_seed(config.seed, i), sampling)
         for i in range(each * len(prompts))
     ]
-    made: list[Generation] = []
+    made: list[Rollout] = []
     try:
         engine.submit(requests)
         while engine.in_flight():
-            made += [answer for answer in engine.step(0.0).finished if isinstance(answer, Generation)]
+            made += [answer for answer in engine.step(0.0).finished if isinstance(answer, Rollout)]
     finally:
         engine.close()
     made.sort(key=lambda answer: answer.rollout_id)
     decode = tokenizer.decode
     texts = [str(decode(answer.response_ids.tolist(), skip_special_tokens=True)) for answer in made]
-    return [_rollout(a, text, a.rollout_id // each, prompts) for a, text in zip(made, texts, strict=True)]
-
-
-def _rollout(answer: Generation, text: str, group: int, prompts: Sequence[Prompt]) -> Rollout:
-    return Rollout(
-        rollout_id=answer.rollout_id,
-        group_id=group,
-        prompt=prompts[group],
-        response_ids=answer.response_ids,
-        behavior_logprobs=answer.behavior_logprobs,
-        policy_versions=answer.policy_versions,
-        finish_reason=answer.finish_reason,
-        response_text=text,
-        generator_id="evaluate",
-    )
+    return [
+        replace(answer, response_text=text, generator_id="evaluate") for answer, text in zip(made, texts, strict=True)
+    ]
 
 
 def written(
@@ -91,15 +79,15 @@ def written(
         ids = [*ids, tokenizer.eos_token_id] if ended else ids
         logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
         reason: FinishReason = "stop" if ended else "length"
-        answer = Generation(number, np.asarray(ids, dtype=np.int64), logprobs, versions, reason)
-        rollouts.append(_rollout(answer, text, group, prompts))
+        sampled = (np.asarray(ids, dtype=np.int64), logprobs, versions)
+        rollouts.append(Rollout(number, group, prompts[group], *sampled, reason, text, "evaluate"))
     return rollouts
 
 
 def score(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Annotation]]:
     """One result an answer by ``reward.*``, for each list. The services are started once, and asked
     ``fusion.max_batch`` answers at a time, as their time limits are meant for."""
-    scorer = build_reward(RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length))
+    scorer = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length).build().scorer
     size = config.fusion.max_batch
     try:
         return [

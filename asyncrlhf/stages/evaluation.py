@@ -16,10 +16,9 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model, load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import Prepared, prepare
-from asyncrlhf.rewards.model_loading import same_tokens
+from asyncrlhf.rewards.model import same_tokens
 from asyncrlhf.stages.answers import Scored, sample_answers, score_answers, written
-from asyncrlhf.stages.divergence import kl_figures, perplexity, response_logprobs
-from asyncrlhf.stages.statistics import estimate
+from asyncrlhf.stages.statistics import figures, kl_figures, perplexity, response_logprobs
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import Prompt, Rollout, SamplingParams
 from asyncrlhf.validation import check
@@ -101,17 +100,11 @@ def _opponents(
 
 def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, Any]:
     groups = [s.rollout.group_id for s in scored]
-    reward = estimate([s.reward for s in scored], groups)
     names = list(scored[0].result.parts) if scored else []
-    parts = {name: estimate([s.result.parts[name] for s in scored], groups) for name in names if len(names) > 1}
+    parts = {name: figures("mean", [s.result.parts[name] for s in scored], groups) for name in names}
     return {
-        "reward_mean": reward.mean if reward is not None else None,
-        "reward_standard_error": reward.standard_error if reward is not None else None,
-        "reward_parts": {
-            name: {"mean": part.mean, "standard_error": part.standard_error}
-            for name, part in parts.items()
-            if part is not None
-        },
+        **figures("reward_mean", [s.reward for s in scored], groups),
+        "reward_parts": parts if len(names) > 1 else {},
         "response_length_mean": float(np.mean([len(r.response_ids) for r in answers])) if answers else None,
         "truncation_rate": float(np.mean([r.finish_reason == "length" for r in answers])) if answers else None,
     }
@@ -123,24 +116,26 @@ def win_rate(ours: Sequence[Scored], theirs: Sequence[Scored]) -> dict[str, Any]
     Each answer to a prompt meets each of the opponent's to the same prompt. The same text is a tie, whatever its two
     scores are by the rounding of another batch.
     """
-    by_prompt: dict[int, list[Scored]] = {}
-    for scored in theirs:
-        by_prompt.setdefault(scored.rollout.group_id, []).append(scored)
-    outcomes: dict[int, list[float]] = {}
-    for mine in ours:
-        for other in by_prompt.get(mine.rollout.group_id, []):
-            outcomes.setdefault(mine.rollout.group_id, []).append(_outcome(mine, other))
-    rate = estimate([float(np.mean(points)) for points in outcomes.values()])
+    others = _by_prompt(theirs)
+    outcomes = {
+        group: [_outcome(mine, other) for mine in own for other in others[group]]
+        for group, own in _by_prompt(ours).items()
+        if group in others
+    }
     met = [point for points in outcomes.values() for point in points]
-    reward = estimate([s.reward for s in theirs], [s.rollout.group_id for s in theirs])
     return {
-        "win_rate": rate.mean if rate is not None else None,
-        "win_rate_standard_error": rate.standard_error if rate is not None else None,
+        **figures("win_rate", [float(np.mean(points)) for points in outcomes.values()]),
         "win_rate_prompts": len(outcomes),
         "tie_rate": float(np.mean([point == 0.5 for point in met])) if met else None,
-        "against_reward_mean": reward.mean if reward is not None else None,
-        "against_reward_standard_error": reward.standard_error if reward is not None else None,
+        **figures("against_reward_mean", [s.reward for s in theirs], [s.rollout.group_id for s in theirs]),
     }
+
+
+def _by_prompt(scored: Sequence[Scored]) -> dict[int, list[Scored]]:
+    groups: dict[int, list[Scored]] = {}
+    for one in scored:
+        groups.setdefault(one.rollout.group_id, []).append(one)
+    return groups
 
 
 def _outcome(mine: Scored, other: Scored) -> float:
@@ -164,26 +159,17 @@ def _divergence(config: RunConfig, reference: ModelConfig, answers: Sequence[Rol
 
 def _samples(ours: Sequence[Scored], theirs: Sequence[Scored], against: bool) -> list[dict[str, Any]]:
     """Every scored answer; beside it the opponent's of the same number, or its first, to the same prompt."""
-    others: dict[int, list[Scored]] = {}
-    for scored in theirs:
-        others.setdefault(scored.rollout.group_id, []).append(scored)
-    taken: dict[int, int] = {}
+    others = _by_prompt(theirs)
     samples = []
-    for mine in ours:
-        group, prompt = mine.rollout.group_id, mine.rollout.prompt
-        number = taken[group] = taken.get(group, -1) + 1
-        sample = {
-            "prompt": prompt.text,
-            "response": mine.rollout.response_text,
-            "answer": prompt.answer,
-            "reward": mine.reward,
-        }
-        if against:
-            pool = others.get(group, [])
-            other = pool[number % len(pool)] if pool else None
-            sample |= {
-                "against_response": other.rollout.response_text if other is not None else None,
-                "against_reward": other.reward if other is not None else None,
-            }
-        samples.append(sample)
+    for group, own in _by_prompt(ours).items():
+        pool = others.get(group, [])
+        for number, mine in enumerate(own):
+            prompt = mine.rollout.prompt
+            response = mine.rollout.response_text
+            sample = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "reward": mine.reward}
+            if against:
+                other = pool[number % len(pool)] if pool else None
+                sample["against_response"] = other.rollout.response_text if other is not None else None
+                sample["against_reward"] = other.reward if other is not None else None
+            samples.append(sample)
     return samples

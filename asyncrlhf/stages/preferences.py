@@ -19,7 +19,7 @@ from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE, write_atomically
+from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE, write_atomically, writing_to
 from asyncrlhf.stages.answers import sample_answers, score
 from asyncrlhf.stages.stage_record import run_folder
 from asyncrlhf.types import Prompt, Rollout
@@ -37,10 +37,6 @@ class Pair:
     rejected: Rollout
     gold_chosen: float
     gold_rejected: float
-
-    @property
-    def agrees(self) -> bool:
-        return self.gold_chosen > self.gold_rejected
 
 
 def run_preferences(config: RunConfig) -> dict[str, Any]:
@@ -148,7 +144,7 @@ def describe(pairs: Sequence[Pair], rewards: Sequence[float]) -> dict[str, float
     margins = np.array([pair.gold_chosen - pair.gold_rejected for pair in pairs])
     return {
         "pairs": len(pairs),
-        "agreement": float(np.mean([pair.agrees for pair in pairs])),
+        "agreement": float(np.mean(margins > 0)),
         "margin_mean": float(np.abs(margins).mean()),
         "reward_chosen_mean": float(np.mean([pair.gold_chosen for pair in pairs])),
         "reward_rejected_mean": float(np.mean([pair.gold_rejected for pair in pairs])),
@@ -174,8 +170,6 @@ def _claim(folder: Path, config: RunConfig) -> None:
     """Make the run's folder and write its config; raises ConfigError for one that is in use or cannot be written."""
     if (folder / PREFERENCES_FILE).exists():
         raise ConfigError(f"run_dir={folder} already holds {PREFERENCES_FILE}; give another run_dir.")
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / CONFIG_FILE, yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise ConfigError(f"run_dir={folder} cannot be written: {error}.") from error

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.rewards.model import load_reward_model, padded_batches, score_batch
+from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.stages.data import Split, hold_out
 from asyncrlhf.stages.preference_data import PairEncoder, about, choose_padding, read_pairs
 from asyncrlhf.stages.stage_record import MODEL_FOLDER, is_main
-from asyncrlhf.stages.statistics import Estimate, agreement
-from asyncrlhf.stages.training import (
-    Job,
-    QuietTrainer,
-    adapter_settings,
-    heldout_ends,
-    interrupted_words,
-    model_source,
-    prepare_job,
-    refuse,
-    refuse_without_template,
-    run_trainer,
-    trainer_arguments,
-)
+from asyncrlhf.stages.statistics import Estimate, agreement, padded
+from asyncrlhf.stages.training import Job, build_trainer, heldout_ends, prepare_job, run_trainer
+from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-STAGE = "reward-model"
-KEY = "reward_model"
 SIDES = ("chosen_ids", "rejected_ids")
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Tokenised pairs that fit, those held out with the number of their prompt, and why others were left out."""
-
-    train: Dataset
-    heldout: Dataset
-    heldout_prompts: list[int]
-    counts: dict[str, int]
 
 
 def run_reward_model(config: RunConfig) -> dict[str, Any]:
@@ -53,20 +34,20 @@ def run_reward_model(config: RunConfig) -> dict[str, Any]:
     """
     settings = config.reward_model
     table, conversational = read_pairs(settings.path, settings.split)
-    job = prepare_job(config, settings, KEY, STAGE)
-    refuse_without_template(job, conversational)
+    job = prepare_job(config, settings, "reward-model", conversational)
     choose_padding(job.tokenizer)
-    split = hold_out(table, settings, KEY, lambda name: read_pairs(settings.path, name)[0], about)
-    pairs = tokenise(job, split)
+    split = hold_out(table, settings, job.key, lambda name: read_pairs(settings.path, name)[0], about)
+    pairs, counts = tokenise(job, split)
 
     def facts(history: list[dict[str, Any]]) -> dict[str, Any]:
         return {"trainer_heldout": heldout_ends(history), "heldout": measure(job, pairs)}
 
-    return run_trainer(job, STAGE, pairs.counts, lambda: build_trainer(job, pairs), facts)
+    return run_trainer(job, counts, lambda: _trainer(job, pairs), facts)
 
 
-def tokenise(job: Job, split: Split) -> Pairs:
-    """The pairs as token ids, without those that are too long or whose two answers are the same."""
+def tokenise(job: Job, split: Split) -> tuple[Split, dict[str, int]]:
+    """The pairs as token ids, without those that are too long or whose two answers are the same, and how many there
+    are of each kind."""
     encode = PairEncoder(job.tokenizer)
     counts: dict[str, int] = {"identical": 0, "too_long": 0}
     tables: list[tuple[Dataset, list[int]]] = []
@@ -80,35 +61,28 @@ def tokenise(job: Job, split: Split) -> Pairs:
         kept = [i for i in range(len(ids)) if not same[i] and not long[i]]
         counts["identical"] += sum(same)
         counts["too_long"] += sum(long) - sum(a and b for a, b in zip(same, long, strict=True))
-        refuse(len(ids) and all(same), job, "prefers nothing: in every row chosen and rejected are the same.")
+        check(
+            not len(ids) or not all(same),
+            f"{job.key}.path={job.settings.path} prefers nothing: in every row chosen and rejected are the same.",
+        )
         tables.append((ids.select(kept), kept))
     (train, _), (heldout, left) = tables
     counts |= {"train": len(train), "heldout": len(heldout)}
-    return Pairs(train, heldout, [split.heldout_prompts[i] for i in left], counts)
+    return Split(train, heldout, [split.heldout_prompts[i] for i in left]), counts
 
 
-def build_trainer(job: Job, pairs: Pairs) -> Any:
-    """TRL's trainer, which loads the model and gives it a head with one label."""
+def _trainer(job: Job, pairs: Split) -> Any:
     from trl import RewardConfig, RewardTrainer  # seconds of imports, which wrong input need not wait for
 
-    class Trainer(QuietTrainer, RewardTrainer):  # type: ignore[misc]
-        """TRL's, without its telemetry."""
-
-    centre = job.config.reward_model.center_rewards_coefficient
-    arguments = RewardConfig(
-        **trainer_arguments(job, bool(len(pairs.heldout))), center_rewards_coefficient=centre or None
-    )
-    return Trainer(
-        model=model_source(job),
-        args=arguments,
-        train_dataset=pairs.train,
-        eval_dataset=pairs.heldout if len(pairs.heldout) else None,
-        processing_class=job.tokenizer,
-        peft_config=adapter_settings(job, "SEQ_CLS", ["score"]),  # the head is new, so that all of it trains
+    centre = job.config.reward_model.center_rewards_coefficient or None
+    # TRL gives the model a new head with one label, all of which trains.
+    head = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+    return build_trainer(
+        job, RewardTrainer, RewardConfig, pairs.train, pairs.heldout, head, center_rewards_coefficient=centre
     )
 
 
-def measure(job: Job, pairs: Pairs) -> dict[str, Any]:
+def measure(job: Job, pairs: Split) -> dict[str, Any]:
     """How far the exported checkpoint agrees with the held-out pairs; empty without any. The main process alone."""
     if not len(pairs.heldout) or not is_main():
         return {}
@@ -120,29 +94,17 @@ def measure(job: Job, pairs: Pairs) -> dict[str, Any]:
 
 def score_ids(folder: Path, texts: Sequence[Sequence[int]], config: RunConfig) -> list[float]:
     """The scores of N token sequences by the checkpoint in ``folder``, loaded and run as a reward worker does."""
-    import numpy as np
-    import torch
-
-    from asyncrlhf.rewards.model import padded_batches, score_batch
-    from asyncrlhf.rewards.model_loading import load_reward_model
-    from asyncrlhf.rewards.service_config import RewardModelConfig
-
     settings = RewardModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)
     model = load_reward_model(settings, "reward", "cuda" if torch.cuda.is_available() else "cpu")
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     scores = np.zeros(len(texts))
     for batch in padded_batches(lengths, config.reward.max_batch_tokens):
-        rows = [torch.tensor(texts[i]) for i in batch]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        scores[batch] = score_batch(model, ids.to(model.device), mask.to(model.device)).cpu().numpy()
+        scores[batch] = score_batch(model, *padded([texts[i] for i in batch], model.device)).cpu().numpy()
     return [float(score) for score in scores]
 
 
 def plain_words(summary: Mapping[str, Any]) -> str:
-    """What came of it, for a terminal."""
-    if summary["exit_reason"] != "done":
-        return interrupted_words(summary)
+    """What came of a run that is done, for a terminal."""
     data, found = summary["data"], summary["heldout"]
     left = ", ".join(f"{data[name]} {name.replace('_', ' ')}" for name in ("identical", "too_long") if data[name])
     lines = [f"Done: {summary['steps']} steps on {data['train']} pairs{f' ({left} left out)' if left else ''}."]

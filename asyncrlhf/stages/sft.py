@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.stages.data import Split, check_columns, check_rows, hold_out, read_rows
-from asyncrlhf.stages.training import (
-    Job,
-    QuietTrainer,
-    adapter_settings,
-    heldout_ends,
-    interrupted_words,
-    model_source,
-    prepare_job,
-    refuse,
-    refuse_without_template,
-    run_trainer,
-    trainer_arguments,
-)
+from asyncrlhf.stages.training import Job, build_trainer, heldout_ends, prepare_job, run_trainer
+from asyncrlhf.validation import check
 
-STAGE = "sft"
-KEY = "sft"
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 
 
@@ -35,47 +25,30 @@ def run_sft(config: RunConfig) -> dict[str, Any]:
     to their losses. Raises ConfigError before anything is trained.
     """
     settings = config.sft
-    table = read_rows(settings.path, settings.split, f"{KEY}.path")
-    columns = check_columns(table, FORMATS, f"{KEY}.path", settings.path)
-    conversational = check_rows(table, columns, f"{KEY}.path", settings.path)
-    job = prepare_job(config, settings, KEY, STAGE)
-    refuse_without_template(job, conversational)
-    refuse(
-        settings.assistant_only_loss and columns != ("messages",),
-        job,
-        f"has {' and '.join(columns)}; {KEY}.assistant_only_loss=true is for messages.",
+
+    def read(split: str, formats: Sequence[Sequence[str]] = FORMATS) -> tuple[Dataset, tuple[str, ...], bool]:
+        rows = read_rows(settings.path, split, "sft.path")
+        columns = check_columns(rows, formats, "sft.path", settings.path)
+        return rows, columns, check_rows(rows, columns, "sft.path", settings.path)
+
+    table, columns, conversational = read(settings.split)
+    job = prepare_job(config, settings, "sft", conversational)
+    check(
+        not settings.assistant_only_loss or columns == ("messages",),
+        f"sft.path={settings.path} has {' and '.join(columns)}; sft.assistant_only_loss=true is for messages.",
     )
-
-    def heldout(split: str) -> Any:
-        rows = read_rows(settings.path, split, f"{KEY}.path")
-        check_rows(rows, check_columns(rows, (columns,), f"{KEY}.path", settings.path), f"{KEY}.path", settings.path)
-        return rows
-
-    split = hold_out(table, settings, KEY, heldout, lambda row: row[columns[0]])
+    split = hold_out(table, settings, "sft", lambda name: read(name, [columns])[0], lambda row: row[columns[0]])
     data = {"train": len(split.train), "heldout": len(split.heldout)}
-    return run_trainer(job, STAGE, data, lambda: build_trainer(job, split, columns), _facts)
+    return run_trainer(job, data, lambda: _trainer(job, split, columns), _facts)
 
 
-def build_trainer(job: Job, split: Split, columns: tuple[str, ...]) -> Any:
-    """TRL's trainer, which loads the model and tokenises the rows."""
+def _trainer(job: Job, split: Split, columns: Sequence[str]) -> Any:
     from trl import SFTConfig, SFTTrainer  # seconds of imports, which wrong input need not wait for
 
-    class Trainer(QuietTrainer, SFTTrainer):  # type: ignore[misc]
-        """TRL's, without its telemetry."""
-
-    arguments = SFTConfig(
-        **trainer_arguments(job, bool(len(split.heldout))),
-        packing=job.config.sft.packing,
-        eval_packing=False,
-        assistant_only_loss=job.config.sft.assistant_only_loss,
-    )
-    return Trainer(
-        model=model_source(job),
-        args=arguments,
-        train_dataset=split.train.select_columns(list(columns)),
-        eval_dataset=split.heldout.select_columns(list(columns)) if len(split.heldout) else None,
-        processing_class=job.tokenizer,
-        peft_config=adapter_settings(job, "CAUSAL_LM", None),
+    train, heldout = (rows.select_columns(list(columns)) for rows in (split.train, split.heldout))
+    own: dict[str, Any] = {"packing": job.config.sft.packing, "assistant_only_loss": job.config.sft.assistant_only_loss}
+    return build_trainer(
+        job, SFTTrainer, SFTConfig, train, heldout, {"task_type": "CAUSAL_LM"}, eval_packing=False, **own
     )
 
 
@@ -85,9 +58,7 @@ def _facts(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plain_words(summary: Mapping[str, Any]) -> str:
-    """What came of it, for a terminal."""
-    if summary["exit_reason"] != "done":
-        return interrupted_words(summary)
+    """What came of a run that is done, for a terminal."""
     lines = [f"Done: {summary['steps']} steps on {summary['data']['train']} rows."]
     ends = summary["heldout"]
     if ends:

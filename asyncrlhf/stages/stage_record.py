@@ -1,27 +1,33 @@
-"""A stage's run directory, its line on the terminal and its W&B run; on the main process of several alone."""
+"""A stage's run directory, terminal and W&B run, on the main process of several alone, and its end by Ctrl-C."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import TrainerCallback
 
 from asyncrlhf.config.run_config import RunConfig, to_plain
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import new_run_dir
 from asyncrlhf.records.checkpoint import FOLDER
-from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, RecordMarker, RunRecorder
+from asyncrlhf.records.recorder import ROLLOUTS_FOLDER, RecordMarker, RunRecorder
 from asyncrlhf.records.summary import environment
 from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.validation import check
 
 MODEL_FOLDER = "model"
+MARKER_FILE = "records.json"
+# Of TRL's logs, what says nothing of the model: how long the library's own evaluation took, and totals of the run.
+LEFT_OUT = ("_runtime", "_per_second", "total_flos", "train_loss", "num_tokens", "num_input_tokens_seen")
 # Figures of a line that are shown, in this order.
 SHOWN = ("loss", "heldout_loss", "accuracy", "heldout_accuracy", "mean_token_accuracy", "heldout_mean_token_accuracy")
 
@@ -42,8 +48,9 @@ def run_folder(config: RunConfig, stage: str) -> Path:
     return new_run_dir(f"{config.name}-{stage}")
 
 
-class StageRecord:
-    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does. ``marker`` is that of a resumed run.
+class StageRecord(TrainerCallback):
+    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does, and W&B's run, out of what TRL logs; keeps
+    the records' marker with each checkpoint. ``marker`` is that of a resumed run.
 
     Raises ConfigError for a folder that cannot be written or already holds a run.
     """
@@ -52,43 +59,20 @@ class StageRecord:
         self.run_dir = run_dir
         self.stage = stage
         self.exit_reason = "done"
+        self.interrupted = False
         self._seed = config.seed
         self._started = time.monotonic()
         self._console = Console() if is_main() and config.logging.progress != "none" else None
-        self._config = config
         self._recorder: RunRecorder | None = None
         self._wandb: WandbSink | None = None
         self._step = 0
-        self._fresh = marker is None
         if not is_main():
             return
-        try:
-            self._recorder = RunRecorder(run_dir, to_plain(config), config.logging, marker)
-        except OSError as error:
-            raise ConfigError(f"run_dir={run_dir} cannot be written: {error}.") from error
-
-    def begin(self) -> None:
-        """The checks are over: start W&B, and say where the run lies."""
-        self._started = time.monotonic()
-        if not is_main():
-            return
-        self._wandb = WandbSink(self.run_dir, to_plain(self._config), self._config.logging)
+        self._recorder = RunRecorder(run_dir, to_plain(config), config.logging, marker)
+        self._wandb = WandbSink(run_dir, to_plain(config), config.logging)
         if self._wandb.note:
             self.message(self._wandb.note)
-        self.message(f"Run directory: {self.run_dir}")
-
-    def abandon(self) -> None:
-        """Nothing was begun: leave no trace of a run that is new."""
-        if self._recorder is None:
-            return
-        self._recorder.close()
-        if not self._fresh:
-            return
-        for name in (METRICS_FILE, CONFIG_FILE):
-            (self.run_dir / name).unlink(missing_ok=True)
-        for folder in (self.run_dir / ROLLOUTS_FOLDER, self.run_dir / FOLDER, self.run_dir):
-            with suppress(OSError):
-                folder.rmdir()
+        self.message(f"Run directory: {run_dir}")
 
     def message(self, text: str) -> None:
         if self._console is not None:
@@ -105,9 +89,41 @@ class StageRecord:
         facts = ", ".join(f"{name.replace('_', ' ')} {row[name]:.3f}" for name in SHOWN if row.get(name) is not None)
         self.message(f"step {self._step}/{total}: {facts}")
 
-    def marker(self) -> dict[str, int]:
-        """How far the records reach, for a checkpoint."""
-        return asdict(self._recorder.checkpoint()) if self._recorder is not None else {}
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        known = {name: value for name, value in (logs or {}).items() if not name.endswith(LEFT_OUT)}
+        row = {re.sub("^eval_", "heldout_", name): value for name, value in known.items()}
+        if set(row) - {"epoch"}:
+            self.log({"step": state.global_step, **row}, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.interrupted:
+            control.should_training_stop = control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._recorder is not None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            (folder / MARKER_FILE).write_text(json.dumps(asdict(self._recorder.checkpoint())) + "\n")
+
+    @contextmanager
+    def stopped_in_order(self) -> Iterator[None]:
+        """The first Ctrl-C in here ends the run after the step under way, with a checkpoint; a second one at once."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def first(*_: Any) -> None:
+            self.interrupted = True
+            restore()
+            self.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
+
+        for number in before:
+            signal.signal(number, first)
+        try:
+            yield
+        finally:
+            restore()
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write the summary and end W&B; returns the summary."""

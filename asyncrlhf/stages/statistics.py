@@ -1,4 +1,4 @@
-"""Means with standard errors over prompts; a reward model's accuracy, margin and calibration."""
+"""Figures of the stages: means with standard errors over prompts, a reward model's calibration, perplexity and KL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from asyncrlhf.algorithms.kl import kl_estimate
+from asyncrlhf.algorithms.logprobs import token_logprobs
+from asyncrlhf.rewards.model import padded_batches
+from asyncrlhf.types import FloatArray, IntArray, Rollout
+
+BINS = 5
+_LOGITS = 2**26  # held at once
 
 
 class Estimate(NamedTuple):
@@ -41,7 +51,12 @@ def estimate(values: Sequence[float], prompts: Sequence[int] | None = None) -> E
     return Estimate(mean, error, len(data))
 
 
-BINS = 5
+def figures(name: str, values: Sequence[float], prompts: Sequence[int] | None = None) -> dict[str, float | None]:
+    """:func:`estimate` as figures: ``reward_mean`` beside ``reward_standard_error``, or ``win_rate`` beside
+    ``win_rate_standard_error``; None for no value."""
+    found = estimate(values, prompts)
+    mean, error = (found.mean, found.standard_error) if found is not None else (None, None)
+    return {name: mean, f"{name}_standard_error".replace("mean_", ""): error}
 
 
 def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
@@ -53,16 +68,12 @@ def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Seque
     """
     margin = np.asarray(chosen, dtype=np.float64) - np.asarray(rejected, dtype=np.float64)
     right = 0.5 * (1.0 + np.sign(margin))
-    accuracy, mean = estimate(right.tolist(), prompts), estimate(margin.tolist(), prompts)
-    assert accuracy is not None and mean is not None
     order = np.argsort(np.abs(margin), kind="stable")
     bins = [part for part in np.array_split(order, min(BINS, len(order))) if len(part)]
     return {
         "pairs": len(margin),
-        "accuracy": accuracy.mean,
-        "accuracy_standard_error": accuracy.standard_error,
-        "margin_mean": mean.mean,
-        "margin_standard_error": mean.standard_error,
+        **figures("accuracy", right.tolist(), prompts),
+        **figures("margin_mean", margin.tolist(), prompts),
         "score_mean": float(np.mean([chosen, rejected])),
         "score_std": float(np.std([chosen, rejected])),
         "calibration": [
@@ -76,3 +87,61 @@ def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Seque
             for part in bins
         ],
     }
+
+
+def padded(texts: Sequence[Sequence[int] | IntArray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [N, T] of N texts, with zeros behind them, and a mask that is 1 where a token is."""
+    rows = [torch.from_numpy(np.asarray(text, dtype=np.int64)) for text in texts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids, mask = pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids.to(device), mask.to(device)
+
+
+@torch.inference_mode()
+def response_logprobs(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], temperatures: Sequence[float]
+) -> list[list[FloatArray]]:
+    """For each temperature the log-probs [L] of each rollout's response tokens under ``model``."""
+    embedding: Any = model.get_input_embeddings()
+    lengths = np.array([len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts], dtype=np.int64)
+    found: list[list[FloatArray]] = [[np.zeros(0, np.float32)] * len(rollouts) for _ in temperatures]
+    for batch in padded_batches(lengths, max(1, _LOGITS // int(embedding.num_embeddings))):
+        texts = [np.concatenate([rollouts[i].prompt.token_ids, rollouts[i].response_ids]) for i in batch]
+        ids, mask = padded(texts, model.device)
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        for row, i in enumerate(batch):
+            begin, end = len(rollouts[i].prompt.token_ids), int(lengths[i])
+            for level, temperature in zip(found, temperatures, strict=True):
+                predicted, targets = logits[row, begin - 1 : end - 1], ids[row, begin:end]
+                level[i] = token_logprobs(predicted, targets, temperature=temperature)[0].float().cpu().numpy()
+    return found
+
+
+def perplexity(logprobs: Sequence[FloatArray]) -> float | None:
+    """exp of the mean negative log-prob over all tokens of all answers; None without a token."""
+    tokens = np.concatenate([np.zeros(0), *logprobs])
+    return float(np.exp(-tokens.mean())) if len(tokens) else None
+
+
+def kl_figures(
+    policy: Sequence[FloatArray], reference: Sequence[FloatArray], prompts: Sequence[int]
+) -> dict[str, float | None]:
+    """KL(policy || reference) of answers sampled from ``policy``, in nats: means over answers of the estimates summed
+    over an answer's tokens, with standard errors over ``prompts``, and means over all tokens.
+
+    k1 = log p - log r has no bias; k3 = exp(-k1) - 1 + k1 has none either and is never negative (Schulman 2020). Both
+    hold for the temperature that the answers were sampled at, which the log-probs must be of.
+    """
+    found: dict[str, float | None] = {}
+    for estimator in ("k1", "k3"):
+        tokens = [_estimates(p, r, estimator) for p, r in zip(policy, reference, strict=True)]
+        count = sum(len(t) for t in tokens)
+        found |= figures(f"{estimator}_sequence", [float(t.sum()) for t in tokens], prompts)
+        found[f"{estimator}_token"] = float(sum(t.sum() for t in tokens)) / count if count else None
+    return found
+
+
+def _estimates(policy: FloatArray, reference: FloatArray, estimator: str) -> np.ndarray:
+    """[L] in double precision: k3 is a small difference of numbers near one."""
+    ours, theirs = (torch.from_numpy(np.asarray(values, np.float64)) for values in (policy, reference))
+    return kl_estimate(ours, theirs, torch.ones(len(ours), dtype=torch.bool), estimator=estimator).numpy()

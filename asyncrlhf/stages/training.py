@@ -1,34 +1,35 @@
-"""What `sft` and `reward-model` share: TRL's arguments, records, checkpoints, interruption, the exported model."""
+"""What `sft` and `reward-model` share: checks, TRL's arguments, the run itself and the exported model."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback
 from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import TrainerConfig
+from asyncrlhf.data.adapter import peft_settings
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer, resolve
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.checkpoint import FOLDER, find_checkpoint
-from asyncrlhf.records.recorder import RecordMarker
-from asyncrlhf.stages.stage_record import MODEL_FOLDER, StageRecord, is_main, run_folder
+from asyncrlhf.records.recorder import RecordMarker, refuse_used_folder, writing_to
+from asyncrlhf.stages.stage_record import LEFT_OUT, MARKER_FILE, MODEL_FOLDER, StageRecord, is_main, run_folder
 from asyncrlhf.validation import check
 
-MARKER_FILE = "records.json"
-# Of TRL's logs, what says nothing of the model: how long the library's own evaluation took, and totals of the run.
-_LEFT_OUT = ("_runtime", "_per_second", "total_flos", "train_loss", "num_tokens", "num_input_tokens_seen")
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Settings of TrainerConfig that are not TRL's or need a translation; the others are TRL's under the same names.
+_OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "mixed_precision")
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,20 @@ class Job:
     """A stage that passed its checks. ``key`` is its group of settings, ``settings`` the group."""
 
     config: RunConfig
-    settings: TrainerConfig
+    stage: str  # as its command is called
     key: str
+    settings: TrainerConfig
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
     max_length: int  # tokens, within the model's context
     resume: Path | None
 
 
-def prepare_job(config: RunConfig, settings: TrainerConfig, key: str, stage: str) -> Job:
-    """Everything that can be wrong beside the data; raises ConfigError with one sentence."""
+def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
+    """Check everything beside the data itself, of which is known whether it is ``conversational``; raises ConfigError
+    with one sentence."""
     transformers_logging.disable_progress_bar()
-    found = torch.cuda.device_count()
+    key, found = stage.replace("-", "_"), torch.cuda.device_count()
     check(
         found <= 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1,
         f"{found} GPUs are visible to one process, which trains on one; start it by accelerate launch "
@@ -60,9 +63,14 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, key: str, stage: str
     check_model(config.model)
     given = Path(config.run_dir) if config.run_dir else None
     resume = find_checkpoint(config.checkpoint.resume, given, RUNS / f"{config.name}-{stage}", MARKER_FILE, stage)
-    folder = resume.parents[1] if resume is not None and not config.run_dir else run_folder(config, stage)
-    limit = min(settings.max_length, context_length(config.model))
-    return Job(config, settings, key, folder, load_tokenizer(config.model), limit, resume)
+    folder = resume.parents[1] if resume is not None and given is None else run_folder(config, stage)
+    limit, tokenizer = min(settings.max_length, context_length(config.model)), load_tokenizer(config.model)
+    check(
+        tokenizer.chat_template or not conversational,
+        f"{key}.path={settings.path} holds conversations, but the tokenizer of model.path={config.model.path} has no "
+        "chat template.",
+    )
+    return Job(config, stage, key, settings, folder, tokenizer, limit, resume)
 
 
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
@@ -72,22 +80,12 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
     return {
         "output_dir": str(job.run_dir / FOLDER),
         "seed": config.seed,
-        "num_train_epochs": settings.num_train_epochs,
-        "max_steps": settings.max_steps,
-        "learning_rate": settings.learning_rate,
-        "lr_scheduler_type": settings.lr_scheduler_type,
-        "warmup_steps": settings.warmup_steps,
-        "weight_decay": settings.weight_decay,
-        "max_grad_norm": settings.max_grad_norm,
-        "per_device_train_batch_size": settings.per_device_train_batch_size,
+        **{f.name: getattr(settings, f.name) for f in fields(TrainerConfig) if f.name not in _OURS},
         "per_device_eval_batch_size": settings.per_device_train_batch_size,
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-        "gradient_checkpointing": settings.gradient_checkpointing,
         "max_length": job.max_length,
         "use_cpu": not torch.cuda.is_available(),  # or transformers refuses bfloat16 there
         "bf16": settings.mixed_precision == "bfloat16",
         "fp16": settings.mixed_precision == "float16",
-        "logging_steps": settings.logging_steps,
         "eval_on_start": heldout and job.resume is None,
         "eval_strategy": "steps" if heldout and between else "no",
         "eval_steps": between or None,
@@ -102,62 +100,29 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
     }
 
 
-def adapter_settings(job: Job, task_type: str, saved: list[str] | None) -> Any:
-    """PEFT's settings of ``model.lora``, or None for all weights; modules in ``saved`` are trained as a whole."""
-    lora = job.config.model.lora
-    if not lora.r:
-        return None
-    from peft import LoraConfig  # check_model has found it
+def build_trainer(
+    job: Job, trainer: Any, arguments: Any, train: Dataset, heldout: Dataset, adapter: Mapping[str, Any], **own: Any
+) -> Any:
+    """TRL's ``trainer``, which loads the model and tokenises the rows. ``own``: what its ``arguments`` take alone;
+    ``adapter``: what PEFT must know of the model beside ``model.lora``."""
 
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.target_modules) or "all-linear",
-        lora_dropout=0.0,
-        task_type=task_type,
-        modules_to_save=saved,
+    class Trainer(trainer):  # type: ignore[misc]
+        def _send_telemetry(self) -> None:
+            """Nothing of a run leaves the machine unasked."""
+
+    lora = job.config.model.lora
+    return Trainer(
+        model=resolve(job.config.model.path),
+        args=arguments(**trainer_arguments(job, bool(len(heldout))), **own),
+        train_dataset=train,
+        eval_dataset=heldout if len(heldout) else None,
+        processing_class=job.tokenizer,
+        peft_config=peft_settings(lora, **adapter) if lora.r else None,
     )
 
 
-class QuietTrainer:
-    """Beside one of TRL's trainers: nothing of a run leaves the machine unasked."""
-
-    def _send_telemetry(self) -> None:
-        return
-
-
-class _Recorder(TrainerCallback):
-    """Writes what TRL logs, keeps the records' marker with each checkpoint, and ends the run in order when asked."""
-
-    def __init__(self, record: StageRecord) -> None:
-        self.record = record
-        self.interrupted = False
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        row = {
-            f"heldout_{name.removeprefix('eval_')}" if name.startswith("eval_") else name: value
-            for name, value in (logs or {}).items()
-            if not name.endswith(_LEFT_OUT)
-        }
-        if set(row) - {"epoch"}:
-            self.record.log({"step": state.global_step, **row}, state.max_steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.interrupted:
-            control.should_training_stop = control.should_save = True
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if is_main():
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (folder / MARKER_FILE).write_text(json.dumps(self.record.marker()) + "\n")
-
-
 def run_trainer(
-    job: Job,
-    stage: str,
-    data: Mapping[str, int],
-    build: Callable[[], Any],
-    facts: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    job: Job, data: Mapping[str, int], build: Callable[[], Any], facts: Callable[[list[dict[str, Any]]], dict[str, Any]]
 ) -> dict[str, Any]:
     """Build TRL's trainer, train, export ``run_dir/model``; returns the summary.
 
@@ -166,18 +131,23 @@ def run_trainer(
     summary, then raised.
     """
     marker = RecordMarker(**json.loads((job.resume / MARKER_FILE).read_text())) if job.resume is not None else None
-    record = StageRecord(job.config, job.run_dir, stage, marker)
+    if is_main():
+        if marker is None:
+            refuse_used_folder(job.run_dir)
+        with writing_to(job.run_dir):
+            (job.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     try:
         with redirect_stdout(sys.stderr):  # what TRL's libraries print as they load
             trainer = build()
         _check_trainer(job, trainer)
-        _without_empty_heldout(trainer)
     except BaseException:
-        record.abandon()
+        for folder in (job.run_dir / FOLDER, job.run_dir):
+            with suppress(OSError):  # a resumed run's are not empty
+                folder.rmdir()
         raise
+    record = StageRecord(job.config, job.run_dir, job.stage, marker)
     summary: dict[str, Any] = {"model": job.config.model.path, "data": {"path": job.settings.path, **data}}
     try:
-        record.begin()
         if _train(job, record, trainer):
             export(job, trainer)
             history = trainer.state.log_history
@@ -207,10 +177,7 @@ def _check_trainer(job: Job, trainer: Any) -> None:
         f"model.lora.r={job.config.model.lora.r} does not work with FSDP or DeepSpeed here: the adapter is merged into "
         "whole weights at the end.",
     )
-
-
-def _without_empty_heldout(trainer: Any) -> None:
-    """TRL cannot evaluate on no row, which is what is left when every held-out one is too long."""
+    # TRL cannot evaluate on no row, which is what is left when every held-out one is too long.
     if trainer.eval_dataset is not None and not len(trainer.eval_dataset):
         trainer.eval_dataset = None
         trainer.args.eval_on_start = False
@@ -219,49 +186,21 @@ def _without_empty_heldout(trainer: Any) -> None:
 
 def _train(job: Job, record: StageRecord, trainer: Any) -> bool:
     """Whether training came to its end."""
-    callback = _Recorder(record)
     trainer.remove_callback(PrinterCallback)  # it prints every log a second time
-    trainer.add_callback(callback)
-    with _on_interrupt(callback):
+    trainer.add_callback(record)
+    with record.stopped_in_order():
         trainer.train(resume_from_checkpoint=str(job.resume) if job.resume is not None else None)
-        if callback.interrupted:
+        if record.interrupted:
             return False
         if trainer.eval_dataset is not None:
             trainer.evaluate()  # a first Ctrl-C in here costs nothing: what is left is to write the model
     return True
 
 
-@contextmanager
-def _on_interrupt(callback: _Recorder) -> Iterator[None]:
-    """The first Ctrl-C ends the run after the step under way, with a checkpoint; a second one ends it at once."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def first(*_: Any) -> None:
-        callback.interrupted = True
-        restore()
-        callback.record.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
-
-    for number in numbers:
-        signal.signal(number, first)
-    try:
-        yield
-    finally:
-        restore()
-
-
 def heldout_ends(history: list[dict[str, Any]]) -> dict[str, Any]:
     """The first and the last of TRL's own evaluations, by name without ``eval_``."""
     found = [
-        {
-            name.removeprefix("eval_"): value
-            for name, value in row.items()
-            if name.startswith("eval_") and not name.endswith(_LEFT_OUT)
-        }
+        {name[5:]: value for name, value in row.items() if name.startswith("eval_") and not name.endswith(LEFT_OUT)}
         for row in history
         if "eval_loss" in row
     ]
@@ -279,27 +218,3 @@ def export(job: Job, trainer: Any) -> None:
         model.to(getattr(torch, job.config.model.dtype)).save_pretrained(folder)
     if is_main():
         job.tokenizer.save_pretrained(folder)
-
-
-def model_source(job: Job) -> str:
-    return resolve(job.config.model.path)
-
-
-def refuse(condition: Any, job: Job, problem: str) -> None:
-    """Raise ConfigError about the stage's data when ``condition`` holds."""
-    if condition:
-        raise ConfigError(f"{job.key}.path={job.settings.path} {problem}")
-
-
-def refuse_without_template(job: Job, conversational: bool) -> None:
-    """Raise ConfigError for conversations that the model's tokenizer cannot write."""
-    refuse(
-        conversational and not job.tokenizer.chat_template,
-        job,
-        f"holds conversations, but the tokenizer of model.path={job.config.model.path} has no chat template.",
-    )
-
-
-def interrupted_words(summary: Mapping[str, Any]) -> str:
-    """What the terminal shows of a stage that did not come to its end."""
-    return f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."

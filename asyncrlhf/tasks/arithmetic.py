@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrlhf.data.data_config import TaskConfig
-from asyncrlhf.data.sources import IndexedSource
+from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Prompt
 
@@ -49,7 +49,6 @@ class ArithmeticTask:
     pairs: then ``heldout`` gives all there are, fewer than ``task.heldout_size``.
     """
 
-    name = "arithmetic"
     notes: tuple[str, ...] = ()
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -59,11 +58,11 @@ class ArithmeticTask:
         for operation in config.operations:
             self._prompt(Problem(largest, operation, largest))
 
-    def train_source(self, seed: int) -> IndexedSource:
+    def train_source(self, seed: int) -> PromptSource:
         def prompt_at(index: int) -> Prompt:
             return self._prompt(self._draw(np.random.default_rng([seed, index]), heldout=False))
 
-        return IndexedSource(prompt_at, length=None, seed=seed)
+        return PromptSource(prompt_at, length=None, seed=seed)
 
     def heldout(self) -> list[Prompt]:
         if self._config.digits == 1:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from asyncrlhf.data.data_config import TaskConfig
-from asyncrlhf.data.sources import IndexedSource
+from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.answers import extract_answer, unwrap
 from asyncrlhf.tasks.task import LongPromptError, PromptEncoder
@@ -34,8 +34,6 @@ class PromptsTask:
     :func:`~asyncrlhf.tasks.answers.extract_answer` finds it, and 0 for another; without answers there is no rule, and
     the run needs ``reward.kind=python``.
     """
-
-    name = "prompts"
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
@@ -69,8 +67,8 @@ class PromptsTask:
         limit = self._config.max_prompt_length
         return [f"Left out {self._skipped} prompts of more than {limit} tokens."] if self._skipped else []
 
-    def train_source(self, seed: int) -> IndexedSource:
-        return IndexedSource(self._train.__getitem__, length=len(self._train), seed=seed)
+    def train_source(self, seed: int) -> PromptSource:
+        return PromptSource(self._train.__getitem__, length=len(self._train), seed=seed)
 
     def heldout(self) -> list[Prompt]:
         return list(self._heldout)
@@ -118,14 +116,12 @@ def _choose_heldout(prompts: list[Prompt], config: TaskConfig) -> list[Prompt]:
 def _read(config: TaskConfig, split: str) -> Iterator[Row]:
     path = config.path
     local = Path(path).expanduser()
-    if local.is_dir():
-        files = sorted(file for file in local.iterdir() if file.suffix in SUFFIXES)
+    if local.exists():
+        files = sorted(f for f in local.iterdir() if f.suffix in SUFFIXES) if local.is_dir() else [local]
         if not files:
             raise ConfigError(f"The folder task.path={path} holds no {' or '.join(SUFFIXES)} file.")
         for file in files:
             yield from _read_file(file)
-    elif local.is_file():
-        yield from _read_file(local)
     elif path.startswith((".", "/", "~")) or local.suffix in SUFFIXES:
         raise ConfigError(f"task.path={path} does not exist.")
     else:

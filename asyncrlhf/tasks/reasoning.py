@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import reasoning_gym
@@ -10,11 +9,12 @@ from reasoning_gym.factory import DATASETS
 from transformers import PreTrainedTokenizerBase
 
 from asyncrlhf.data.data_config import TaskConfig
-from asyncrlhf.data.sources import IndexedSource
+from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.answers import extract_answer
 from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Prompt
+from asyncrlhf.validation import did_you_mean
 
 HELDOUT_SEED = 0
 # reasoning-gym seeds entry i with seed + i: this stride keeps the streams of two run seeds apart.
@@ -27,7 +27,6 @@ class ReasoningTask:
     by the dataset's own ``score_answer``, which gives part of the credit where the dataset does.
     """
 
-    name = "reasoning_gym"
     notes: tuple[str, ...] = ()
 
     def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -40,7 +39,7 @@ class ReasoningTask:
         for name in config.datasets:
             self._train_prompt(name, self._scorers, 0, HELDOUT_SEED)
 
-    def train_source(self, seed: int) -> IndexedSource:
+    def train_source(self, seed: int) -> PromptSource:
         """``task.train_size`` prompts of this seed, shuffled anew each epoch."""
         base = SEED_STRIDE * (seed + 1)
         datasets = {name: _create(self._config, name, base) for name in self._config.datasets}
@@ -49,7 +48,7 @@ class ReasoningTask:
             number, which = divmod(index, len(self._config.datasets))
             return self._train_prompt(self._config.datasets[which], datasets, number, base)
 
-        return IndexedSource(prompt_at, length=self._config.train_size, seed=seed)
+        return PromptSource(prompt_at, length=self._config.train_size, seed=seed)
 
     def heldout(self) -> list[Prompt]:
         return list(self._heldout)
@@ -97,8 +96,7 @@ class ReasoningTask:
 
 def _create(config: TaskConfig, name: str, seed: int) -> Any:
     if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(name, DATASETS)
         raise ConfigError(
             f"task.datasets: reasoning-gym has no dataset {name!r}{hint}; it knows {len(DATASETS)} others."
         )

@@ -25,9 +25,6 @@ class Task(Protocol):
     """Where prompts come from and what a good completion is."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def notes(self) -> Sequence[str]:
         """What a user should hear of the prompts before the run starts, a sentence each."""
         ...

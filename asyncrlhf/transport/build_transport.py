@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 
-from asyncrlhf.transport.collective import CollectiveSender
-from asyncrlhf.transport.collective_receiver import CollectiveReceiver
+from asyncrlhf.transport.collective import CollectiveReceiver, CollectiveSender
 from asyncrlhf.transport.disk import DiskReceiver, DiskSender
-from asyncrlhf.transport.gather import ShardedParams
 from asyncrlhf.transport.local import LocalReceiver, LocalSender
-from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.manifest import ShardedParams, build_manifest
 from asyncrlhf.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
-from asyncrlhf.transport.protocol import WeightReceiver, WeightSender
-from asyncrlhf.transport.snapshot import Wire
+from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.sender import WeightSender, Wire
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import WeightManifest
 from asyncrlhf.validation import check, check_choice
@@ -68,11 +66,6 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
 
 def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | str = "cpu") -> WeightReceiver:
     """A generator's side; ``device`` is where its engine's parameters live."""
-    kind = resolve_transport(config, runtime)
-    if kind == "local":
-        return LocalReceiver()
-    if kind == "object_store":
-        return ObjectStoreReceiver(timeout_seconds=config.timeout_seconds)
-    if kind == "disk":
-        return DiskReceiver(timeout_seconds=config.timeout_seconds)
-    return CollectiveReceiver(timeout_seconds=config.timeout_seconds, device=device)
+    kinds = {"local": LocalReceiver, "object_store": ObjectStoreReceiver, "disk": DiskReceiver}
+    receiver = kinds.get(resolve_transport(config, runtime), CollectiveReceiver)
+    return receiver(timeout_seconds=config.timeout_seconds, device=device)

@@ -1,39 +1,130 @@
 """Transport through a shared file system: the sender writes safetensors files, receivers read them when complete.
 
 No network joins the learner to its replicas but the one that brings the tickets. Whether all see one folder is found
-out when a group forms: every receiver leaves its answer there.
+out when a group forms: every receiver leaves its answer there. A version's folder holds
+``model-00001-of-0000N.safetensors``, one file a bucket, ``model.safetensors.index.json`` as transformers writes it, and
+``manifest.json`` with the checksums. It is written under another name and renamed: whole or not at all.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
+from urllib.parse import quote
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.disk_files import (
-    ANSWERS,
-    MANIFEST,
-    VersionWriter,
-    answer_file,
-    folder_name,
-    missing_parts,
-    read_bucket,
-    read_json,
-    take_over,
-    write_json,
-)
-from asyncrlhf.transport.gather import entries_by_bucket
-from asyncrlhf.transport.manifest import copy_tensors
-from asyncrlhf.transport.protocol import LostReceiversError, Ticket, TransferStats
-from asyncrlhf.transport.snapshot import SnapshotHolder, Wire
-from asyncrlhf.transport.staging import Staging, payload_bytes
-from asyncrlhf.types import WeightManifest
+from asyncrlhf.transport.manifest import FlatBuckets, copy_tensors, entries_by_bucket
+from asyncrlhf.transport.protocol import LostReceiversError, Ticket
+from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.types import TensorEntry, WeightManifest
+
+MANIFEST, INDEX, ANSWERS, LOCK = "manifest.json", "model.safetensors.index.json", "receivers", "in-use.lock"
+WRITING = ".writing-"
+_OURS = re.compile(r"(\.writing-)?v\d{8,}-[0-9a-f]{8}")
+
+
+def folder_name(version: int) -> str:
+    """A name that no other write has: a version may be written twice."""
+    return f"v{version:08d}-{uuid.uuid4().hex[:8]}"
+
+
+def answer_file(root: Path, receiver: str) -> Path:
+    return root / ANSWERS / f"{quote(receiver, safe='')}.json"
+
+
+def bucket_file(bucket: int, buckets: int) -> str:
+    return f"model-{bucket + 1:05d}-of-{buckets:05d}.safetensors"
+
+
+def take_over(root: Path) -> IO[str]:
+    """Make ``root`` this sender's: no other sender writes there, and what a crashed one left is removed. The returned
+    file holds the claim until it is closed.
+
+    Raises WeightSyncError when the folder cannot be written or belongs to a run that lives.
+    """
+    try:
+        (root / ANSWERS).mkdir(parents=True, exist_ok=True)
+        claim = (root / LOCK).open("w")
+    except OSError as error:
+        raise WeightSyncError(f"weights.disk_path={root} cannot be written: {error}.") from error
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claim.close()
+        raise WeightSyncError(f"weights.disk_path={root} is in use by another run; give each run its own.") from None
+    except OSError:
+        pass  # a file system without locks: the folder is taken on trust
+    for left in root.iterdir():
+        if _OURS.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    for left in (root / ANSWERS).glob("*.json*"):
+        left.unlink(missing_ok=True)
+    return claim
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all: readers never see half a file."""
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    draft.write_text(json.dumps(content))
+    os.replace(draft, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None when there is no such file."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return content
+
+
+def described(manifest: WeightManifest) -> list[list[Any]]:
+    """What a version's ``manifest.json`` says of its tensors."""
+    return [[e.name, list(e.shape), e.dtype, e.bucket] for e in manifest.tensors]
+
+
+def missing_parts(folder: Path, buckets: int) -> str:
+    """What a version that is not there yet still lacks, as half a sentence."""
+    draft = folder.with_name(f"{WRITING}{folder.name}")
+    if draft.is_dir():
+        written = len(list(draft.glob("*.safetensors")))
+        return f"{written} of {buckets} buckets are written and {MANIFEST} is missing"
+    if not folder.parent.is_dir():
+        return f"{folder.parent} does not exist on this machine (is weights.disk_path on a shared file system?)"
+    return f"the folder {folder.name} is missing"
+
+
+def read_bucket(folder: Path, bucket: int, entries: Sequence[TensorEntry], buckets: int) -> dict[str, torch.Tensor]:
+    """One bucket's tensors by name, mapped from its file rather than copied.
+
+    Raises WeightSyncError naming the file when it is missing, damaged, or holds other tensors.
+    """
+    path = folder / bucket_file(bucket, buckets)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {entry.name: file.get_tensor(entry.name) for entry in entries}
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from error
+    for entry in entries:
+        found = tensors[entry.name]
+        if (tuple(found.shape), found.dtype) != (entry.shape, getattr(torch, entry.dtype)):
+            raise WeightSyncError(f"{path} holds {entry.name!r} as {found.dtype}{list(found.shape)}.")
+    return tensors
+
 
 POLL_SECONDS = 0.01
 T = TypeVar("T")
@@ -47,26 +138,30 @@ def wait_for(look: Callable[[], T | None], seconds: float) -> T | None:
     return found
 
 
-class Shelf:
-    """The sender's folder of versions: the newest, the one before it while a receiver may still read it, the receivers'
-    answers. One thread at a time uses it.
+class DiskSender(WeightSender):
+    """Writes its snapshot in ``transfer``, beside the learner's next step; receivers read when all of it is there.
+
+    Its folder holds the newest version, the one before it while a receiver may still read it, and the receivers'
+    answers.
     """
 
-    def __init__(self, root: Path, manifest: WeightManifest, timeout_seconds: float) -> None:
-        self.newest: Path | None = None  # the newest complete version
+    def __init__(
+        self, manifest: WeightManifest, root: Path, *, timeout_seconds: float, wire: Wire | None = None
+    ) -> None:
+        super().__init__(manifest, wire=wire)
         self._root = root
-        self._manifest = manifest
-        self._entries = entries_by_bucket(manifest)
         self._timeout_seconds = timeout_seconds
+        self._newest: Path | None = None  # the newest complete version
         self._claim: IO[str] | None = None
         self._receivers: list[str] = []
+        self._name = ""  # of the snapshot's folder, once a ticket was made
 
-    def open(self) -> str:
+    def listen(self, host: str = "") -> str:
         self._claim = take_over(self._root)
         return str(self._root)
 
-    def form(self, receivers: list[str], epoch: int) -> None:
-        """Wait until each receiver has left its answer. Raises LostReceiversError naming those that did not."""
+    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
+        """Waits until each receiver has left its answer."""
         if self._claim is None:
             raise WeightSyncError("The weight sender does not listen: call listen before connect.")
         absent = set(receivers)
@@ -80,34 +175,55 @@ class Shelf:
             reason = f"left no answer in {self._root / ANSWERS} within {self._timeout_seconds:g} s"
             lost = {name: reason for name in receivers if name in absent}
             raise LostReceiversError(f"The weight group of epoch {epoch} could not form", lost)
-        self._receivers = receivers
+        self._receivers = list(receivers)
+        super().connect(endpoint, receivers, epoch)
 
-    def write(
-        self, version: int, name: str, bucket: Callable[[int], Mapping[str, torch.Tensor]],
-        checksums: Callable[[], Sequence[int]], unchanged: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
-        """Write a version as the folder ``name``. ``bucket`` gives a bucket's tensors; ``checksums`` is asked last;
-        ``unchanged`` are the buckets that the newest version holds already. Raises WeightSyncError when the disk
-        refuses."""
-        self.sweep()
-        writer = VersionWriter(self._root, name, self._manifest)
+    def _prepare(self) -> None:
+        self._name = ""
+
+    def _refs(self, version: int) -> tuple[str]:
+        self._name = self._name or folder_name(version)
+        return (self._name,)
+
+    def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
+        """Buckets that did not change are those of the newest version. Raises WeightSyncError when the disk refuses."""
+        if self._newest is not None and self._newest.name == self._name:
+            return
+        self._sweep()
+        final, draft = self._root / self._name, self._root / f"{WRITING}{self._name}"
+        views, count = self.buckets.views(), len(self.manifest.bucket_bytes)
         try:
-            writer.begin()
-            for index in range(len(self._entries)):
-                if not (index in unchanged and self.newest is not None and writer.add_same(index, self.newest)):
-                    writer.add(index, bucket(index))
-            self.newest = writer.publish(version, checksums())
+            draft.mkdir()
+            for bucket, entries in enumerate(entries_by_bucket(self.manifest)):
+                file = draft / bucket_file(bucket, count)
+                if bucket in outgoing or not self._take_same(file):
+                    save_file({e.name: views[e.name].cpu() for e in entries}, file, metadata={"format": "pt"})
+            files = {e.name: bucket_file(e.bucket, count) for e in self.manifest.tensors}
+            index = {"metadata": {"total_size": self.manifest.total_bytes}, "weight_map": files}
+            (draft / INDEX).write_text(json.dumps(index))
+            facts = {"version": ticket.version, "checksums": self.checksums, "tensors": described(self.manifest)}
+            (draft / MANIFEST).write_text(json.dumps(facts | {"buckets": count}))
+            os.rename(draft, final)  # the name by which receivers know that it is complete
         except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"Version {version} cannot be written to {self._root}: {error}.") from error
+            raise WeightSyncError(f"Version {ticket.version} cannot be written to {self._root}: {error}.") from error
         finally:
-            writer.discard()
+            shutil.rmtree(draft, ignore_errors=True)
+        self._newest = final
 
-    def sweep(self) -> None:
+    def _take_same(self, file: Path) -> bool:
+        """Link the unchanged file of the newest version; false where there is none or the file system has no links."""
+        with suppress(OSError):
+            if self._newest is not None:
+                os.link(self._newest / file.name, file)
+                return True
+        return False
+
+    def _sweep(self) -> None:
         """Remove the versions before the newest once every receiver of the group has the newest."""
-        if self.newest is None or any(self._answer(n).get("folder") != self.newest.name for n in self._receivers):
+        if self._newest is None or any(self._answer(n).get("folder") != self._newest.name for n in self._receivers):
             return
         for folder in self._root.glob("v*-*"):
-            if folder != self.newest and folder.is_dir():
+            if folder != self._newest and folder.is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -119,82 +235,27 @@ class Shelf:
         return read_json(answer_file(self._root, name)) or {}
 
 
-class DiskSender(SnapshotHolder):
-    """Writes its snapshot in ``transfer``, beside the learner's next step; receivers read when all of it is there."""
-
-    def __init__(
-        self, manifest: WeightManifest, root: Path, *, timeout_seconds: float, device: torch.device | str = "cpu",
-        wire: Wire | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(manifest, device, wire)
-        self._shelf = Shelf(root, manifest, timeout_seconds)
-        self._entries = entries_by_bucket(manifest)
-        self._name = ""
-
-    def listen(self, host: str = "") -> str:
-        return self._shelf.open()
-
-    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        self._shelf.form(list(receivers), epoch)
-        with self.lock:
-            self.epoch = epoch
-
-    def prepare(self) -> None:
-        self._name = ""
-
-    def ticket(self) -> Ticket:
-        self.settle()
-        with self.lock:
-            self._name = self._name or folder_name(self.newest())
-            return self.new_ticket((self._name,))
-
-    def transfer(self, ticket: Ticket) -> TransferStats:
-        with self.lock:
-            self.check_current(ticket)
-            started, outgoing = time.perf_counter(), self.outgoing()
-            if self._shelf.newest is None or self._shelf.newest.name != self._name:
-                unchanged = frozenset(range(len(self._entries))) - frozenset(outgoing)
-                self._shelf.write(ticket.version, self._name, self._bucket, lambda: self.checksums, unchanged)
-                self.sent = self.checksums
-            return TransferStats(
-                time.perf_counter() - started, payload_bytes(self.manifest, outgoing), self.stall_seconds
-            )
-
-    def close(self) -> None:
-        self._shelf.close()
-
-    def _bucket(self, bucket: int) -> Mapping[str, torch.Tensor]:
-        views = self.buckets.views()
-        return {entry.name: views[entry.name].cpu() for entry in self._entries[bucket]}
-
-
-class DiskReceiver:
+class DiskReceiver(WeightReceiver):
     """Answers in the sender's folder, under its name, when it joins a group and when it has a version."""
 
-    def __init__(self, *, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._root: Path | None = None
-        self._epoch = -1
-        self._staged = Staging()
+    _root: Path | None = None
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
-        self._root, self._epoch, self._staged.name = Path(endpoint), epoch, name
+        super().connect(endpoint, rank, world_size, epoch, name)
+        self._root = Path(endpoint)
         self._answer(None)
 
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
-        staging, wanted = self._staged.begin(ticket)
-        folder, entries = self._folder(ticket), entries_by_bucket(ticket.manifest)
-        views = staging.views()
-        for bucket in wanted:
-            with read_bucket(folder, bucket, entries[bucket], len(entries)) as tensors:
-                copy_tensors({name: views[name] for name in tensors}, tensors)
-            self._staged.verify(ticket, bucket)
-        weights = self._staged.finish(ticket)
-        self._answer(folder)
+        weights = super().receive(ticket)
+        self._answer(ticket.refs[0])
         return weights
 
-    def close(self) -> None:
-        self._staged.drop()
+    def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
+        folder, entries, views = self._folder(ticket), entries_by_bucket(ticket.manifest), staging.views()
+        for bucket in wanted:
+            tensors = read_bucket(folder, bucket, entries[bucket], len(entries))
+            copy_tensors({name: views[name] for name in tensors}, tensors)
+            self._staged.verify(ticket, bucket)
 
     def _folder(self, ticket: Ticket) -> Path:
         """Of the ticket's version, when it is complete. Raises WeightSyncError naming what is missing after the
@@ -213,16 +274,14 @@ class DiskReceiver:
                 f"Version {ticket.version} is not complete in {self._root} after {self._timeout_seconds:g} s: "
                 f"{missing_parts(folder, len(ticket.manifest.bucket_bytes))}."
             )
-        tensors = [[e.name, list(e.shape), e.dtype, e.bucket] for e in ticket.manifest.tensors]
-        if (facts["version"], facts["tensors"]) != (ticket.version, tensors):
+        if (facts["version"], facts["tensors"]) != (ticket.version, described(ticket.manifest)):
             raise WeightSyncError(f"The manifest of the ticket for version {ticket.version} is not that of {folder}.")
         return folder
 
-    def _answer(self, folder: Path | None) -> None:
+    def _answer(self, folder: str | None) -> None:
         assert self._root is not None
-        answer = {"epoch": self._epoch, "folder": folder.name if folder is not None else None}
         try:
-            write_json(answer_file(self._root, self._staged.name), answer)
+            write_json(answer_file(self._root, self._staged.name), {"epoch": self._epoch, "folder": folder})
         except OSError as error:
             raise WeightSyncError(
                 f"{self._staged.name} cannot write to {self._root / ANSWERS}: {error}; weights.disk_path must be the "

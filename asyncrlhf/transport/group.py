@@ -1,9 +1,18 @@
-"""A process group of the transport's own, beside torch.distributed's default group, and its disposal."""
+"""A process group of the transport's own, beside torch.distributed's default group, and its disposal.
+
+Beside it a control line joins the sender to each receiver: one TCP connection, a JSON object a line. It tells what the
+transfer itself cannot: which receivers are there, which refused, and, by a connection's end, which died.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import select
+import socket
 import threading
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +35,6 @@ def choose_backend(identities: list[str]) -> str:
     return "nccl" if alone and all(i.startswith("cuda") for i in identities) and dist.is_nccl_available() else "gloo"
 
 
-def _last_resort(seconds: float) -> float:
-    """Longer than the control lines wait: these know who is silent, while a broadcast that gives up first would have an
-    innocent receiver report it."""
-    return 2 * seconds + 2
-
-
 class BroadcastGroup:
     """Rank 0 broadcasts to all others. ``host``: this rank's address as the others reach it (gloo)."""
 
@@ -41,17 +44,20 @@ class BroadcastGroup:
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._works: list[Any] = []
         self._stream = torch.cuda.Stream(device) if backend == "nccl" else None
+        # Longer than the control lines wait: these know who is silent, while a broadcast that gives up first would have
+        # an innocent receiver report it.
+        last_resort = timedelta(seconds=2 * seconds + 2)
         self._group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=_last_resort(seconds))
+            options._timeout = last_resort
             with torch.cuda.device(device):
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             gloo = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=host)]
-            options._timeout = timedelta(seconds=_last_resort(seconds))
+            options._timeout = last_resort
             options._threads = GLOO_THREADS
             self._group = gloo(store, rank, size, options)
 
@@ -73,24 +79,17 @@ class BroadcastGroup:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def finished(self) -> bool:
-        """Whether every broadcast has ended, well or not; never blocks."""
-        return all(work.is_completed() for work in self._works)
-
     def wait(self) -> None:
         """Block, without the GIL, until the broadcasts have ended; raises RuntimeError when one failed."""
-        with self._own_stream():
-            for work in self._works:
-                work.wait()
-        if self._stream is not None:
-            self._stream.synchronize()
+        for place in range(len(self._works)):
+            self.wait_one(place)
         self._works = []
 
     def dispose(self) -> None:
         """Let go of the group. What a lost rank left unfinished keeps gloo's destructor waiting until the time-out, so
         that then a thread does it.
         """
-        held, idle = [self._works, self._group], self.finished()
+        held, idle = [self._works, self._group], all(work.is_completed() for work in self._works)
         self._works, self._group = [], None
         if idle:
             held.clear()
@@ -100,3 +99,110 @@ class BroadcastGroup:
     def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
         """NCCL's waits belong on a stream of their own, or they would hold up the learner's kernels."""
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+
+
+GRACE_SECONDS = 0.5  # after a first loss: time for the others to report, so that all the lost are named at once
+
+Message = dict[str, Any]
+
+
+class LineClosedError(Exception):
+    """The other side's process ended, or it dropped the connection."""
+
+
+class Line:
+    """One end of a control line. ``local_host``: this side's own address as the other side reaches it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setblocking(True)
+        self._buffer = b""
+        self.local_host: str = connection.getsockname()[0]
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message was read already, which ``select`` does not see."""
+        return b"\n" in self._buffer
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Raises LineClosedError when the other side has closed the line."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise LineClosedError from error
+
+    def poll(self, seconds: float) -> Message | None:
+        """The next message, or None when none came within ``seconds``. Raises LineClosedError at the end."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            try:
+                if not select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    return None
+                received = self._socket.recv(65536)
+            except (OSError, ValueError) as error:  # ValueError: closed by our own side meanwhile
+                raise LineClosedError from error
+            if not received:
+                raise LineClosedError
+            self._buffer += received
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        message: Message = json.loads(line)
+        return message
+
+    def hang_up(self) -> None:
+        """End the connection, from any thread: who waits on it finds its end. Its number stays taken until ``close``,
+        so that a thread in ``select`` neither trips over it nor listens to another file that was given the same one.
+        """
+        with contextlib.suppress(OSError):  # the other side was quicker
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        self._socket.close()
+
+
+def own_host() -> str:
+    """This machine's address by its own name, or the loopback where the name has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port)
+
+
+def dial(endpoint: str, seconds: float) -> Line:
+    return Line(socket.create_connection(split_endpoint(endpoint), timeout=seconds))
+
+
+def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, str]:
+    """Wait until every line has brought a message with the key ``kind``; returns what went wrong, by name.
+
+    Empty when all is well. A first loss ends the waiting soon after; those who had nothing to say by then are innocent.
+    """
+    waiting = dict(lines)
+    lost: dict[str, str] = {}
+    deadline = time.monotonic() + seconds
+    while waiting and (remaining := deadline - time.monotonic()) > 0:
+        read_already = [line for line in waiting.values() if line.has_message]
+        readable = read_already or select.select(list(waiting.values()), [], [], remaining)[0]
+        for name in [name for name, line in waiting.items() if line in readable]:
+            try:
+                message = waiting.pop(name).poll(1.0)
+            except LineClosedError:
+                lost[name] = "died or dropped the connection"
+                continue
+            if message is None or kind not in message:
+                reason = "nothing that makes sense" if message is None else message.get("error", message)
+                lost[name] = f"answered {reason!r}"
+        if lost:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if waiting and not lost:
+        lost = {name: f"gave no answer within {seconds:g} s" for name in waiting}
+    return lost

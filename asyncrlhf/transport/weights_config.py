@@ -59,14 +59,6 @@ class WeightsConfig:
         check_range("weights.audit_every", self.audit_every, low=0)
         check_range("weights.audit_tolerance", self.audit_tolerance, low=0)
         check_range("weights.timeout_seconds", self.timeout_seconds, low=0, exclusive_low=True)
-        self._check_together()
-
-    @property
-    def verifies(self) -> bool:
-        """``checksum``, or what it is by default on one machine."""
-        return self.transport == "disk" or self.delta if self.checksum is None else self.checksum
-
-    def _check_together(self) -> None:
         check(
             self.checksum is not False or not self.delta,
             "weights.delta=true finds what changed by the buckets' checksums; it needs weights.checksum=true.",
@@ -75,6 +67,11 @@ class WeightsConfig:
             self.transport == "disk" or not self.disk_path,
             f"weights.disk_path={self.disk_path} is read by weights.transport=disk alone, not by {self.transport}.",
         )
+
+    @property
+    def verifies(self) -> bool:
+        """``checksum``, or what it is by default on one machine."""
+        return self.transport == "disk" or self.delta if self.checksum is None else self.checksum
 
     def beside_the_policy(self, runtime: str) -> WeightsConfig:
         """For what goes to services: as it is, whole, by what needs no group of receivers."""

@@ -17,8 +17,7 @@ from typing import Any
 
 import ray
 
-from asyncrlhf.actors.generator import GeneratorSpec
-from asyncrlhf.actors.messages import WorkItem
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.cluster.ray_handles import RayGenerator
@@ -92,19 +91,19 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     return write({"tokens_per_second": rows, "ratios": ratios, **facts}, options.out)
 
 
-def work_rounds(config: RunConfig, prepared: Prepared, size: int) -> Iterator[list[WorkItem]]:
+def work_rounds(config: RunConfig, prepared: Prepared, size: int) -> Iterator[list[GenerationRequest]]:
     """Rounds of ``size`` requests under ids of their own, in groups of siblings as a run asks for them."""
     source = prepared.task.train_source(config.seed)
     issued = 0
     while True:
-        items: list[WorkItem] = []
+        items: list[GenerationRequest] = []
         while len(items) < size:
             prompt = source.next()
             for _ in range(min(config.num_generations, size - len(items))):
                 seed = request_seed(config.seed, issued)
                 group = issued // config.num_generations
-                request = GenerationRequest(issued, group, prompt.token_ids, seed, prepared.sampling)
-                items.append(WorkItem(request, prompt))
+                request = GenerationRequest(issued, group, prompt, seed, prepared.sampling)
+                items.append(request)
                 issued += 1
         yield items
 
@@ -136,7 +135,7 @@ def our_replica(config: RunConfig) -> Iterator[Any]:
             ray.shutdown()
 
 
-async def _generate(generator: RayGenerator, items: Sequence[WorkItem]) -> float:
+async def _generate(generator: RayGenerator, items: Sequence[GenerationRequest]) -> float:
     """Keep every slot busy: what finished is collected, and as many new requests are sent."""
     before = (await generator.collect()).tokens
     waiting, in_flight, done, tokens = list(items), 0, 0, before
@@ -193,8 +192,8 @@ def bare_process(config: RunConfig, *, one: bool = False) -> Iterator[Any]:
             answer: dict[str, Any] = json.loads(line)
             return answer
 
-        def measure(items: Sequence[WorkItem], plain: bool) -> float:
-            requests = [_bare_request(item.request, plain) for item in items]
+        def measure(items: Sequence[GenerationRequest], plain: bool) -> float:
+            requests = [_bare_request(item, plain) for item in items]
             answer = ask({"requests": requests})
             return float(answer["tokens"] / answer["seconds"])
 

@@ -18,16 +18,14 @@ import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from asyncrlhf.actors.generator import GeneratorSpec
-from asyncrlhf.actors.messages import Collected, WorkItem, resolved
-from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.annotator import RewardSpec
+from asyncrlhf.actors.messages import Collected, resolved
 from asyncrlhf.actors.where import available_cores, keep_to
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
-from asyncrlhf.cluster.ray_calls import START_SECONDS, addressed, ask
-from asyncrlhf.cluster.ray_handles import RayGenerator
+from asyncrlhf.cluster.ray_handles import START_SECONDS, RayAnnotator, RayGenerator, addressed, ask
 from asyncrlhf.cluster.ray_runtime import MALLOC
-from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
@@ -35,13 +33,13 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.annotate import Collector, Rewards
-from asyncrlhf.orchestrator.assembly import Assembly, Waiting
+from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.dispatch import Dispatcher
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.rewards.reward_config import GRANULARITIES
-from asyncrlhf.types import Annotation, Rollout, RolloutInfo
+from asyncrlhf.types import Annotation, GenerationRequest, Rollout, RolloutInfo
 
 SETTING = [
     *QUIET,
@@ -141,11 +139,11 @@ class _Recording(Assembly):
 
     scores: dict[int, tuple[RolloutInfo, Annotation, float]]
 
-    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+    def annotated(self, kind: str, info: RolloutInfo, annotation: Annotation) -> None:
         if annotation.reward is None:
             raise AsyncRLHFError(f"A rollout got no score: {annotation.error}")
-        self.scores[annotation.rollout_id] = (waiting.info, annotation, self._state.now())
-        super().annotated(kind, waiting, annotation)
+        self.scores[annotation.rollout_id] = (info, annotation, self._state.now())
+        super().annotated(kind, info, annotation)
 
 
 class _Tailed:
@@ -159,7 +157,7 @@ class _Tailed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         await self._handle.submit([self._cut(item) for item in items])
 
     async def collect(self) -> Collected:
@@ -171,10 +169,10 @@ class _Tailed:
         if self._looking is not None:
             await self._looking
 
-    def _cut(self, item: WorkItem) -> WorkItem:
-        length = self._lengths[item.request.rollout_id]
-        sampling = replace(item.request.sampling, max_completion_length=length, stop_token_ids=())
-        return WorkItem(replace(item.request, sampling=sampling), item.prompt)
+    def _cut(self, item: GenerationRequest) -> GenerationRequest:
+        length = self._lengths[item.rollout_id]
+        sampling = replace(item.sampling, max_completion_length=length, stop_token_ids=())
+        return replace(item, sampling=sampling)
 
 
 @dataclass(frozen=True)
@@ -235,15 +233,16 @@ def _pin(actor: Any, core: int) -> None:
 
 async def _batch(config: RunConfig, prepared: Prepared, pair: _Pair, lengths: Sequence[int]) -> Batch:
     """Dispatch one batch, collect and score it with the loops of a run."""
-    state = build_state(config)
+    state = build_state(config, print)
+    state.died = _fail  # type: ignore[method-assign]
     tailed = _Tailed(pair.generator, lengths)
     replica = Replica(tailed, version=0)  # type: ignore[arg-type]
     state.replicas.append(replica)
-    assembly = _Recording(state, lambda *_: None, print)
+    assembly = _Recording(state, lambda *_: None)
     assembly.scores = {}
     rewards = Rewards(state, assembly, [pair.reward])
-    collector = Collector(state, assembly, [rewards], _fail)
-    dispatcher = Dispatcher(state, prepared.task.train_source(config.seed), prepared.sampling, _fail)
+    collector = Collector(state, assembly, [rewards])
+    dispatcher = Dispatcher(state, prepared.task.train_source(config.seed), prepared.sampling)
     started = state.now()
     loops = [dispatcher.run(), collector.collect(replica), rewards.serve(pair.reward)]
     tasks = [asyncio.create_task(loop) for loop in loops]

@@ -11,7 +11,7 @@ from asyncrlhf.engines.engine import Engine
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.generator_config import FakeConfig
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
+from asyncrlhf.types import GenerationFailure, GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model
 
@@ -48,7 +48,7 @@ def make_requests(count: int, *, first: int = 0, longest: int = 10, stops: tuple
         GenerationRequest(
             rollout_id=i,
             group_id=i // 4,
-            prompt_ids=np.random.default_rng(i // 4).integers(2, VOCABULARY, 1 + (i // 4) % 7),
+            prompt=Prompt("", "", np.random.default_rng(i // 4).integers(2, VOCABULARY, 1 + (i // 4) % 7)),
             seed=int(rng.integers(2**62)),
             sampling=sampling,
         )
@@ -62,16 +62,16 @@ class Clock:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.now = engine, 0.0
 
-    def step(self, small: bool = False) -> list[Generation | GenerationFailure]:
+    def step(self, small: bool = False) -> list[Rollout | GenerationFailure]:
         output = self.engine.step(self.now)
         self.now = self.now + 0.1 if small or output.wake_at is None else output.wake_at
         return output.finished
 
-    def drain(self, limit: int = 2000) -> dict[int, Generation]:
-        done: dict[int, Generation] = {}
+    def drain(self, limit: int = 2000) -> dict[int, Rollout]:
+        done: dict[int, Rollout] = {}
         for _ in range(limit):
             for result in self.step():
-                assert isinstance(result, Generation), result
+                assert isinstance(result, Rollout), result
                 assert result.rollout_id not in done
                 done[result.rollout_id] = result
             if not self.engine.in_flight():
@@ -79,7 +79,7 @@ class Clock:
         raise AssertionError(f"not finished after {limit} steps: {self.engine.in_flight()}")
 
 
-def check_result(result: Generation, longest: int, version: int) -> None:
+def check_result(result: Rollout, longest: int, version: int) -> None:
     length = len(result.response_ids)
     assert 1 <= length <= longest
     assert len(result.behavior_logprobs) == len(result.policy_versions) == length
@@ -234,7 +234,7 @@ def test_seeds_decide_the_draws(make_engine: MakeEngine) -> None:
 
     def respond(seed: int) -> list[int]:
         engine = make_engine(1)
-        engine.submit([GenerationRequest(0, 0, request.prompt_ids, seed, request.sampling)])
+        engine.submit([GenerationRequest(0, 0, request.prompt, seed, request.sampling)])
         return Clock(engine).drain()[0].response_ids.tolist()
 
     assert respond(5) == respond(5)
@@ -263,10 +263,10 @@ def test_what_was_sampled_so_far_is_the_beginning_of_what_comes_back(make_engine
     engine.submit(make_requests(6, stops=()))
     seen = dict.fromkeys(range(5), 0)
     heads: dict[int, list[int]] = {i: [] for i in range(6)}
-    done: dict[int, Generation] = {}
+    done: dict[int, Rollout] = {}
     for _ in range(2000):
         for result in clock.step(small=True):
-            assert isinstance(result, Generation)
+            assert isinstance(result, Rollout)
             done[result.rollout_id] = result
         for rollout_id, ids in engine.partial(seen, 3).items():
             assert len(ids) >= 3 and rollout_id in engine.in_flight()

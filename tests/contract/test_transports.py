@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport import checksum
+from asyncrlhf.transport import manifest
 from asyncrlhf.transport.build_transport import build_receiver, build_sender
-from asyncrlhf.transport.protocol import Ticket, TransferStats, WeightReceiver, WeightSender
+from asyncrlhf.transport.protocol import Ticket, TransferStats
+from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 
 Params = dict[str, torch.Tensor]
@@ -256,14 +258,13 @@ def test_floats_are_rounded_on_the_way_to_the_dtype_asked_for(make: Make) -> Non
 def test_a_byte_that_changes_on_the_way_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's checksum of one bucket is another one: what a flipped byte between the two looks like."""
     link = make(checksum=True)
-    honest = checksum.bucket_checksum
+    honest = manifest.bucket_checksum
     ours = threading.local()
 
     def forged(entries: Any, tensors: Any) -> int:
         return honest(entries, tensors) ^ (any(e.name == "fp16" for e in entries) and not hasattr(ours, "receives"))
 
-    for module in ("checksum",):
-        monkeypatch.setattr(f"asyncrlhf.transport.{module}.bucket_checksum", forged)
+    monkeypatch.setattr(manifest, "bucket_checksum", forged)
 
     def receive(name: str, ticket: Ticket) -> Any:
         ours.receives = True

@@ -14,31 +14,21 @@ from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.backend import BackendSpec
-from asyncrlhf.learner.build_learner import build_learner
 from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
+from asyncrlhf.learner.torch_backend import build_learner
+from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def rollouts(generations: list[Generation], prompt: np.ndarray) -> list[Rollout]:
-    return [
-        Rollout(
-            g.rollout_id, g.rollout_id // 4, Prompt("p", "", prompt), g.response_ids, g.behavior_logprobs,
-            g.policy_versions, g.finish_reason, "", "generator-0",
-        )
-        for g in generations
-    ]  # fmt: skip
-
-
-def sample(device: str) -> list[Generation]:
+def sample(device: str) -> list[Rollout]:
     engine = HFEngine(load_model(ModelConfig(), device), slots=8)
-    prompt = np.arange(3, 9)
+    prompt = Prompt("p", "", np.arange(3, 9))
     sampling = SamplingParams(max_completion_length=8, temperature=0.8)
     engine.submit([GenerationRequest(i, i // 4, prompt, i, sampling) for i in range(8)])
-    done: list[Generation] = []
+    done: list[Rollout] = []
     while engine.in_flight():
-        done += [g for g in engine.step(0.0).finished if isinstance(g, Generation)]
+        done += [g for g in engine.step(0.0).finished if isinstance(g, Rollout)]
     return sorted(done, key=lambda g: g.rollout_id)
 
 
@@ -49,7 +39,7 @@ def test_the_engine_samples_the_same_tokens() -> None:
 
 
 def test_the_learner_takes_the_same_step(tmp_path: Path) -> None:
-    samples = [TrainSample(r, float(r.rollout_id % 2)) for r in rollouts(sample("cpu"), np.arange(3, 9))]
+    samples = [TrainSample(r, float(r.rollout_id % 2)) for r in sample("cpu")]
     weights = {}
     for device in ("cpu", "cuda"):
         spec = BackendSpec(learner=LearnerConfig(learning_rate=1e-3), algorithm=AlgorithmConfig(), steps=1)

@@ -10,11 +10,10 @@ import torch
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.engine import Engine
+from asyncrlhf.engines.engine import Engine, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.engines.weights import named_weights
-from asyncrlhf.types import Generation, GenerationRequest, SamplingParams
+from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -40,7 +39,7 @@ def used() -> int:
 def test_a_sleeping_engine_frees_the_device_and_goes_on(kind: str) -> None:
     engine = make_engine(kind)
     sampling = SamplingParams(max_completion_length=40)
-    engine.submit([GenerationRequest(i, i, np.arange(3, 9), i, sampling) for i in range(8)])
+    engine.submit([GenerationRequest(i, i, Prompt("", "", np.arange(3, 9)), i, sampling) for i in range(8)])
     for _ in range(6):
         engine.step(0.0)
     scores, awake = engine.score(TEXT)[0], used()
@@ -52,9 +51,9 @@ def test_a_sleeping_engine_frees_the_device_and_goes_on(kind: str) -> None:
     assert used() <= asleep + (16 << 20)
     assert np.abs(engine.score(TEXT)[0] - scores).max() > 1e-3
     engine.wake()
-    done: list[Generation] = []
+    done: list[Rollout] = []
     while engine.in_flight():
-        done += [g for g in engine.step(0.0).finished if isinstance(g, Generation)]
+        done += [g for g in engine.step(0.0).finished if isinstance(g, Rollout)]
     assert len(done) == 8
     assert all(set(g.policy_versions.tolist()) <= {0, 1} for g in done)
     assert any(set(g.policy_versions.tolist()) == {0, 1} for g in done)

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from asyncrlhf.actors.annotator import AnnotatorActor
-from asyncrlhf.actors.messages import ArrayBundle, RolloutBundle, TrainItem
+from asyncrlhf.actors.messages import ArrayBundle, RolloutBundle
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, fetch_local
 from asyncrlhf.cluster.parts import critic_spec, reference_spec
+from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.cluster.ray_runtime import RayRuntime
-from asyncrlhf.cluster.ray_services import RayAnnotator
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
@@ -28,7 +28,7 @@ from asyncrlhf.learner.companions import ValueModel
 from asyncrlhf.learner.plan import StepPlan
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.transport.build_transport import build_sender
-from asyncrlhf.types import Annotation, Payload, TrainBatch
+from asyncrlhf.types import Annotation, Payload, RolloutInfo, TrainBatch
 from tests import loop, ray_run
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished
@@ -87,7 +87,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
 
     def note(self: TorchBackend, plan: StepPlan) -> torch.Tensor | None:
         values = critic(self, plan)
-        ref = plan.tokens.ref if self.reference is None else reference(self, plan)
+        ref = plan.tokens.ref_logprobs if self.reference is None else reference(self, plan)
         assert values is not None and ref is not None
         seen.append((plan.batch, ref.clone(), values.clone()))
         return values
@@ -119,7 +119,7 @@ def test_the_batch_is_array_for_array_that_of_the_learners_own_models(tmp_path: 
 def test_no_rollout_is_stored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner gets the bundles that generators made, and beside them arrays; workers make nothing else."""
     collected: list[Any] = []
-    trained: list[TrainItem] = []
+    trained: list[RolloutInfo] = []
     bundles: list[RolloutBundle] = []
     collect, train, build = LocalGenerator.collect, LocalLearner.train, RolloutBundle.__init__
 
@@ -128,7 +128,7 @@ def test_no_rollout_is_stored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         collected.extend(info.payload.ref for info in found.finished)
         return found
 
-    async def note_trained(self: LocalLearner, items: Sequence[TrainItem]) -> Any:
+    async def note_trained(self: LocalLearner, items: Sequence[RolloutInfo]) -> Any:
         trained.extend(items)
         return await train(self, items)
 
@@ -339,6 +339,6 @@ def published_critics(spec: Any, rollouts: Sequence[Any]) -> list[tuple[Any, lis
         sender.begin_snapshot(version, params)
         sender.fence()
         plain.load(version, params)
-        return sender.ticket(), [r.values for r in plain.answer(rollouts)]
+        return sender.ticket(), plain.answer(rollouts)
 
     return [publish(version) for version in (3, 4)]

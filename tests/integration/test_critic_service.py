@@ -20,7 +20,7 @@ from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import StepPlan
 from asyncrlhf.learner.torch_backend import TorchBackend
-from asyncrlhf.transport.snapshot import SnapshotHolder
+from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.types import Rollout, TrainBatch
 from tests import loop
 from tests.loop import FAKE, Finished
@@ -157,15 +157,15 @@ def test_the_learner_waits_for_the_copy_of_its_critic_before_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slow the copy is, it is one version's."""
-    original = SnapshotHolder.copy_params
+    original = WeightSender.copy_params
 
-    def slowly(self: SnapshotHolder, params: Any) -> None:
+    def slowly(self: WeightSender, params: Any) -> None:
         time.sleep(0.3 if "head.weight" in params else 0.0)
         original(self, params)
 
-    monkeypatch.setattr(SnapshotHolder, "copy_params", slowly)
+    monkeypatch.setattr(WeightSender, "copy_params", slowly)
     runtime: Any = build_runtime(load_config([*SERVED, "runtime=local"]), tmp_path)
-    worker = LearnerWorker(runtime._learner_spec)
+    worker = LearnerWorker(runtime._specs.learner)
     params = worker.backend.critic_parameters()
     given = samples()
     chosen = [(((0, i),), s.reward, s.weight, s.masked_before_version) for i, s in enumerate(given)]

@@ -12,16 +12,15 @@ import ray
 
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalRuntime, fetch_local
 from asyncrlhf.cluster.parts import build_runtime
-from asyncrlhf.cluster.ray_services import RayAnnotator
+from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import prepare
-from asyncrlhf.readahead.reward import ReadingModel
+from asyncrlhf.readahead.readers import ReadingModel
 from asyncrlhf.rewards.model import ModelSource
-from asyncrlhf.rewards.reward_config import GRANULARITIES
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import GRANULARITIES, RewardModelConfig
 from asyncrlhf.types import Annotation, Payload, Rollout
 from tests import ray_run
 from tests.integration.test_local_loop import TAIL, kill_at
@@ -93,7 +92,7 @@ def model_of(folder: Path) -> tuple[str, ...]:
 
 def readers_of(runtime: LocalRuntime) -> list[ReadingModel]:
     workers: Any = runtime.rewards
-    return [reader for handle in workers for reader in handle.worker.scorer.readers]
+    return [reader for handle in workers for reader in handle.worker.readers]
 
 
 def test_the_four_granularities_give_the_same_rewards(tmp_path: Path, folder: Path, checked: Checked) -> None:
@@ -168,7 +167,7 @@ def test_where_nothing_can_read_ahead_rollouts_are_scored_at_their_end(tmp_path:
     runtime = build_runtime(prepared.config)
     assert isinstance(runtime, LocalRuntime)
     assert [spec.chunk_tokens for spec in runtime._specs.values()] == [0]
-    assert runtime._reward_spec.cache_tokens == 0
+    assert runtime._specs.reward.cache_tokens == 0
     prepared = prepare(load_config([f"run_dir={tmp_path}", "runtime=local", "fusion=chunk", *model_of(folder)]))
     assert not prepared.notes and prepared.config.fusion.granularity == "chunk"
 

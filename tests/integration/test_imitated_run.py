@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrlhf.actors.messages import Offer, WorkItem
-from asyncrlhf.actors.outbox import Outbox
+from asyncrlhf.actors.messages import Offer
+from asyncrlhf.actors.worker import Outbox
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.local_runtime import Workers
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.engine import StepOutput
 from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
-from asyncrlhf.types import Annotation, Payload, Rollout
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout
 from tests.loop import FAKE, QUIET
 
 SAMPLE, TRANSFER, LOAD, TRAIN = 2.0, 0.5, 0.25, 4.0  # seconds that each costs
@@ -40,10 +40,10 @@ class Generator:
     def __init__(self, spec: Any, clock: Callable[[], float]) -> None:
         self.name, self.clock, self.outbox = spec.name, clock, Outbox()
         self.tokens, self.busy_seconds, self.version = 0, 0.0, -1
-        self.due: dict[int, tuple[float, WorkItem]] = {}
+        self.due: dict[int, tuple[float, GenerationRequest]] = {}
 
-    def submit(self, items: Sequence[WorkItem]) -> None:
-        self.due |= {item.request.rollout_id: (self.clock() + SAMPLE, item) for item in items}
+    def submit(self, items: Sequence[GenerationRequest]) -> None:
+        self.due |= {item.rollout_id: (self.clock() + SAMPLE, item) for item in items}
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         return [i for i in rollout_ids if self.due.pop(i, None)] + self.outbox.withdraw(rollout_ids)
@@ -55,13 +55,13 @@ class Generator:
         done = [item for at, item in self.due.values() if at <= self.clock() + 1e-9]
         self.outbox.put([self._rollout(item) for item in done], self.clock())
         for item in done:
-            del self.due[item.request.rollout_id]
+            del self.due[item.rollout_id]
         return StepOutput(done, wake_at=min((at for at, _ in self.due.values()), default=None))  # type: ignore[arg-type]
 
-    def _rollout(self, item: WorkItem) -> Rollout:
-        number, one = item.request.rollout_id, np.zeros(1, np.float32)
+    def _rollout(self, item: GenerationRequest) -> Rollout:
+        number, one = item.rollout_id, np.zeros(1, np.float32)
         ids, versions = np.ones(1, np.int64), np.full(1, self.version)
-        return Rollout(number, item.request.group_id, item.prompt, ids, one, versions, "stop", "", self.name)
+        return Rollout(number, item.group_id, item.prompt, ids, one, versions, "stop", "", self.name)
 
     def receive(self, ticket: Any) -> None:
         """The learner's transfer has taken the time."""

@@ -158,8 +158,8 @@ def interrupt_after(folder: Path, step: int, *options: str) -> Finished:
 
     def retire(self: LearnLoop) -> None:
         original(self)
-        if self._state.version == step:
-            self._state.stopping = True
+        if self.state.version == step:
+            self.state.stopping = True
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LearnLoop, "_retire", retire)

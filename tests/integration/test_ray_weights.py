@@ -14,7 +14,7 @@ from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.errors import ConfigError, WeightSyncError
-from asyncrlhf.transport.disk_files import MANIFEST
+from asyncrlhf.transport.disk import MANIFEST
 from tests.loop import Finished
 from tests.loop import run as local_run
 from tests.ray_run import run

@@ -10,13 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from asyncrlhf.actors.messages import TrainItem
-from asyncrlhf.buffer.replay import Taken
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.backend import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.types import RolloutGroup, RolloutInfo
 from tests.integration.test_local_loop import interrupt_after
 from tests.loop import FAKE, Finished, run
 
@@ -126,10 +125,10 @@ def test_purge_empties_the_buffer_at_each_publish(
         assert all(group.min_version >= version for group in self._state.buffer.groups())
         self._state.ledger.check()
 
-    async def step(self: LearnLoop, taken: list[Taken], waited: float) -> None:
-        assert purges[-1] == self._state.published_version
+    async def step(self: LearnLoop, taken: list[RolloutGroup], waited: float) -> None:
+        assert purges[-1] == self.state.published_version
         # Nothing is being sampled when drained replicas load, so that all that is trained is of the newest policy.
-        assert update != "drain" or all(t.group.min_version >= purges[-1] for t in taken)
+        assert update != "drain" or all(t.min_version >= purges[-1] for t in taken)
         await original_step(self, taken, waited)
 
     monkeypatch.setattr(Assembly, "purge", purge)
@@ -169,7 +168,7 @@ def test_the_correction_reaches_the_learner(
     weights: list[list[float]] = []
     original = LocalLearner.train
 
-    async def train(self: LocalLearner, items: Sequence[TrainItem]) -> StepResult:
+    async def train(self: LocalLearner, items: Sequence[RolloutInfo]) -> StepResult:
         weights.append([item.weight for item in items])
         return await original(self, items)
 

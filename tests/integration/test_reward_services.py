@@ -14,9 +14,9 @@ import pytest
 import ray
 from transformers import LlamaModel
 
-from asyncrlhf.actors.reward import RewardSpec
+from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.cluster.local_runtime import LocalLearner
-from asyncrlhf.cluster.ray_services import RayAnnotator
+from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, RewardError

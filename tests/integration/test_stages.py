@@ -26,7 +26,7 @@ from asyncrlhf.cli.main import main
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.rewards.model import ModelSource
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.stages import training
 from asyncrlhf.stages.stage_record import StageRecord
 from asyncrlhf.tasks.task import PromptEncoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,12 @@ import torch
 
 from asyncrlhf.data.adapter import add_adapter, trained_tensors
 from asyncrlhf.data.data_config import LoraConfig
-from asyncrlhf.engines.engine import AdapterMerge, CacheMode
+from asyncrlhf.engines.engine import AdapterMerge, CacheMode, load_named_weights, named_weights
 from asyncrlhf.engines.vllm_engine import VllmEngine
-from asyncrlhf.engines.vllm_transfer import StagedUpdateInfo, StagedWeightTransferEngine
-from asyncrlhf.engines.weights import load_named_weights, named_weights
+from asyncrlhf.engines.vllm_transfer import StagedWeightTransferEngine
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
-from asyncrlhf.types import FloatArray, Generation, GenerationRequest, IntArray, SamplingParams
+from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Prompt, Rollout, SamplingParams
 from tests.numeric import assert_close
 from tests.truncated import kept_count, renormalised
 from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model
@@ -41,7 +41,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def requests(count: int, longest: int, *, first: int = 0, prompt: int = 5, **sampling: float) -> list:
     return [
-        GenerationRequest(i, i, np.random.default_rng(i).integers(0, VOCABULARY, prompt), 1000 + i,
+        GenerationRequest(i, i, Prompt("", "", np.random.default_rng(i).integers(0, VOCABULARY, prompt)), 1000 + i,
                           SamplingParams(max_completion_length=longest, **sampling))  # type: ignore[arg-type]
         for i in range(first, first + count)
     ]  # fmt: skip
@@ -67,11 +67,11 @@ def own_logprobs(logits: torch.Tensor, text: IntArray) -> FloatArray:
     return found.numpy()
 
 
-def finish(engine: VllmEngine) -> dict[int, Generation]:
-    done: dict[int, Generation] = {}
+def finish(engine: VllmEngine) -> dict[int, Rollout]:
+    done: dict[int, Rollout] = {}
     while engine.in_flight():
         for result in engine.step(0.0).finished:
-            assert isinstance(result, Generation), result
+            assert isinstance(result, Rollout), result
             done[result.rollout_id] = result
     return done
 
@@ -94,7 +94,7 @@ def test_twenty_updates_in_flight_leave_the_same_model(tiny: TinyVllm) -> None:
     assert {len(set(r.policy_versions.tolist())) for r in finish(engine).values()} == {21}
 
 
-def deviations(tiny: TinyVllm, cache: CacheMode, by: float) -> tuple[FloatArray, FloatArray, list[Generation]]:
+def deviations(tiny: TinyVllm, cache: CacheMode, by: float) -> tuple[FloatArray, FloatArray, list[Rollout]]:
     """Sequences with three updates inside. Returns, for every token, how far its reported log-prob is from that under
     the weights of its tag; for those after the first update, how far it is from that under the version before; and the
     sequences.
@@ -147,12 +147,14 @@ def test_a_kept_cache_deviates_by_little(tiny: TinyVllm) -> None:
 def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(tiny: TinyVllm) -> None:
     engine = tiny.engine(4)
     engine.submit(requests(1, 50, first=50, prompt=70))  # holds its blocks over the update
-    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 70)  # two blocks of 32, cached
+    prompt = Prompt("", "", np.random.default_rng(0).integers(0, VOCABULARY, 70))  # two blocks of 32, cached
     weights: Weights = {n: w.clone() for n, w in named_weights(tiny.model).items()}
     for version in (1, 2):
         weights = moved(weights, version, 0.3)
         engine.load_weights(version, weights, "keep")
-        engine.submit([GenerationRequest(version, 0, prompt, 7, SamplingParams(max_completion_length=4))])
+        engine.submit(
+            [GenerationRequest(version, 0, Prompt("", "", prompt), 7, SamplingParams(max_completion_length=4))]
+        )
         done = {}
         while version not in done:
             done |= {r.rollout_id: r for r in engine.step(0.0).finished}
@@ -283,14 +285,14 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_loaded(tiny: TinyVllm)
      "model.norm.weight"],
 )  # fmt: skip
 def test_a_tensor_that_vllm_skips_is_named(tiny: TinyVllm, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = StagedWeightTransferEngine.receive_weights
+    original = StagedWeightTransferEngine.update_weights
 
-    def skip(self: StagedWeightTransferEngine, update: StagedUpdateInfo) -> None:
-        original(self, StagedUpdateInfo({n: w for n, w in update.tensors.items() if n != name}))
+    def skip(self: StagedWeightTransferEngine, update: dict[str, Any]) -> None:
+        original(self, {"tensors": {n: w for n, w in update["tensors"].items() if n != name}})
 
     engine = tiny.engine(2)
     weights = moved(named_weights(tiny.model), 5, 0.2)
-    monkeypatch.setattr(StagedWeightTransferEngine, "receive_weights", skip)
+    monkeypatch.setattr(StagedWeightTransferEngine, "update_weights", skip)
     engine.load_weights(1, weights, "keep")
     text = PROBE[0]
     assert not np.abs(engine.score([text])[0] - own_logprobs(reference(tiny, weights, text), text)).max() < AGREE

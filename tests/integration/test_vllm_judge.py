@@ -10,10 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrlhf.errors import RewardError
-from asyncrlhf.rewards.judge import JudgeSource
-from asyncrlhf.rewards.judge_vllm import VllmChat
+from asyncrlhf.rewards.judge import VllmChat
 from asyncrlhf.rewards.model_thread import ModelThread
-from asyncrlhf.rewards.service_config import JudgeConfig
+from asyncrlhf.rewards.reward_config import JudgeConfig
 from tests.unit.rewards.worlds import rollout
 from tests.vllm_tiny import needs_vllm
 
@@ -36,11 +35,10 @@ def test_the_tiny_model_judges_as_transformers_does(tiny_model_path: Path) -> No
             out = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
         expected.append(tokenizer.decode(out, skip_special_tokens=True))
     chat = VllmChat(config, "reward", gpus=0, thread=ModelThread(60))
-    judge = JudgeSource(config, chat)
     try:
         assert chat.answers(questions) == expected
         long = rollout(9, "1+" * 70)
-        *scores, late = judge.scores([*(rollout(i, q) for i, q in enumerate(questions)), long])
+        *scores, late = chat.scores([*(rollout(i, q) for i, q in enumerate(questions)), long])
         for text, score in zip(expected, scores, strict=True):
             found = re.findall(config.pattern, text)
             assert score == float(found[-1]) if found else isinstance(score, RewardError)
@@ -54,4 +52,4 @@ def test_the_tiny_model_judges_as_transformers_does(tiny_model_path: Path) -> No
         chat._asker._clock = repeat(0).__next__
         assert chat.answers(questions) == expected, "nothing is left of what was taken back"
     finally:
-        judge.close()
+        chat.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrlhf.engines.vllm_transfer import StagedUpdateInfo, StagedWeightTransferEngine
+from asyncrlhf.engines.vllm_transfer import StagedWeightTransferEngine
 from asyncrlhf.errors import WeightSyncError
 from tests.loop import run as local_run
 from tests.ray_run import run
@@ -36,11 +37,11 @@ def test_vllm_generators_take_weights_by_gloo_while_sequences_go_on(tmp_path: Pa
 
 def test_the_audit_ends_a_run_whose_engine_skips_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = "model.layers.2.self_attn.v_proj.weight"
-    original = StagedWeightTransferEngine.receive_weights
+    original = StagedWeightTransferEngine.update_weights
 
-    def skip(self: StagedWeightTransferEngine, update: StagedUpdateInfo) -> None:
-        original(self, StagedUpdateInfo({n: w for n, w in update.tensors.items() if n != skipped}))
+    def skip(self: StagedWeightTransferEngine, update: dict[str, Any]) -> None:
+        original(self, {"tensors": {n: w for n, w in update["tensors"].items() if n != skipped}})
 
-    monkeypatch.setattr(StagedWeightTransferEngine, "receive_weights", skip)
+    monkeypatch.setattr(StagedWeightTransferEngine, "update_weights", skip)
     with pytest.raises(WeightSyncError, match=f"audit of .* tensors that differ: {skipped}[.]$"):
         local_run(tmp_path, "generator.engine=vllm", *SMALL, "steps=4", "weights.audit_every=1")

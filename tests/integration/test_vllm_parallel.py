@@ -10,12 +10,12 @@ import ray
 import torch
 
 import asyncrlhf
-from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec
-from asyncrlhf.actors.messages import WorkItem
+from asyncrlhf.actors.generator import GeneratorActor
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
@@ -72,7 +72,7 @@ def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) 
     assert_close(ray.get(actor.call.remote("score", [TEXT]))[0], reference(model, TEXT), atol=1e-4)
     prompt = Prompt("p", "", TEXT[:5])
     sampling = SamplingParams(max_completion_length=12)
-    items = [WorkItem(GenerationRequest(i, i, prompt.token_ids, i, sampling), prompt) for i in range(6)]
+    items = [GenerationRequest(i, i, prompt, i, sampling) for i in range(6)]
     ray.get(actor.call.remote("submit", items))
     done: list[Rollout] = []
     for _ in range(LOOKS):

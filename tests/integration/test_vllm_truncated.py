@@ -12,7 +12,7 @@ import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import pack
-from asyncrlhf.engines.weights import named_weights
+from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend

@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 
 from asyncrlhf.actors import generator
-from asyncrlhf.actors.generator import GeneratorActor, GeneratorSpec, GeneratorWorker
-from asyncrlhf.actors.messages import WorkItem
+from asyncrlhf.actors.generator import GeneratorActor
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.engine import StepOutput
+from asyncrlhf.engines.engine import StepOutput, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.engines.weights import named_weights
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, Rollout, SamplingParams
+from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close
 from tests.ray_run import wait_until
 
@@ -40,10 +39,10 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[GeneratorActor]:
     actor.close()
 
 
-def work(ids: range) -> list[WorkItem]:
+def work(ids: range) -> list[GenerationRequest]:
     prompt = Prompt("p", "1+1=", np.arange(4, 9))
     sampling = SamplingParams(max_completion_length=LENGTH)
-    return [WorkItem(GenerationRequest(i, i, prompt.token_ids, i, sampling), prompt) for i in ids]
+    return [GenerationRequest(i, i, prompt, i, sampling) for i in ids]
 
 
 def test_a_sleeping_replica_answers_and_samples_nothing(actor: GeneratorActor) -> None:
@@ -96,7 +95,7 @@ def test_chunks_of_what_is_under_way_come_with_what_is_finished(chunking_actor: 
             assert chunk.rollout_id not in done and chunk.prompt_length == 5
             known = sequences.setdefault(chunk.rollout_id, [])
             assert chunk.start == len(known) and len(chunk.token_ids) >= 16
-            known += chunk.token_ids.tolist()
+            known += chunk.token_ids
         done |= {rollout.rollout_id: rollout for rollout in rollouts}
         if len(done) == COUNT:
             break
@@ -126,7 +125,7 @@ class OneAStep:
     def step(self, now: float) -> StepOutput:
         assert self.leave.acquire(timeout=60), "nobody gave leave for a step"
         ids, ones = np.ones(3, np.int64), np.ones(3, np.float32)
-        return StepOutput([Generation(self.ids.pop(0), ids, ones, ids, "stop")], 3, None)
+        return StepOutput([Rollout(self.ids.pop(0), 0, Prompt("", "", ids), ids, ones, ids, "stop")], 3, None)
 
     def close(self) -> None:
         self.leave.release(1000)
@@ -136,7 +135,7 @@ class OneAStep:
 def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GeneratorActor, OneAStep]]:
     engine = OneAStep()
     monkeypatch.setattr(os, "nice", lambda increment: 0)
-    monkeypatch.setattr(generator, "build_worker", lambda spec: GeneratorWorker("g", engine, str, None, {}))
+    monkeypatch.setattr(generator, "build_worker", lambda spec: GeneratorWorker("g", engine, str, None))
     config = GeneratorConfig(engine="hf", threads=0)
     actor = GeneratorActor(GeneratorSpec("g", config, ModelConfig(), "local", WeightsConfig()))
     yield actor, engine
@@ -208,7 +207,7 @@ def test_chunks_end_with_their_rollout_and_evaluations_send_none() -> None:
             assert at_least == 8
             return {i: np.arange(20)[before:] for i, before in seen.items() if 20 - before >= at_least}
 
-    worker = GeneratorWorker("g", Paper(), str, None, {}, chunk_tokens=8)  # type: ignore[arg-type]
+    worker = GeneratorWorker("g", Paper(), str, None, chunk_tokens=8)  # type: ignore[arg-type]
     worker.submit([*work(range(2)), *work(range(-1, 0))])
 
     def sent() -> list[tuple[int, int, int]]:

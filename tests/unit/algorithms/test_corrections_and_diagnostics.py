@@ -16,8 +16,13 @@ from asyncrlhf.algorithms.kl import kl_estimate, kl_sequence_rewards, kl_token_r
 from asyncrlhf.algorithms.losses import value_loss
 from asyncrlhf.algorithms.masked import masked_mean
 from asyncrlhf.algorithms.statistics import BIN, EffectiveSize, Percentile, Statistic, together
-from asyncrlhf.algorithms.step_size import sqrt_ess_factor
-from asyncrlhf.algorithms.weights import behavior_weight, interpolated_proximal, log_ratio, target_anchor
+from asyncrlhf.algorithms.weights import (
+    behavior_weight,
+    interpolated_proximal,
+    log_ratio,
+    sqrt_ess_factor,
+    target_anchor,
+)
 from tests import reference
 from tests.numeric import assert_close
 from tests.unit.algorithms.batches import assert_same_gradient, gradient, ragged_batch

@@ -12,7 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrlhf.algorithms.aggregate import AGGREGATES, normaliser_count
-from asyncrlhf.algorithms.coefficients import COEFFICIENTS, band, cap, clip, dprob, gamma, geoclip, one, signed, soft
+from asyncrlhf.algorithms.coefficients import (
+    COEFFICIENTS,
+    RatioFacts,
+    band,
+    cap,
+    clip,
+    dprob,
+    gamma,
+    geoclip,
+    one,
+    signed,
+    soft,
+)
 from asyncrlhf.algorithms.losses import policy_loss
 from asyncrlhf.algorithms.weights import LEVELS, target_anchor
 from tests import reference
@@ -219,7 +231,7 @@ def test_a_ratio_beyond_float_range_stays_finite(rule: str, drift: float) -> Non
 def test_senseless_switches_are_refused() -> None:
     mask, ids = torch.tensor([True]), torch.tensor([0])
     with pytest.raises(ValueError, match="dual_clip"):
-        clip(0.2, 0.2, 0.5)
+        clip(0.2, 0.2, 0.5)(RatioFacts(*torch.ones(4, 1), mask, ids))
     with pytest.raises(ValueError, match="constant length"):
         normaliser_count("const", mask, ids)
     with pytest.raises(ValueError, match="allowed: token"):

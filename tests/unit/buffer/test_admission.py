@@ -61,9 +61,7 @@ def test_lag_gate_schedules_each_step_for_its_version() -> None:
         while gate.room(version):
             step = gate.admit(version)
             made.append((step, version))
-        assert gate.complete(version)
     assert made == [(t, max(0, t - 2)) for t in range(8) for _ in range(2)]
-    assert [gate.step_of(i) for i in range(5)] == [0, 0, 1, 1, 2]
 
 
 def test_lag_gate_refuses_a_late_version_and_keeps_failed_places() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
-from asyncrlhf.buffer.replay import ReplayBuffer, Taken
+from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.buffer.sampling import advantage, correction, must_wait, priority
 from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import RolloutGroup
@@ -28,13 +29,18 @@ def make_buffer(groups: int = 2, seed: int = 0, *, flow: dict[str, Any] | None =
 def fill(buffer: ReplayBuffer, *groups: RolloutGroup, step: int | None = None) -> None:
     for group in groups:
         buffer.reserve(len(group))
-        assert buffer.add(group, step) is None
+        assert buffer.add(replace(group, scheduled_step=step)) is None
+
+
+def with_(group: RolloutGroup, **batch: Any) -> RolloutGroup:
+    """The group as a batch holds it."""
+    return replace(group, rollouts=tuple(replace(r, **batch) for r in group.rollouts))
 
 
 def take_ids(buffer: ReplayBuffer, version: int) -> list[int]:
     taken = buffer.take(version)
     assert taken is not None
-    return [t.group.group_id for t in taken]
+    return [t.group_id for t in taken]
 
 
 def test_places() -> None:
@@ -125,13 +131,16 @@ def test_priority_weight_scales_the_largest_to_one() -> None:
     fill(buffer, *(make_group(i, rewards=(0.0, 10.0**i)) for i in range(4)))
     taken = buffer.take(0)
     assert taken is not None
-    weights = {t.group.group_id: t.weight for t in taken}
+    weights = {t.group_id: t.rollouts[0].weight for t in taken}
     assert max(weights.values()) == 1.0
     assert weights[min(weights)] == 1.0 > weights[max(weights)]  # the likelier group counts less
     buffer = make_buffer(2, sampling="priority")
     fill(buffer, make_group(0, rewards=(0.0, 9.0)), make_group(1))
     taken = buffer.take(0)
-    assert taken is not None and [t.weight for t in taken] == [1.0, 1.0]  # nothing was chosen, nothing to correct
+    assert taken is not None and [t.rollouts[0].weight for t in taken] == [
+        1.0,
+        1.0,
+    ]  # nothing was chosen, nothing to correct
 
 
 def test_advantage_priority_is_the_papers_on_whole_groups() -> None:
@@ -167,7 +176,7 @@ def test_replay_fills_its_share_and_fresh_groups_go_oldest_first() -> None:
     assert buffer.replayed_by(0) == 0 and buffer.replayed_by(1) == 1
     taken = buffer.take(1)
     assert taken is not None
-    assert [(t.group.group_id, t.replayed, t.uses_left) for t in taken] == [(2, True, 1), (3, False, 2), (4, False, 2)]
+    assert [(t.group_id, t.replayed, t.uses_left) for t in taken] == [(2, True, 1), (3, False, 2), (4, False, 2)]
     assert buffer.replayed_by(1) == 1
     assert buffer.take(2) is None, "one fresh group is no two"
     fill(buffer, make_group(6, low=2))
@@ -189,12 +198,12 @@ def test_max_age_holds_for_what_was_trained_only() -> None:
     buffer = trained_once(max_age=2)
     assert buffer.evict(2) == []
     gone = buffer.evict(3)
-    assert [(e.group.group_id, e.reason, e.uses_left) for e in gone] == [
-        (0, "stale", 0),
-        (1, "stale", 0),
-        (2, "stale", 0),
+    assert [(e.group_id, e.uses_left) for e in gone] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
     ]
-    assert [(e.group.group_id, e.uses_left) for e in buffer.evict(6)] == [(3, 1), (4, 1), (5, 1)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict(6)] == [(3, 1), (4, 1), (5, 1)]
 
 
 def test_replay_leaves_half_of_the_buffer_to_fresh_groups() -> None:
@@ -203,7 +212,7 @@ def test_replay_leaves_half_of_the_buffer_to_fresh_groups() -> None:
     assert take_ids(buffer, 0) == [0, 1] and buffer.evict(1) == []
     fill(buffer, make_group(2, low=1))
     assert take_ids(buffer, 1) == [0, 2]
-    assert [(e.group.group_id, e.uses_left) for e in buffer.evict(2)] == [(0, 0)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict(2)] == [(0, 0)]
     assert buffer.free == 4
 
 
@@ -214,7 +223,10 @@ def test_replayed_weights_correct_among_the_replayed_only() -> None:
     fill(buffer, *(make_group(i, low=1) for i in range(4, 8)))
     taken = buffer.take(1)
     assert taken is not None
-    fresh, again = [t.weight for t in taken if not t.replayed], [t.weight for t in taken if t.replayed]
+    fresh, again = (
+        [t.rollouts[0].weight for t in taken if not t.replayed],
+        [t.rollouts[0].weight for t in taken if t.replayed],
+    )
     assert fresh == [1.0, 1.0]
     assert max(again) == 1.0 and min(again) < 1.0
 
@@ -230,9 +242,9 @@ def test_replay_draws_represent_what_may_be_replayed() -> None:
         taken = buffer.take(1)
         assert taken is not None
         again = [t for t in taken if t.replayed]
-        total = sum(t.weight for t in again)
-        sums.append(sum(t.weight * values[t.group.group_id] for t in again) / total)
-        plain.append(np.mean([values[t.group.group_id] for t in again]))
+        total = sum(t.rollouts[0].weight for t in again)
+        sums.append(sum(t.rollouts[0].weight * values[t.group_id] for t in again) / total)
+        plain.append(np.mean([values[t.group_id] for t in again]))
     # Self-normalised, so nearly and not exactly unbiased: the mean of the pool is 2.
     assert abs(np.mean(sums) - 2.0) < 0.35 < 0.7 < np.mean(plain) - 2.0
 
@@ -241,7 +253,7 @@ def test_what_replay_filled_is_saved_for_the_gate() -> None:
     buffer = trained_once()
     assert len(take_ids(buffer, 1)) == 3
     other = make_buffer(3, replay_fraction=0.5, max_reuse=3, flow={"max_staleness": 4})
-    payloads = {r.info.rollout_id: r.info.payload for g in buffer.groups() for r in g.rollouts}
+    payloads = {r.rollout_id: r.payload for g in buffer.groups() for r in g.rollouts}
     other.load_state_dict(json.loads(json.dumps(buffer.state_dict())), payloads, version=2)
     assert [other.replayed_by(v) for v in (1, 2)] == [buffer.replayed_by(v) for v in (1, 2)] == [1, 2]
 
@@ -249,7 +261,7 @@ def test_what_replay_filled_is_saved_for_the_gate() -> None:
 def test_purge_leaves_the_published_version_alone() -> None:
     buffer = trained_once()
     gone = buffer.purge(1)
-    assert [(e.group.group_id, e.reason, e.uses_left) for e in gone] == [(i, "stale", 0) for i in range(3)]
+    assert [(e.group_id, e.uses_left) for e in gone] == [(i, 0) for i in range(3)]
     assert [g.group_id for g in buffer.groups()] == [3, 4, 5]
     scheduled = make_buffer(2, flow={"mode": "fixed_lag", "lag": 4})
     fill(scheduled, make_group(0), step=0)
@@ -262,11 +274,11 @@ def test_a_smaller_bound_is_met_as_configured(over_stale: str) -> None:
     buffer = make_buffer(1, sampling=sampling, flow={"max_staleness": 4, "over_stale": over_stale})
     fill(buffer, make_group(0, low=1), make_group(1, low=1, high=3), make_group(2, low=3))
     buffer.set_bound(1)
-    gone = [e.group.group_id for e in buffer.evict(3)]
+    gone = [e.group_id for e in buffer.evict(3)]
     taken = buffer.take(3)
     assert taken is not None
     buffer.check_batch(3, taken)
-    first = (taken[0].group.group_id, taken[0].weight, taken[0].masked_before_version)
+    first = (taken[0].group_id, taken[0].rollouts[0].weight, taken[0].rollouts[0].masked_before_version)
     expected = {
         "drop": ([0, 1], (2, 1.0, 0)),
         "mask": ([0], (1, 1.0, 2)),
@@ -276,7 +288,7 @@ def test_a_smaller_bound_is_met_as_configured(over_stale: str) -> None:
     assert (gone, first) == expected[over_stale]
     buffer.set_bound(9)
     with pytest.raises(StaleBatchError):
-        buffer.check_batch(9, [Taken(make_group(9, low=4), 1.0, 0, 0)])
+        buffer.check_batch(9, [make_group(9, low=4)])
 
 
 def test_drop_evicts_over_the_bound_only() -> None:
@@ -284,7 +296,7 @@ def test_drop_evicts_over_the_bound_only() -> None:
     fill(buffer, make_group(0, low=0, high=3), make_group(1, low=1), make_group(2, low=3))
     assert buffer.evict(2) == []
     gone = buffer.evict(3)
-    assert [(e.group.group_id, e.reason, e.uses_left) for e in gone] == [(0, "stale", 1)]
+    assert [(e.group_id, e.uses_left) for e in gone] == [(0, 1)]
     assert take_ids(buffer, 3) == [1, 2]
 
 
@@ -297,10 +309,13 @@ def test_take_leaves_what_evict_would_remove() -> None:
 def test_mask_keeps_groups_with_a_fresh_token() -> None:
     buffer = make_buffer(flow={"max_staleness": 2, "over_stale": "mask"})
     fill(buffer, make_group(0, low=0, high=1), make_group(1, low=0, high=3), make_group(2, low=5))
-    assert [e.group.group_id for e in buffer.evict(5)] == [0]
+    assert [e.group_id for e in buffer.evict(5)] == [0]
     taken = buffer.take(5)
     assert taken is not None
-    assert [(t.group.group_id, t.masked_before_version, t.weight) for t in taken] == [(1, 3, 1.0), (2, 3, 1.0)]
+    assert [(t.group_id, t.rollouts[0].masked_before_version, t.rollouts[0].weight) for t in taken] == [
+        (1, 3, 1.0),
+        (2, 3, 1.0),
+    ]
     buffer.check_batch(5, taken)
 
 
@@ -310,7 +325,7 @@ def test_downweight_shrinks_with_the_staleness_over_the_bound() -> None:
     assert buffer.evict(5) == []
     taken = buffer.take(5)
     assert taken is not None
-    assert [t.weight for t in taken] == [pytest.approx(2 / 6), 1.0, 1.0]
+    assert [t.rollouts[0].weight for t in taken] == [pytest.approx(2 / 6), 1.0, 1.0]
     buffer.check_batch(5, taken)
 
 
@@ -336,7 +351,7 @@ def test_wait_with_one_straggler_back_takes_it_before_fresher_groups() -> None:
     buffer = make_buffer(1, flow={"max_staleness": 2, "over_stale": "wait"})
     fill(buffer, make_group(3, low=1), make_group(1, low=0))
     taken = buffer.take(1, [0])
-    assert taken is not None and [t.group.group_id for t in taken] == [1]
+    assert taken is not None and [t.group_id for t in taken] == [1]
 
 
 def test_reuse() -> None:
@@ -346,12 +361,12 @@ def test_reuse() -> None:
     for version in range(4):
         taken = buffer.take(version)
         assert taken is not None
-        uses.append((taken[0].group.group_id, taken[0].uses_left))
+        uses.append((taken[0].group_id, taken[0].uses_left))
     assert uses == [(0, 1), (0, 0), (1, 1), (1, 0)]
     assert buffer.held == 0
     fill(buffer, make_group(2, low=4))
     assert take_ids(buffer, 4) == [2]
-    assert [(e.group.group_id, e.uses_left) for e in buffer.evict(8)] == [(2, 1)]
+    assert [(e.group_id, e.uses_left) for e in buffer.evict(8)] == [(2, 1)]
 
 
 def test_zero_spread_groups_are_refused_and_their_places_freed() -> None:
@@ -371,7 +386,7 @@ def test_scheduled_batches_are_the_scheduled_groups() -> None:
     assert take_ids(buffer, 0) == [0]
     assert take_ids(buffer, 1) == [2, 3]
     buffer.reserve(2)
-    assert buffer.add(make_group(4, low=1, rewards=(1.0, 1.0)), 2) == "untrainable"
+    assert buffer.add(replace(make_group(4, low=1, rewards=(1.0, 1.0)), scheduled_step=2)) == "untrainable"
     buffer.close_group(5, 2)
     assert buffer.take(2) == []
     with pytest.raises(LedgerError, match="group 9 came with scheduled step None"):
@@ -381,21 +396,21 @@ def test_scheduled_batches_are_the_scheduled_groups() -> None:
 @pytest.mark.parametrize(
     ("flow", "version", "entry", "allowed"),
     [
-        ({}, 3, Taken(make_group(0, low=1), 1.0, 0, 0), True),
-        ({}, 3, Taken(make_group(0, low=0, high=3), 1.0, 0, 0), False),
-        ({}, 3, Taken(make_group(0, low=3, high=4), 1.0, 0, 0), False),  # from the future
-        ({"over_stale": "wait"}, 3, Taken(make_group(0, low=0), 1.0, 0, 0), False),
-        ({"over_stale": "mask"}, 3, Taken(make_group(0, low=0, high=3), 1.0, 1, 0), True),
-        ({"over_stale": "mask"}, 3, Taken(make_group(0, low=0, high=3), 1.0, 0, 0), False),
-        ({"over_stale": "downweight"}, 3, Taken(make_group(0, low=0), 0.75, 0, 0), True),
-        ({"over_stale": "downweight"}, 3, Taken(make_group(0, low=0), 0.8, 0, 0), False),
-        ({"mode": "fixed_lag", "lag": 4}, 6, Taken(make_group(0, low=2), 1.0, 0, 0), True),
-        ({"mode": "fixed_lag", "lag": 4}, 6, Taken(make_group(0, low=3), 1.0, 0, 0), False),
-        ({"mode": "fixed_lag", "lag": 4}, 6, Taken(make_group(0, low=2, high=3), 1.0, 0, 0), False),
-        ({"mode": "fixed_lag", "lag": 4}, 2, Taken(make_group(0, low=0), 1.0, 0, 0), True),
+        ({}, 3, make_group(0, low=1), True),
+        ({}, 3, make_group(0, low=0, high=3), False),
+        ({}, 3, make_group(0, low=3, high=4), False),  # from the future
+        ({"over_stale": "wait"}, 3, make_group(0, low=0), False),
+        ({"over_stale": "mask"}, 3, with_(make_group(0, low=0, high=3), weight=1.0, masked_before_version=1), True),
+        ({"over_stale": "mask"}, 3, make_group(0, low=0, high=3), False),
+        ({"over_stale": "downweight"}, 3, with_(make_group(0, low=0), weight=0.75, masked_before_version=0), True),
+        ({"over_stale": "downweight"}, 3, with_(make_group(0, low=0), weight=0.8, masked_before_version=0), False),
+        ({"mode": "fixed_lag", "lag": 4}, 6, make_group(0, low=2), True),
+        ({"mode": "fixed_lag", "lag": 4}, 6, make_group(0, low=3), False),
+        ({"mode": "fixed_lag", "lag": 4}, 6, make_group(0, low=2, high=3), False),
+        ({"mode": "fixed_lag", "lag": 4}, 2, make_group(0, low=0), True),
     ],
 )
-def test_check_batch(flow: dict[str, Any], version: int, entry: Taken, allowed: bool) -> None:
+def test_check_batch(flow: dict[str, Any], version: int, entry: RolloutGroup, allowed: bool) -> None:
     buffer = make_buffer(flow=flow)
     if allowed:
         buffer.check_batch(version, [entry])
@@ -413,7 +428,7 @@ def test_state_survives_json_and_draws_go_on() -> None:
     assert first is not None
     state = json.loads(json.dumps(buffer.state_dict()))
     assert "payload" not in json.dumps(state)
-    payloads = {r.info.rollout_id: r.info.payload for g in buffer.groups() for r in g.rollouts}
+    payloads = {r.rollout_id: r.payload for g in buffer.groups() for r in g.rollouts}
     other = make_buffer(2, seed=99, **config)
     other.load_state_dict(state, payloads, version=1)
     assert other.groups() == buffer.groups()
@@ -425,6 +440,6 @@ def test_state_survives_json_and_draws_go_on() -> None:
 def test_a_checkpoint_larger_than_the_buffer_is_refused() -> None:
     buffer = make_buffer()
     fill(buffer, make_group(0), make_group(1), make_group(2))
-    payloads = {r.info.rollout_id: r.info.payload for g in buffer.groups() for r in g.rollouts}
+    payloads = {r.rollout_id: r.payload for g in buffer.groups() for r in g.rollouts}
     with pytest.raises(LedgerError, match="2 places over capacity 4"):
         make_buffer(capacity=4).load_state_dict(buffer.state_dict(), payloads, version=0)

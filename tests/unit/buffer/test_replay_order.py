@@ -37,13 +37,13 @@ class Sorted:
         self.rng = np.random.Generator(np.random.PCG64(seed))
 
     def over(self, entry: Entry, version: int) -> bool:
-        eta, age = self.flow.max_staleness, version - min(r.info.min_version for r in entry.group.rollouts)
+        eta, age = self.flow.max_staleness, version - min(r.min_version for r in entry.group.rollouts)
         if self.config.replays and entry.uses:
             return age > min(self.config.max_age or eta, eta)
         if self.flow.over_stale == "downweight":
             return False
         if self.flow.over_stale == "mask":
-            return all(version - r.info.max_version > eta for r in entry.group.rollouts)
+            return all(version - r.max_version > eta for r in entry.group.rollouts)
         return age > eta
 
     def must_wait(self, version: int, flying: list[int]) -> bool:
@@ -140,12 +140,12 @@ def test_batches_are_those_of_the_sorted_reference(data: st.DataObject) -> None:
         assert buffer.state_dict() == before, "a look changes nothing"
         expected = outcome(reference.take, version, flying)
         taken = outcome(buffer.take, version, flying)
-        assert (taken if taken in (None, "stale") else [t.group.group_id for t in taken]) == expected
+        assert (taken if taken in (None, "stale") else [t.group_id for t in taken]) == expected
         if ready or expected != "stale":
             assert ready == (expected is not None)
         if expected == "stale":
             return
         if expected is not None:
             version += 1
-            gone = {evicted.group.group_id for evicted in buffer.evict(version)}
+            gone = {evicted.group_id for evicted in buffer.evict(version)}
             reference.held = [e for e in reference.held if e.number not in gone]

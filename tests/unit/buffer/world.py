@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,14 +13,14 @@ from asyncrlhf.buffer.admission import LagGate, StalenessGate, build_gate
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.ledger import Ledger
-from asyncrlhf.buffer.replay import Evicted, ReplayBuffer, Taken
-from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo, ScoredRollout
+from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo
 
 
 def make_rollout(
     rollout_id: int, group_id: int, low: int = 0, high: int | None = None, reward: float = 0.0, finished_at: int = 0
-) -> ScoredRollout:
-    info = RolloutInfo(
+) -> RolloutInfo:
+    return RolloutInfo(
         rollout_id=rollout_id,
         group_id=group_id,
         generator_id="g0",
@@ -32,8 +31,12 @@ def make_rollout(
         finish_reason="stop",
         generated_at=1.5,
         payload=Payload(ref=f"payload-{rollout_id}", index=rollout_id),
+        admitted_at=0.5,
+        finished_at_version=finished_at,
+        reward=reward,
+        reward_parts={"rule": reward},
+        scored_at=2.5,
     )
-    return ScoredRollout(info, reward, 0.5, 2.5, finished_at, {"rule": reward})
 
 
 def make_group(
@@ -104,7 +107,7 @@ class OpenGroup:
     waiting: set[int]
     began: dict[int, int] = field(default_factory=dict)
     running: dict[int, int] = field(default_factory=dict)  # id -> replica
-    scored: list[ScoredRollout] = field(default_factory=list)
+    scored: list[RolloutInfo] = field(default_factory=list)
 
     def oldest(self) -> int:
         ages = [*self.began.values(), *([self.floor] if self.waiting else [])]
@@ -224,13 +227,13 @@ class World:
             if group.step is not None:
                 self.buffer.close_group(group_id, group.step)
             return
-        whole = RolloutGroup(group_id, tuple(group.scored))
-        refused = self.buffer.add(whole, group.step)
+        whole = RolloutGroup(group_id, tuple(group.scored), group.step)
+        refused = self.buffer.add(whole)
         for r in whole.rollouts:
             if refused:
-                self.ledger.drop(r.info.rollout_id, refused)
+                self.ledger.drop(r.rollout_id, refused)
             else:
-                self.ledger.buffer(r.info.rollout_id)
+                self.ledger.buffer(r.rollout_id)
         if refused:
             self.ends["dropped"] += len(whole)
             self.gate.release()
@@ -252,7 +255,7 @@ class World:
         if not self.scheduled:
             self.replicas[replica] = self.published
             return
-        while self.replicas[0] < self.published and not self.open and self.gate.complete(self.replicas[0]):
+        while self.replicas[0] < self.published and not self.open and self.gate.room(self.replicas[0]) == 0:
             self.replicas = [version + 1 for version in self.replicas]
 
     # --- training
@@ -279,19 +282,19 @@ class World:
         held = [group.min_version for group in self.buffer.groups()]
         assert self.scheduled or all(version >= self.published for version in held)
 
-    def file(self, evicted: list[Evicted], purged: bool = False) -> None:
+    def file(self, evicted: list[RolloutGroup], purged: bool = False) -> None:
         for gone in evicted:
-            used = self.uses[gone.group.group_id]
+            used = self.uses[gone.group_id]
             if not purged:
-                self.check_eviction(gone.group)
+                self.check_eviction(gone)
             if self.setting.replay_fraction:
                 assert gone.uses_left == (0 if used else 1)
             else:
                 assert gone.uses_left == self.setting.max_reuse - used > 0
             self.gate.release(gone.uses_left)
-            del self.buffered[gone.group.group_id]
-            for r in gone.group.rollouts:
-                self.ledger.drop(r.info.rollout_id, gone.reason)
+            del self.buffered[gone.group_id]
+            for r in gone.rollouts:
+                self.ledger.drop(r.rollout_id, "stale")
                 self.ends["trained" if used else "dropped"] += 1
         self.follow()
 
@@ -302,21 +305,22 @@ class World:
         if taken is None:
             return False
         self.buffer.check_batch(self.version, taken)
-        ids = [t.group.group_id for t in taken]
+        ids = [t.group_id for t in taken]
         assert ids == sorted(set(ids))
         if not self.scheduled:
             assert len(taken) == self.setting.groups
         self.check_replay(taken, len(pool))
         for t in taken:
-            assert t.group == self.buffered[t.group.group_id]
+            plain = tuple(replace(r, weight=1.0, masked_before_version=0) for r in t.rollouts)
+            assert plain == self.buffered[t.group_id].rollouts
             self.check_taken(t)
-            self.uses[t.group.group_id] += 1
-            assert self.uses[t.group.group_id] + t.uses_left == self.setting.max_reuse
-            for r in t.group.rollouts:
-                self.ledger.train(r.info.rollout_id, self.version, last_use=t.uses_left == 0)
+            self.uses[t.group_id] += 1
+            assert self.uses[t.group_id] + t.uses_left == self.setting.max_reuse
+            for r in t.rollouts:
+                self.ledger.train(r.rollout_id, self.version, last_use=t.uses_left == 0)
             if t.uses_left == 0:
-                del self.buffered[t.group.group_id]
-                self.ends["trained"] += len(t.group)
+                del self.buffered[t.group_id]
+                self.ends["trained"] += len(t)
         self.trained_batches.append(ids)
         self.version += 1
         if self.version % self.setting.publish_every == 0:
@@ -324,8 +328,8 @@ class World:
         self.evict()
         return True
 
-    def check_replay(self, taken: list[Taken], pool: int) -> None:
-        again = [t for t in taken if self.uses[t.group.group_id]]
+    def check_replay(self, taken: list[RolloutGroup], pool: int) -> None:
+        again = [t for t in taken if self.uses[t.group_id]]
         assert [t for t in taken if t.replayed] == again
         self.replayed.append(len(again))
         s = self.setting
@@ -335,7 +339,7 @@ class World:
         due = min(share, pool) if self.version >= s.warmup_steps else 0
         assert len(again) <= due if s.over_stale == "wait" else len(again) == due
         for t in again:
-            assert t.group.staleness(self.version) <= min(s.max_age or self.limit, self.limit)
+            assert t.staleness(self.version) <= min(s.max_age or self.limit, self.limit)
 
     def check_eviction(self, group: RolloutGroup) -> None:
         limit = self.version - self.limit
@@ -343,26 +347,26 @@ class World:
         if self.setting.replay_fraction and self.uses[group.group_id]:
             return  # too old to be replayed, or in the way of fresh ones
         assert not self.scheduled and policy != "downweight"
-        assert any(r.info.min_version < limit for r in group.rollouts)
+        assert any(r.min_version < limit for r in group.rollouts)
         if policy == "mask":
-            assert all(r.info.max_version < limit for r in group.rollouts)
+            assert all(r.max_version < limit for r in group.rollouts)
         if policy == "wait":
             assert self.uses[group.group_id] > 0, "over_stale=wait dropped a group that was never trained"
 
-    def check_taken(self, taken: Any) -> None:
+    def check_taken(self, taken: RolloutGroup) -> None:
         limit = self.version - (self.bound if self.scheduled else self.limit)
-        assert 0 < taken.weight <= 1
+        assert 0 < taken.rollouts[0].weight <= 1
         if self.scheduled:
-            for r in taken.group.rollouts:
+            for r in taken.rollouts:
                 exact = max(0, limit)
-                assert exact <= r.info.min_version <= r.info.max_version <= max(exact, self.resumed)
+                assert exact <= r.min_version <= r.max_version <= max(exact, self.resumed)
             return
-        age = max(r.staleness(self.version) for r in taken.group.rollouts)
+        age = max(r.staleness(self.version) for r in taken.rollouts)
         if self.setting.over_stale == "mask":
-            assert taken.masked_before_version == max(0, limit)
-            assert any(r.info.max_version >= limit for r in taken.group.rollouts)
+            assert taken.rollouts[0].masked_before_version == max(0, limit)
+            assert any(r.max_version >= limit for r in taken.rollouts)
         elif self.setting.over_stale == "downweight":
-            assert taken.weight <= min(1.0, (self.limit + 1) / (age + 1))
+            assert taken.rollouts[0].weight <= min(1.0, (self.limit + 1) / (age + 1))
         else:
             assert age <= (self.bound if self.setting.over_stale == "wait" else self.limit)
 
@@ -391,7 +395,7 @@ class World:
         saved = json.loads(
             json.dumps([self.gate.state_dict(), self.buffer.state_dict(), self.ledger.state_dict()], allow_nan=False)
         )
-        payloads = {r.info.rollout_id: r.info.payload for g in self.buffered.values() for r in g.rollouts}
+        payloads = {r.rollout_id: r.payload for g in self.buffered.values() for r in g.rollouts}
         self.new_parts()
         self.gate.load_state_dict(saved[0], self.version)
         self.buffer.load_state_dict(saved[1], payloads, self.version)
@@ -400,7 +404,7 @@ class World:
         self.resumed = self.published = self.version
         self.replicas = [self.version] * self.setting.replicas
         for group in self.open.values():
-            again = [*group.running, *(r.info.rollout_id for r in group.scored)]
+            again = [*group.running, *(r.rollout_id for r in group.scored)]
             for rollout_id in again:
                 self.ledger.requeue(rollout_id)
             group.waiting.update(again)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.cli import doctor, doctor_machine, doctor_parts, doctor_probes
+from asyncrlhf.cli import doctor, doctor_parts, doctor_probes
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
 
@@ -33,7 +33,7 @@ def unasked(address: str) -> dict[str, Any]:
     pytest.fail(f"nobody asked for a cluster at {address}")
 
 
-def examine(*overrides: str, cluster: Any = unasked, **changed: dict[str, Any]) -> dict[str, doctor_machine.Finding]:
+def examine(*overrides: str, cluster: Any = unasked, **changed: dict[str, Any]) -> dict[str, doctor_parts.Finding]:
     """The findings by name, for a machine on which the probes answer as HEALTHY unless ``changed``."""
     answers = {**HEALTHY, **changed}
     findings = doctor.examine(load_config(list(overrides)), lambda name: answers[name], cluster)
@@ -210,18 +210,18 @@ def test_nonsense_is_refused_as_train_refuses_it(capsys: pytest.CaptureFixture[s
 
 
 def test_too_little_memory_fails(tmp_path: Path) -> None:
-    assert doctor_machine.memory(doctor_machine.GIB).level == "fails"
-    assert doctor_machine.memory(8 * doctor_machine.GIB).level == "good"
-    assert doctor_machine.tiny_model(tmp_path).level == "fails"
+    assert doctor.memory(doctor.GIB).level == "fails"
+    assert doctor.memory(8 * doctor.GIB).level == "good"
+    assert doctor.tiny_model(tmp_path).level == "fails"
 
 
 def test_exit_code_and_last_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    good = [doctor_machine.Finding("torch", "2.13")]
+    good = [doctor_parts.Finding("torch", "2.13")]
     monkeypatch.setattr(doctor, "examine", lambda config: good)
     assert doctor.run() == 0
     assert "should work here" in capsys.readouterr().out
     monkeypatch.setattr(
-        doctor, "examine", lambda config: [*good, doctor_machine.Finding("disk", "0 GiB", "fails", "Make room.")]
+        doctor, "examine", lambda config: [*good, doctor_parts.Finding("disk", "0 GiB", "fails", "Make room.")]
     )
     assert doctor.run() == 1
     out = capsys.readouterr().out
@@ -232,9 +232,9 @@ def test_exit_code_and_last_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_wandb_login_by_key_and_by_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert doctor_machine.wandb_login({}).found == "none"
-    assert doctor_machine.wandb_login({"WANDB_API_KEY": "x"}).found == "by WANDB_API_KEY"
+    assert doctor.wandb_login({}).found == "none"
+    assert doctor.wandb_login({"WANDB_API_KEY": "x"}).found == "by WANDB_API_KEY"
     netrc = tmp_path / ".netrc"
     netrc.write_text("machine api.wandb.ai login user password secret\n")
     netrc.chmod(0o600)
-    assert doctor_machine.wandb_login({}).found == "by ~/.netrc"
+    assert doctor.wandb_login({}).found == "by ~/.netrc"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.cluster import ray_services
+from asyncrlhf.cluster import ray_handles
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.cluster.parts import answer_seconds
-from asyncrlhf.cluster.ray_services import RayAnnotator
+from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.readahead.messages import Prefilled
+from asyncrlhf.readahead.owners import Prefilled
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.types import Annotation
 
@@ -30,7 +30,7 @@ class Scripted(RayAnnotator):
         self.script = list(script)
         self.started: list[str] = []
         self.killed: list[Any] = []
-        monkeypatch.setattr(ray_services.ray, "kill", self.killed.append)
+        monkeypatch.setattr(ray_handles.ray, "kill", self.killed.append)
         spec: Any = SimpleNamespace(kind="reward", answer_seconds=450.0, settings=SimpleNamespace(max_restarts=1))
         super().__init__(spec, 0, {}, start_seconds=60.0)
 
@@ -72,7 +72,7 @@ def test_a_death_that_a_second_call_hid_is_told_to_the_reader_of_chunks(monkeypa
 
     async def main() -> None:
         worker = Scripted(monkeypatch, DEAD, ["scores"], Prefilled(True), ["more scores"], Prefilled(True))
-        monkeypatch.setattr(ray_services, "placed", lambda annotations, arrays: annotations)
+        monkeypatch.setattr(ray_handles, "placed", lambda annotations, arrays: annotations)
         assert await worker.annotate([]) == ["scores"]
         with pytest.raises(ReplicaError, match="reward-0 died"):
             await worker.prefill([], [])

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrlhf.actors.messages import TrainItem
 from asyncrlhf.cluster.ray_handles import RayLearner
-from asyncrlhf.types import Payload
+from asyncrlhf.types import Payload, RolloutInfo
 
 
 class Rank:
@@ -34,7 +33,19 @@ class Rank:
 async def test_every_rollout_goes_to_the_ranks_of_one_share(ranks: int, shares: int) -> None:
     draws = np.random.default_rng(ranks)
     items = [
-        TrainItem(Payload(f"bundle {i % 5}", i), float(i), group_id=i // 4, tokens=int(draws.integers(2, 90)))
+        RolloutInfo(
+            i,
+            i // 4,
+            "g",
+            1,
+            int(draws.integers(1, 89)),
+            0,
+            0,
+            "stop",
+            0.0,
+            Payload(f"bundle {i % 5}", i),
+            reward=float(i),
+        )
         for i in range(20)
     ]
     learner = RayLearner.__new__(RayLearner)

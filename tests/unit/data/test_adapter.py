@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrlhf.data.adapter import add_adapter, merged, merged_state, trained_tensors
 from asyncrlhf.data.data_config import LoraConfig, ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model, load_policy
-from asyncrlhf.engines.engine import AdapterMerge
-from asyncrlhf.engines.weights import named_weights
+from asyncrlhf.engines.engine import AdapterMerge, named_weights
 from asyncrlhf.errors import ConfigError, WeightSyncError
-from asyncrlhf.learner.shards import export_model
+from asyncrlhf.learner.checkpoint import export_model
 from tests.numeric import assert_close
 
 TEXT = torch.arange(3, 15)[None]

@@ -7,21 +7,21 @@ import pytest
 
 from asyncrlhf.engines.fake import FakeEngine
 from asyncrlhf.engines.generator_config import FakeConfig
-from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
+from asyncrlhf.types import GenerationFailure, GenerationRequest, Prompt, Rollout, SamplingParams
 
 STOP = 3
 
 
 def make_requests(count: int, longest: int = 400, stops: tuple[int, ...] = (STOP,)) -> list[GenerationRequest]:
     sampling = SamplingParams(longest, stop_token_ids=stops)
-    return [GenerationRequest(i, i, np.array([5]), 1000 + i, sampling) for i in range(count)]
+    return [GenerationRequest(i, i, Prompt("", "", np.array([5])), 1000 + i, sampling) for i in range(count)]
 
 
 def make_engine(slots: int = 1, **settings: float) -> FakeEngine:
     return FakeEngine(FakeConfig(**settings), slots=slots, vocab_size=12)
 
 
-def run(engine: FakeEngine) -> dict[int, tuple[float, Generation | GenerationFailure]]:
+def run(engine: FakeEngine) -> dict[int, tuple[float, Rollout | GenerationFailure]]:
     """Step at each ``wake_at``; the time at which each request came back."""
     done, now = {}, 0.0
     while engine.in_flight():

@@ -15,11 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from asyncrlhf.engines import planning
+from asyncrlhf.engines import slots as table
 from asyncrlhf.engines.forward import is_lean
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.errors import ConfigError, WeightSyncError
-from asyncrlhf.types import Generation, GenerationFailure, GenerationRequest, SamplingParams
+from asyncrlhf.types import GenerationFailure, GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close
 
 VOCABULARY = 40
@@ -72,31 +72,31 @@ def make_model(name: str = "llama", seed: int = 0) -> PreTrainedModel:
 
 def make_requests(sampling: SamplingParams, lengths: list[int], siblings: int = 1) -> list[GenerationRequest]:
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, VOCABULARY, length) for length in lengths]
+    prompts = [Prompt("", "", rng.integers(1, VOCABULARY, length)) for length in lengths]
     return [
         GenerationRequest(i, i // siblings, prompts[i // siblings], 77 + i, sampling)
         for i in range(siblings * len(prompts))
     ]
 
 
-def run(engine: HFEngine, requests: list[GenerationRequest] | None = None) -> dict[int, Generation]:
+def run(engine: HFEngine, requests: list[GenerationRequest] | None = None) -> dict[int, Rollout]:
     engine.submit(requests or [])
-    done: dict[int, Generation] = {}
+    done: dict[int, Rollout] = {}
     while engine.in_flight():
         for result in engine.step(0.0).finished:
-            assert isinstance(result, Generation), result
+            assert isinstance(result, Rollout), result
             done[result.rollout_id] = result
     return done
 
 
 @torch.no_grad()
-def reference_logits(model: PreTrainedModel, request: GenerationRequest, result: Generation) -> torch.Tensor:
+def reference_logits(model: PreTrainedModel, request: GenerationRequest, result: Rollout) -> torch.Tensor:
     """Logits [L, V] of the response's tokens by one plain forward pass over the whole text, alone."""
     text = torch.from_numpy(np.concatenate([request.prompt_ids, result.response_ids]))
     return model(text[None]).logits[0, len(request.prompt_ids) - 1 : -1]
 
 
-def picked(logits: torch.Tensor, result: Generation) -> np.ndarray:
+def picked(logits: torch.Tensor, result: Rollout) -> np.ndarray:
     return logits.log_softmax(-1).gather(1, torch.from_numpy(result.response_ids)[:, None])[:, 0].numpy()
 
 
@@ -137,7 +137,7 @@ def test_after_a_recompute_logprobs_are_those_of_the_new_weights(
     name: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a small budget the new prefills spread over several steps, and no token is sampled before its own."""
-    monkeypatch.setattr(planning, "PREFILL_TOKENS", budget)
+    monkeypatch.setattr(table, "PREFILL_TOKENS", budget)
     requests = make_requests(SamplingParams(16), [3, 25, 8, 1, 12], siblings=2)
     engine, new = HFEngine(make_model(name), slots=6), make_model(name, seed=1)
     engine.submit(requests)
@@ -147,7 +147,7 @@ def test_after_a_recompute_logprobs_are_those_of_the_new_weights(
     assert check_versions(requests, done, {0: make_model(name), 1: new}) > 0
 
 
-def check_versions(requests: list[GenerationRequest], done: dict[int, Generation], models: dict[int, Any]) -> int:
+def check_versions(requests: list[GenerationRequest], done: dict[int, Rollout], models: dict[int, Any]) -> int:
     """Every token's log-prob is its own version's; returns how many sequences mix versions."""
     mixed = 0
     for request in requests:
@@ -205,7 +205,10 @@ def test_siblings_share_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_freed_slot_is_refilled_in_the_very_next_pass() -> None:
     """Rows of 1 to 12 tokens over 4 slots: no pass but the last ones runs with an empty slot."""
-    requests = [GenerationRequest(i, i, np.array([3, 4]), i, SamplingParams(1 + (7 * i) % 12)) for i in range(24)]
+    requests = [
+        GenerationRequest(i, i, Prompt("", "", np.array([3, 4])), i, SamplingParams(1 + (7 * i) % 12))
+        for i in range(24)
+    ]
     engine = HFEngine(make_model(), slots=4)
     engine.submit(requests)
     widths = []
@@ -219,7 +222,7 @@ def test_a_freed_slot_is_refilled_in_the_very_next_pass() -> None:
 def test_mixed_settings_share_a_batch() -> None:
     settings = [SamplingParams(8, temperature=t, top_p=p, top_k=k) for t, p, k in ((0, 1, 0), (1, 0.5, 0), (2, 1, 4))]
     rng = np.random.default_rng(3)
-    requests = [GenerationRequest(i, i, rng.integers(1, 40, 5), i, settings[i % 3]) for i in range(9)]
+    requests = [GenerationRequest(i, i, Prompt("", "", rng.integers(1, 40, 5)), i, settings[i % 3]) for i in range(9)]
     together = run(HFEngine(make_model(), slots=9), requests)
     for request in requests:
         alone = run(HFEngine(make_model(), slots=1), [request])[request.rollout_id]
@@ -230,11 +233,11 @@ def test_prompts_that_do_not_fit_are_failures_with_a_sentence() -> None:
     engine = HFEngine(make_model(), slots=2)
     sampling = SamplingParams(100)
     prompts = [np.arange(1, 31), np.ones(61, np.int64), np.zeros(0, np.int64), np.array([VOCABULARY])]
-    engine.submit([GenerationRequest(i, i, prompt, i, sampling) for i, prompt in enumerate(prompts)])
+    engine.submit([GenerationRequest(i, i, Prompt("", "", ids), i, sampling) for i, ids in enumerate(prompts)])
     results = {}
     while engine.in_flight():
         results |= {result.rollout_id: result for result in engine.step(0.0).finished}
-    assert isinstance(results[0], Generation)
+    assert isinstance(results[0], Rollout)
     errors = [results[i].error for i in (1, 2, 3) if isinstance(results[i], GenerationFailure)]
     assert [("context of 160" in e, "empty" in e, "outside" in e) for e in errors] == [
         (True, False, False),
@@ -247,7 +250,7 @@ def test_a_sliding_window_bounds_the_context() -> None:
     torch.manual_seed(0)
     config = transformers.MistralConfig(**SIZES, sliding_window=32, num_key_value_heads=2)
     engine = HFEngine(transformers.MistralForCausalLM(config), slots=1)
-    engine.submit([GenerationRequest(0, 0, np.arange(1, 30), 0, SamplingParams(10))])
+    engine.submit([GenerationRequest(0, 0, Prompt("", "", np.arange(1, 30)), 0, SamplingParams(10))])
     [failure] = engine.step(0.0).finished
     assert isinstance(failure, GenerationFailure) and "context of 32" in failure.error
 

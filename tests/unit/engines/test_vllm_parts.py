@@ -18,9 +18,9 @@ from asyncrlhf.engines import vllm_core
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
 from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
-from asyncrlhf.engines.vllm_tensors import merge_shares
+from asyncrlhf.engines.vllm_transfer import merge_shares
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.types import Generation, GenerationRequest, SamplingParams
+from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 
 
 class LateCore:
@@ -96,7 +96,7 @@ def test_a_sleeper_drains_first_and_brings_back_what_a_call_needs() -> None:
     engine = VllmEngine(core, slots=4)  # type: ignore[arg-type]
     weights = {name: torch.zeros(p.shape) for name, p in engine._skeleton.named_parameters()}
     sampling = SamplingParams(max_completion_length=9)
-    engine.submit([GenerationRequest(i, 0, np.array([3, 4]), i, sampling) for i in range(2)])
+    engine.submit([GenerationRequest(i, 0, Prompt("", "", np.array([3, 4])), i, sampling) for i in range(2)])
     for _ in range(4):
         engine.step(0.0)
     assert core.batch_queue
@@ -118,7 +118,7 @@ def test_tags_are_right_when_batches_come_late() -> None:
     engine = VllmEngine(LateCore(), slots=4)  # type: ignore[arg-type]
     weights = {name: torch.zeros(p.shape) for name, p in engine._skeleton.named_parameters()}
     sampling = SamplingParams(max_completion_length=14)
-    engine.submit([GenerationRequest(i, 0, np.array([3, 4]), i, sampling) for i in range(6)])
+    engine.submit([GenerationRequest(i, 0, Prompt("", "", np.array([3, 4])), i, sampling) for i in range(6)])
     done: list[Any] = []
     for version in range(1, 40):
         for _ in range(version % 4):
@@ -127,7 +127,7 @@ def test_tags_are_right_when_batches_come_late() -> None:
             engine.load_weights(version, weights, "keep")
     assert sorted(result.rollout_id for result in done) == list(range(6))
     for result in done:
-        assert isinstance(result, Generation) and len(result.response_ids) == 14
+        assert isinstance(result, Rollout) and len(result.response_ids) == 14
         np.testing.assert_array_equal(result.response_ids, result.policy_versions)
     assert any(len(set(result.policy_versions.tolist())) > 2 for result in done)
 
@@ -170,7 +170,7 @@ def test_settings_reach_vllm_under_its_names() -> None:
      ({"top_k": 20, "min_p": 0.1}, 0), ({"min_p": 0.1}, 0), ({"top_k": 20, "temperature": 0.0}, 0)],
 )  # fmt: skip
 def test_vllm_is_asked_for_what_names_the_kept_set(sampling: dict[str, float], asked: int) -> None:
-    request = GenerationRequest(0, 0, np.array([1]), 0, SamplingParams(4, **sampling))  # type: ignore[arg-type]
+    request = GenerationRequest(0, 0, Prompt("", "", np.array([1])), 0, SamplingParams(4, **sampling))  # type: ignore[arg-type]
     arguments = sampling_arguments(request, 1000)
     assert arguments["logprobs"] == asked and arguments["min_p"] == request.sampling.min_p
     assert sampling_arguments(request, 24)["logprobs"] == min(asked, 24)
@@ -179,7 +179,7 @@ def test_vllm_is_asked_for_what_names_the_kept_set(sampling: dict[str, float], a
 
 def test_more_ties_than_were_asked_for_are_left_out_of_mu() -> None:
     """What vLLM gave is the set, and mu is renormalised on it; what has no probability is not in it."""
-    draft = _Draft(GenerationRequest(0, 0, np.array([1]), 0, SamplingParams(4, top_k=2)))
+    draft = _Draft(GenerationRequest(0, 0, Prompt("", "", np.array([1])), 0, SamplingParams(4, top_k=2)))
     entry = {i: SimpleNamespace(logprob=math.log(0.25) if i < 7 else -math.inf) for i in (5, 6, 4, 9)}
     draft.take([6], [entry], 3)
     assert draft.kept[0].tolist() == [5, 6, 4] and draft.versions == [3]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrlhf.actors.messages import WorkItem
 from asyncrlhf.engines.hf import HFEngine
-from asyncrlhf.types import Generation, GenerationRequest, Prompt, SamplingParams
+from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.vllm_tiny import tiny_model
 
 bench = importlib.import_module("experiments.19_fusion.bench")
@@ -35,18 +34,18 @@ def test_responses_have_the_lengths_that_were_drawn() -> None:
         name = "g"
 
         async def submit(self, items: Any) -> None:
-            engine.submit([item.request for item in items])
+            engine.submit(items)
 
     lengths = [3, 9, 1]
     sampling = SamplingParams(max_completion_length=9, stop_token_ids=tuple(range(2, 10)))
     prompt = Prompt("p", "p", np.arange(2, 5))
-    items = [WorkItem(GenerationRequest(i, i, prompt.token_ids, i, sampling), prompt) for i in range(3)]
+    items = [GenerationRequest(i, i, prompt, i, sampling) for i in range(3)]
     tailed = bench._Tailed(Handle(), lengths)  # type: ignore[arg-type]
     assert tailed.name == "g"
     asyncio.run(tailed.submit(items))
     done: dict[int, int] = {}
     while engine.in_flight():
         for result in engine.step(0.0).finished:
-            assert isinstance(result, Generation)
+            assert isinstance(result, Rollout)
             done[result.rollout_id] = len(result.response_ids)
     assert [done[i] for i in range(3)] == lengths

@@ -16,10 +16,10 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import select
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec, LearnerBackend
-from asyncrlhf.learner.build_learner import build_learner
+from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend, build_learner
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.worlds import random_batch, share
 
@@ -47,22 +47,22 @@ def batches(steps: int = STEPS) -> list[TrainBatch]:
     return made
 
 
-def build(rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = None, **learner: Any) -> LearnerBackend:
+def build(rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = None, **learner: Any) -> TorchBackend:
     config = LearnerConfig(ranks=ranks, **(COMMON | learner))
     spec = BackendSpec(learner=config, algorithm=algorithm or AlgorithmConfig(), steps=STEPS)
     return build_learner(spec, tiny, rank=rank, ranks=ranks)
 
 
-def curve(trained: LearnerBackend, given: list[TrainBatch], rank: int = 0, ranks: int = 1) -> list[dict[str, float]]:
-    size = trained.config.sequence_parallel_size  # type: ignore[attr-defined]
+def curve(trained: TorchBackend, given: list[TrainBatch], rank: int = 0, ranks: int = 1) -> list[dict[str, float]]:
+    size = trained.config.sequence_parallel_size
     return [trained.train_step(share(batch, rank // size, ranks // size)).metrics for batch in given]
 
 
-def weights(trained: LearnerBackend) -> dict[str, np.ndarray]:
+def weights(trained: TorchBackend) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for name, tensor in trained.parameters().items()}
 
 
-def skips(trained: LearnerBackend, rank: int) -> bool:
+def skips(trained: TorchBackend, rank: int) -> bool:
     """Whether this rank of two drops an update that only the first rank's data breaks, and goes on afterwards."""
     before, broken = weights(trained), random_batch(4, 3)
     broken.rewards[:] = np.where(broken.group_ids == share(broken, 0, 2).group_ids[0], broken.rewards, np.nan)

@@ -20,7 +20,7 @@ from asyncrlhf.algorithms import kl as kl_module
 from asyncrlhf.learner import torch_backend
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.plan import ResponseTokens
-from asyncrlhf.learner.targets import Passes, Targets, build_targets
+from asyncrlhf.learner.targets import set_targets
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.bandit import Table, V, copied, course, enumerated, nucleus, on_sets, policy
@@ -221,12 +221,12 @@ def test_another_estimator_in_the_reward_is_found(estimator: str, monkeypatch: p
 
 
 def test_a_penalty_of_the_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_the_sampler(tokens: ResponseTokens, config: AlgorithmConfig, passes: Passes, total: Any) -> Targets:
-        made = build_targets(tokens, config, dataclasses.replace(passes, proximal=tokens.behavior), total)
-        made.proximal = passes.proximal
-        return made
+    def of_the_sampler(tokens: ResponseTokens, config: AlgorithmConfig, total: Any) -> None:
+        own, tokens.proximal_logprobs = tokens.proximal_logprobs, tokens.behavior_logprobs
+        set_targets(tokens, config, total)
+        tokens.proximal_logprobs = own
 
-    monkeypatch.setattr(torch_backend, "build_targets", of_the_sampler)
+    monkeypatch.setattr(torch_backend, "set_targets", of_the_sampler)
     algorithm = dataclasses.replace(PLAIN, kl="reward", **UNCUT)
     assert error(found(algorithm, enumerated(sampler(LAG, 1.0), REWARDS)), truth("reward")) > 0.05
 

@@ -116,7 +116,7 @@ def test_the_slow_network_is_the_average_of_the_policies() -> None:
         trained.train_step(random_batch(seed=seed))
         for name, parameter in trained.model.named_parameters():
             average[name] = 0.9 * average[name] + 0.1 * parameter.detach().double()
-    for name, parameter in trained.ema.policy.model.named_parameters():
+    for name, parameter in trained.ema.model.named_parameters():
         assert_close(parameter.double(), average[name], atol=1e-6, what=name)
         assert not parameter.requires_grad
     assert trained.parameters().keys() == dict(llama().named_parameters()).keys(), "only the policy is published"
@@ -129,7 +129,7 @@ def test_impact_clips_the_ratio_with_the_samplers_part_in_it() -> None:
     assert algorithm.needs == {"mu", "ema", "group"}
     trained = backend(algorithm)
     assert trained.ema is not None
-    trained.ema.load_state_dict(llama(seed=3).state_dict())
+    trained.ema.model.load_state_dict(llama(seed=3).state_dict())
     with torch.no_grad():
         slow = [s.double() for s in plain_logprobs(llama(seed=3), batch)]
     trained.train_step(batch)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrlhf.learner import shards
-from asyncrlhf.learner.shards import export_model, gathered, on_host, pieces
+from asyncrlhf.learner import checkpoint
+from asyncrlhf.learner.checkpoint import export_model
+from asyncrlhf.learner.distributed import gathered, on_host, pieces
 from tests.unit.learner.worlds import llama
 
 
@@ -52,7 +53,7 @@ def test_what_is_gathered_is_copied_before_it_is_let_go() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_export_is_written_file_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
-    monkeypatch.setattr(shards, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 20_000)
     model = llama(tie_word_embeddings=tied)
     parts = Parts(model)
     export_model(model, tmp_path, parts, rank=0)

@@ -18,22 +18,20 @@ from asyncrlhf.actors.messages import RolloutBundle, annotated, joined, placed
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.parts import (
     build_runtime,
-    critic_notes,
     placement_plan,
-    reference_notes,
     reference_spec,
+    service_notes,
 )  # fmt: skip
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.annotate import Annotator, References, Rewards
-from asyncrlhf.orchestrator.assembly import Assembly, Waiting
+from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.resume import fingerprint
 from asyncrlhf.orchestrator.state import GroupInProgress
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
 from asyncrlhf.readahead.outlook import reference_note
-from asyncrlhf.readahead.owners import PATIENCE_SECONDS, SWEEP_SECONDS
+from asyncrlhf.readahead.owners import PATIENCE_SECONDS, ChunkInfo, Prefilled
 from asyncrlhf.types import Annotation, Payload, Prompt, RolloutInfo
 from tests.unit.learner.worlds import samples
 
@@ -88,12 +86,12 @@ def assert_refused(typed: str, words: list[str]) -> None:
     assert [word for word in words if word not in str(error.value)] == [], error.value
 
 
-@pytest.mark.parametrize(("kind", "notes"), [("reference", reference_notes), ("critic", critic_notes)])
-def test_an_algorithm_that_needs_none_starts_no_worker_and_says_so(kind: str, notes: Callable[..., list[str]]) -> None:
+@pytest.mark.parametrize("kind", SERVED)
+def test_an_algorithm_that_needs_none_starts_no_worker_and_says_so(kind: str) -> None:
     config = load_config(["runtime=local", "algorithm=rloo", f"{kind}=service", f"{kind}.workers=3"])
-    assert f"No {kind} worker is started: algorithm=rloo" in notes(config)[0]
+    assert f"No {kind} worker is started: algorithm=rloo" in service_notes(config)[0]
     assert not [name for name in placement_plan(config).seats if name.startswith(kind)]
-    assert notes(load_config([*SERVED[kind]])) == []
+    assert service_notes(load_config([*SERVED[kind]])) == []
     load_config(["algorithm=rloo", f"{kind}=service", "learner.sharding=fsdp2"])  # nothing to hand out
 
 
@@ -112,11 +110,11 @@ def test_the_workers_have_seats_beside_the_rewards(kind: str) -> None:
 
 def test_the_learner_is_told_what_it_need_not_compute(tmp_path: Path) -> None:
     runtime: Any = build_runtime(load_config([*BOTH]), tmp_path)
-    assert runtime._learner_spec.reference_served and runtime._reference_spec.temperature == 1.0
-    assert runtime._learner_spec.critic_served and runtime._critic_spec.critic.workers == 1
+    assert runtime._specs.learner.reference_served and runtime._specs.reference.temperature == 1.0
+    assert runtime._specs.learner.critic_served and runtime._specs.critic.settings.workers == 1
     runtime = build_runtime(load_config([*BOTH, "reference=learner", "critic=learner"]), tmp_path)
-    assert not runtime._learner_spec.reference_served and runtime._reference_spec is None
-    assert not runtime._learner_spec.critic_served and runtime._critic_spec is None
+    assert not runtime._specs.learner.reference_served and runtime._specs.reference is None
+    assert not runtime._specs.learner.critic_served and runtime._specs.critic is None
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -141,7 +139,7 @@ def test_arrays_travel_without_their_rollouts_and_meet_them_again() -> None:
     rollouts = [sample.rollout for sample in samples(groups=2, size=2)]
     numbers = [np.arange(len(r.response_ids), dtype=np.float32) + i for i, r in enumerate(rollouts)]
     valued = [replace(r, values=of, critic_version=4) for r, of in zip(rollouts, numbers, strict=True)]
-    annotations, arrays = annotated("values", rollouts, [valued[0], "no values", *valued[2:]], 4)
+    annotations, arrays = annotated("values", rollouts, [numbers[0], "no values", *numbers[2:]], 4)
     annotations = placed(annotations, pickle.loads(pickle.dumps(arrays)))
     assert [a.rollout_id for a in annotations] == [r.rollout_id for r in rollouts]
     assert (annotations[1].arrays, annotations[1].error) == (None, "no values")
@@ -220,9 +218,8 @@ class World:
                 self.state.ledger.start(i, "generator-0", 0)
         self.state.buffer.reserve(8)
         self.messages: list[str] = []
-        self.assembly = Assembly(
-            self.state, lambda i, *rest: self.discarded.append((i, rest[-1])), self.messages.append
-        )
+        self.state.message = self.messages.append
+        self.assembly = Assembly(self.state, lambda i, *rest: self.discarded.append((i, rest[-1])))
         self.runtime: Any = PaperRuntime()
         self.versions = CriticVersions(self.state, self.runtime)
         self.workers = {
@@ -257,7 +254,7 @@ class World:
         for i in ids:
             assert self.assembly.generated(self.info(i))
             for annotator in self.annotators.values():
-                annotator.arrived([Waiting(self.info(i), 0)])
+                annotator.arrived([self.info(i)])
         self.state.progressed()
         self.score(*(ids if score else ()))
 
@@ -265,7 +262,7 @@ class World:
         self.annotators["reference"].chunks_arrived([ChunkInfo(i, start, length, Payload("chunks", i)) for i in ids])
 
     def give(self, kind: str, i: int, **annotation: Any) -> None:
-        self.assembly.annotated(kind, Waiting(self.info(i), 0), Annotation(i, **annotation))
+        self.assembly.annotated(kind, self.info(i), Annotation(i, **annotation))
 
     def score(self, *ids: int) -> None:
         for i in ids:
@@ -326,7 +323,7 @@ def test_a_group_is_complete_with_all_in_any_order() -> None:
 
     world = play(story, *REFERENCE)
     (group,) = world.state.buffer.groups()
-    assert [r.info.payload for r in group.rollouts] == [
+    assert [r.payload for r in group.rollouts] == [
         Payload("as sampled", i, (Payload("reference", i),)) for i in range(4)
     ]
     assert [r.reward for r in group.rollouts] == [0.0, 1.0, 2.0, 3.0]
@@ -348,11 +345,11 @@ def test_reference_and_critic_answer_side_by_side() -> None:
     assert world.discarded == [(5, "no answer of the reference")]
     (group,) = world.state.buffer.groups()
     assert [(r.scored_at, r.referenced_at, r.valued_at) for r in group.rollouts] == [(0.0, 2.0, 3.0)] * 4
-    assert [r.info.payload for r in group.rollouts] == [
+    assert [r.payload for r in group.rollouts] == [
         Payload("as sampled", i, (Payload("reference", i), Payload("critic", i))) for i in range(4)
     ]
     (other,) = world.state.groups.values()
-    assert [r.info.rollout_id for r in other.scored] == [4] and other.unscored == {6, 7}
+    assert [r.rollout_id for r in other.scored] == [4] and other.unscored == {6, 7}
 
 
 def test_what_nobody_wants_any_more_is_not_computed() -> None:
@@ -383,7 +380,7 @@ def test_failures_of_both_count_once_and_leave_nothing_behind(kind: str) -> None
     assert world.discarded == [(1, "no arrays")]
     assert world.state.ledger.counts()["failed"] == 1
     (group,) = world.state.buffer.groups()
-    assert [r.info.rollout_id for r in group.rollouts] == [0, 2, 3]
+    assert [r.rollout_id for r in group.rollouts] == [0, 2, 3]
 
 
 @pytest.mark.parametrize("granularity", ["rollout", "group", "batch"])
@@ -395,7 +392,7 @@ def test_a_reward_waits_for_what_fusion_says_but_not_for_what_failed_or_was_drop
         serving = asyncio.create_task(rewards.serve(worker))  # type: ignore[arg-type]
 
         async def finish(*ids: int) -> None:
-            rewards.arrived([Waiting(world.info(i), 0) for i in ids if world.assembly.generated(world.info(i))])
+            rewards.arrived([world.info(i) for i in ids if world.assembly.generated(world.info(i))])
             world.state.progressed()
             await asyncio.sleep(0.1)
 
@@ -489,8 +486,7 @@ def test_what_has_its_logprobs_is_forgotten_though_its_reward_is_still_to_come()
         assert world.assembly.generated(world.info(1))
         world.score(1)  # its log-probs are still to come
         world.assembly.abandon([1], "stale")
-        await asyncio.sleep(2 * SWEEP_SECONDS)
-        world.state.progressed()
+        world.arrive(2, start=8)
         await asyncio.sleep(0.1)
         assert sorted(world.only("reference").released) == [0, 4]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.orchestrator.normalize import STATE_FILE, RewardNormalizer, RunningMoments
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.types import Payload, RolloutInfo, ScoredRollout
+from asyncrlhf.types import Payload, RolloutInfo
 from tests.numeric import assert_close
 
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20)
@@ -54,17 +54,16 @@ def test_the_clip_bounds_the_size() -> None:
     assert free.max() > 9 and held.max() == 2.0 and (held[:99] == free[:99]).all()
 
 
-def scored(*rewards: float, group: int = 0) -> list[ScoredRollout]:
+def scored(*rewards: float, group: int = 0) -> list[RolloutInfo]:
     facts: dict[str, Any] = {"finish_reason": "stop", "generated_at": 0.0, "payload": Payload(None, 0)}
-    infos = [RolloutInfo(i, group, "g0", 1, 1, 0, 0, **facts) for i in range(len(rewards))]
-    return [ScoredRollout(info, reward, None, 0.0, 0) for info, reward in zip(infos, rewards, strict=True)]
+    return [RolloutInfo(i, group, "g0", 1, 1, 0, 0, reward=reward, **facts) for i, reward in enumerate(rewards)]
 
 
 def test_the_statistics_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) -> None:
     config = RewardConfig(normalize="running")
     normalizer, resumed = RewardNormalizer(config), RewardNormalizer(config)
-    rewards, metrics = normalizer.of_batch(scored(1, 3))
-    assert rewards == [-1.0, 1.0]
+    rollouts, metrics = normalizer.of_batch(scored(1, 3))
+    assert [r.reward for r in rollouts] == [-1.0, 1.0]
     assert metrics == {"normalized_reward_mean": 0.0, "normalized_reward_std": 1.0}
     normalizer.save(tmp_path)
     resumed.load(tmp_path)
@@ -78,12 +77,12 @@ def test_the_statistics_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) ->
 
 def test_groups_are_told_apart_by_what_the_controller_holds_of_a_rollout() -> None:
     normalizer = RewardNormalizer(RewardConfig(normalize="group"))
-    rewards, _ = normalizer.of_batch([*scored(1, 3, group=4), *scored(10, 30, group=2)])
-    assert rewards == [-1.0, 1.0, -1.0, 1.0]
+    rollouts, _ = normalizer.of_batch([*scored(1, 3, group=4), *scored(10, 30, group=2)])
+    assert [r.reward for r in rollouts] == [-1.0, 1.0, -1.0, 1.0]
 
 
 def test_without_normalisation_rewards_stay_and_a_checkpoint_has_no_statistics(tmp_path: Path) -> None:
     normalizer = RewardNormalizer(RewardConfig())
-    assert normalizer.of_batch(scored(1, 3)) == ([1, 3], {})
+    assert normalizer.of_batch(scored(1, 3)) == (scored(1, 3), {})
     normalizer.save(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from asyncrlhf.orchestrator.meters import ReplicaMeters
 from asyncrlhf.orchestrator.pace import Pace
-from asyncrlhf.orchestrator.replica_meters import ReplicaMeters
 from asyncrlhf.orchestrator.state import Replica
 from asyncrlhf.records.progress import Progress
 from asyncrlhf.records.summary import replica_means

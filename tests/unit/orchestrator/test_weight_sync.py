@@ -12,7 +12,6 @@ from asyncrlhf.actors.messages import Offer
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.controller import build_state
-from asyncrlhf.orchestrator.replicas import Replicas
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import PROBE_TEXTS, WeightPublisher
 
@@ -42,8 +41,7 @@ def made(*overrides: str) -> tuple[RunState, Learner, WeightPublisher]:
     state = build_state(load_config(["runtime=local", *overrides]))
     learner = Learner()
     runtime: Any = SimpleNamespace(learner=learner)
-    replicas = Replicas(state, lambda text: None)
-    return state, learner, WeightPublisher(state, runtime, 20, replicas, nothing_else)
+    return state, learner, WeightPublisher(state, runtime, 20, nothing_else)
 
 
 async def test_the_snapshot_is_ordered_before_publish_returns() -> None:
@@ -63,13 +61,11 @@ async def test_the_snapshot_is_ordered_before_publish_returns() -> None:
 async def test_a_death_is_filed_once() -> None:
     state, _, _ = made()
     said: list[str] = []
-    replicas = Replicas(state, said.append)
+    state.message = said.append
     replica = Replica(SimpleNamespace(name="generator-0"), version=3)  # type: ignore[arg-type]
     state.replicas.append(replica)
-    assert replicas.any_left
-    replicas.died(replica, ReplicaError("struck"))
-    replicas.died(replica, ReplicaError("struck again"))
+    state.died(replica, ReplicaError("struck"))
+    state.died(replica, ReplicaError("struck again"))
     assert (replica.alive, replica.version) == (False, -1) and len(said) == 1
-    assert replicas.any_left, "its restart is still to come"
-    assert await replicas.next_dead() is replica
-    assert not replicas.any_left
+    assert await state.dead.get() is replica
+    assert state.dead.empty()

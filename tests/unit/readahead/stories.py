@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrlhf.readahead.messages import Chunk
+from asyncrlhf.readahead.owners import Chunk
 from asyncrlhf.types import Rollout
 from tests.unit.rewards.worlds import rollout
 
@@ -19,7 +19,7 @@ PROMPTS = ([5, 6, 7], [5, 6, 8, 9, 10, 11, 12], [3])
 
 def chunk(done: Rollout, start: int, stop: int) -> Chunk:
     ids = np.concatenate([done.prompt.token_ids, done.response_ids])
-    return Chunk(done.rollout_id, start, len(done.prompt.token_ids), ids[start:stop])
+    return Chunk(done.rollout_id, start, len(done.prompt.token_ids), ids[start:stop].tolist())
 
 
 def pieces(done: Rollout, cuts: Sequence[int]) -> list[Chunk]:
@@ -55,7 +55,14 @@ def stories(draw: st.DrawFn) -> Story:
         chunks += [c for c in made if draw(st.integers(0, 4))]
         if made and not draw(st.integers(0, 3)):  # a generator that died had sampled another end
             wrong = made[-1]
-            chunks.append(Chunk(done.rollout_id, wrong.start, wrong.prompt_length, (wrong.token_ids + 1) % VOCABULARY))
+            chunks.append(
+                Chunk(
+                    done.rollout_id,
+                    wrong.start,
+                    wrong.prompt_length,
+                    [(token + 1) % VOCABULARY for token in wrong.token_ids],
+                )
+            )
     chunks += [chunks[i] for i in draw(st.lists(st.integers(0, max(len(chunks) - 1, 0)), max_size=3)) if chunks]
     if draw(st.booleans()):
         chunks = draw(st.permutations(chunks))

@@ -15,13 +15,10 @@ from asyncrlhf.cluster.handles import WorkerLostError
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.annotate import Rewards
-from asyncrlhf.orchestrator.assembly import Waiting
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.readahead.messages import ChunkInfo, Prefilled
-from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, SWEEP_SECONDS, ReadAhead, ReadTotals
-from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.readahead.owners import CALL_SECONDS, PATIENCE_SECONDS, ChunkInfo, Prefilled, ReadAhead, ReadTotals
+from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig, RewardModelConfig
 from asyncrlhf.types import Annotation, Payload, Prompt, RolloutInfo
 
 SIZE = 4  # rollouts of a group
@@ -67,14 +64,14 @@ class PaperAssembly:
         self._state = state
         self.scores: dict[int, float] = {}
         self.messages: list[str] = []
-        self.message = self.messages.append
+        state.message = self.messages.append
 
     def awaits(self, info: RolloutInfo) -> bool:
         return info.group_id in self._state.groups and info.rollout_id in self._state.groups[info.group_id].unscored
 
-    def annotated(self, kind: str, waiting: Waiting, annotation: Annotation) -> None:
+    def annotated(self, kind: str, info: RolloutInfo, annotation: Annotation) -> None:
         self.scores[annotation.rollout_id] = float(annotation.reward or 0.0)
-        self._state.groups[waiting.info.group_id].unscored.discard(annotation.rollout_id)
+        self._state.groups[info.group_id].unscored.discard(annotation.rollout_id)
 
 
 class World:
@@ -107,12 +104,12 @@ class World:
         for i in ids:
             self.state.groups[i // SIZE].unfinished.discard(i)
             info = RolloutInfo(i, i // SIZE, "g", 3, 27, 0, 0, "stop", self.state.now(), Payload("rollouts", i))
-            self.scoring.arrived([Waiting(info, 0)])
+            self.scoring.arrived([info])
         self.state.progressed()
 
     async def idle(self) -> None:
         """Everything that can happen without further news has happened."""
-        await asyncio.sleep(5 * PATIENCE_SECONDS + SWEEP_SECONDS)
+        await asyncio.sleep(5 * PATIENCE_SECONDS)
         self.state.changed.notify()
         await asyncio.sleep(1)
         for task in self.tasks:
@@ -224,13 +221,12 @@ def test_what_was_cancelled_or_scored_elsewhere_is_forgotten() -> None:
         await world.idle()
         del world.state.groups[0]  # dropped
         world.state.groups[1].unscored.discard(4)  # scored by another worker, or failed
+        world.arrive(0, 1, 5, start=10)
         await world.idle()
         assert sorted(world.workers[0].released) == [0, 1, 4]
-        world.arrive(0, 1, start=10)
-        await world.idle()
 
     world = play(story)
-    assert sorted(world.workers[0].read()) == [0, 1, 4, 5], "and nothing more is read of it"
+    assert sorted(world.workers[0].read()) == [0, 1, 4, 5, 5], "and nothing more is read of it"
 
 
 def test_chunks_of_what_ended_meanwhile_are_not_sent() -> None:

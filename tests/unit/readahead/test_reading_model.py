@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
@@ -15,18 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrlhf.actors.annotator import RewardWorker
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import RewardError
-from asyncrlhf.readahead.messages import Chunk
 from asyncrlhf.readahead.outlook import reward_outlook
-from asyncrlhf.readahead.passes import Passes, RefusedError
+from asyncrlhf.readahead.owners import Chunk
+from asyncrlhf.readahead.readers import ReadingModel, read_ahead, reading_model
 from asyncrlhf.readahead.readings import Reading, token_batches
-from asyncrlhf.readahead.reward import ReadingModel, ReadingScorer, reading_model
 from asyncrlhf.rewards.model import ModelSource, score_batch
-from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer, WeightedSource
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward import Scorer, WeightedSource
+from asyncrlhf.rewards.reward_config import RewardConfig, RewardModelConfig
 from asyncrlhf.types import Rollout
 from tests.numeric import assert_close
 from tests.unit.readahead.stories import PROMPTS, VOCABULARY, Story, chunk, pieces, stories
@@ -50,7 +48,7 @@ def load(folder: Path, **options: Any) -> ModelSource:
 
 
 def reader(source: ModelSource, cache_tokens: int = 4096, budget: int = 4096) -> ReadingModel:
-    return ReadingModel(source, Passes(source.model), cache_tokens, budget)
+    return ReadingModel(source, cache_tokens, budget)
 
 
 def read(reads: ReadingModel, chunks: Sequence[Chunk]) -> list[int]:
@@ -104,22 +102,22 @@ def test_scores_are_those_of_padded_batches(source: ModelSource, story: Story, s
     assert_close(reads.scores(story.rollouts), source.scores(story.rollouts), atol=1e-5)
 
 
-def tokens_computed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def tokens_computed(reads: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """New tokens of each forward pass from now on."""
     seen: list[int] = []
-    original = passes.extend
+    original = reads._extend
 
     def extend(sequences: Sequence[Any]) -> list[torch.Tensor]:
         seen.append(sum(len(ids) for _, ids in sequences))
         return original(sequences)
 
-    monkeypatch.setattr(passes, "extend", extend)
+    monkeypatch.setattr(reads, "_extend", extend)
     return seen
 
 
 def test_at_the_end_only_the_last_tokens_are_left(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = reader(source)
-    seen = tokens_computed(reads._passes, monkeypatch)
+    seen = tokens_computed(reads, monkeypatch)
     done = rollout(0, "", prompt_ids=PROMPTS[0], ids=[3] * 30)
     for piece in pieces(done, (10, 20)):
         assert read(reads, [piece]) == []
@@ -128,20 +126,6 @@ def test_at_the_end_only_the_last_tokens_are_left(source: ModelSource, monkeypat
     assert seen == [13, 10, 10]
     reads.release([0])
     assert reads.held == 0
-
-
-def test_siblings_compute_their_prompt_once(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = reader(source)
-    seen = tokens_computed(reads._passes, monkeypatch)
-    prompt = PROMPTS[1]
-    group = [rollout(i, "", prompt_ids=prompt, ids=[3 + i] * 9) for i in range(4)]
-    other = rollout(9, "", prompt_ids=PROMPTS[0], ids=[3] * 9)
-    read(reads, [piece for r in [*group[:3], other] for piece in pieces(r, (5,))])
-    assert seen == [len(prompt) + 5 + len(PROMPTS[0]) + 5, 5 + 5], "two siblings begin with the first one's prompt"
-    read(reads, pieces(group[3], (5,)))
-    assert seen[2:] == [5], "and so does one that comes later"
-    everyone = [*group, other]
-    assert_close(reads.scores(everyone), [reference(source, r) for r in everyone], atol=1e-5)
 
 
 def test_a_full_cache_evicts_what_was_touched_least_recently(
@@ -154,7 +138,7 @@ def test_a_full_cache_evicts_what_was_touched_least_recently(
     assert read(reads, pieces(third, (10,))) == [1]
     assert read(reads, [chunk(second, 11, 21)]) == [], "what was evicted is not read again before its end"
     assert reads.held == 128
-    seen = tokens_computed(reads._passes, monkeypatch)
+    seen = tokens_computed(reads, monkeypatch)
     assert_close(
         reads.scores([first, second, third]), [reference(source, r) for r in (first, second, third)], atol=1e-5
     )
@@ -163,7 +147,7 @@ def test_a_full_cache_evicts_what_was_touched_least_recently(
 
 def test_what_can_never_be_scored_or_held_is_not_read(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = reader(source, cache_tokens=64)
-    seen = tokens_computed(reads._passes, monkeypatch)
+    seen = tokens_computed(reads, monkeypatch)
     long = rollout(0, "", prompt_ids=[1], ids=[3] * 80)
     strange = rollout(1, "", prompt_ids=[1], ids=[VOCABULARY])
     kept = rollout(2, "", prompt_ids=[1], ids=[3] * 9)
@@ -179,14 +163,14 @@ def test_memory_that_runs_out_costs_the_cache_alone(source: ModelSource, monkeyp
     done = [rollout(i, "", prompt_ids=[3 + i], ids=[4] * 9) for i in range(2)]
     expected = [reference(source, r) for r in done]
     read(reads, pieces(done[0], (5,)))
-    original = reads._passes.extend
+    original = reads._extend
 
     def crowded(sequences: Sequence[Any]) -> list[torch.Tensor]:
         if len(sequences) > 1 or sequences[0][0].get_seq_length():
             raise torch.OutOfMemoryError("no room")
         return original(sequences)
 
-    monkeypatch.setattr(reads._passes, "extend", crowded)
+    monkeypatch.setattr(reads, "_extend", crowded)
     assert read(reads, [*pieces(done[1], (5,)), chunk(done[0], 6, 9)]) == [0, 1]
     assert reads.held == 0
     assert_close(reads.scores(done), expected, atol=1e-5)
@@ -224,12 +208,13 @@ def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: 
 
     parts = {"rule": WeightedSource(Seven(), 2.0), "rm": WeightedSource(source, 0.5)}
     config = RewardConfig(kind="sum", parts={name: {"kind": "task"} for name in parts})
-    scorer = ReadingScorer(Scorer(parts, config, 64), 4096, 4096)
+    inner = Scorer(parts, config, 64)
+    scorer = RewardWorker(inner, read_ahead(inner, 4096, 4096))
     (reads,) = scorer.readers
     done = [rollout(i, "", prompt_ids=[3 + i], ids=[4] * 9) for i in range(3)]
     assert scorer.prefill([], [c for r in done for c in pieces(r, (5,))]).taken
     assert reads.held == 3 * 64
-    one, failed, _ = scorer.score(done)
+    (one, failed, _), _ = scorer.annotate(done)
     assert_close(one.reward, 14 + 0.5 * reference(source, done[0]), atol=1e-5)
     assert failed.reward is None
     assert reads.held == 0, "the one that another part failed is forgotten too"
@@ -237,26 +222,24 @@ def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: 
     scorer.prefill([0], [])
     assert reads.held == 0
     for cache_tokens, made in ((4096, Seven()), (0, source)):
-        whole = ReadingScorer(Scorer({"score": WeightedSource(made)}, RewardConfig(), 64), cache_tokens, 4096)
-        assert not whole.prefill([], []).taken and not whole.readers
-        whole.close()
+        inner = Scorer({"score": WeightedSource(made)}, RewardConfig(), 64)
+        assert not RewardWorker(inner, read_ahead(inner, cache_tokens, 4096)).prefill([], []).taken
+        inner.close()
 
 
-@pytest.mark.parametrize(("make", "packed"), [(gpt_neox, True), (gpt2, True), (opt, True), (bloom, False)])
-def test_other_architectures_are_read_alike(
-    make: Any, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rotary and learned positions in packed passes; alibi, which knows nothing of packing, sequence by sequence."""
+@pytest.mark.parametrize("make", [gpt_neox, gpt2, opt])
+def test_other_architectures_are_read_alike(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary and learned positions."""
     torch.manual_seed(0)
     make().save_pretrained(tmp_path)
     made = load(tmp_path)
     reads = reading_model(made, 4096, 4096)
-    assert isinstance(reads, ReadingModel) and reads._passes.packed == packed
+    assert isinstance(reads, ReadingModel)
     done = [rollout(i, "", prompt_ids=PROMPTS[i % 2], ids=[3 + i] * (4 + 9 * i)) for i in range(4)]
     for stop in (3, 8, 20):
         read(reads, [chunk(r, 0, len(r.prompt.token_ids) + min(stop, len(r.response_ids) - 1)) for r in done])
     expected = [reference(made, r) for r in done]
-    seen = tokens_computed(reads._passes, monkeypatch)
+    seen = tokens_computed(reads, monkeypatch)
     assert_close(reads.scores(done), expected, atol=1e-5)
     assert np.ptp(expected) > 1e-2 and sum(seen) < 20
 
@@ -274,8 +257,9 @@ def mistral(folder: Path, window: int | None) -> Path:
 
 def test_what_cannot_be_read_in_pieces_is_scored_whole(tmp_path: Path, source: ModelSource) -> None:
     bert().save_pretrained(tmp_path / "bert")
+    bloom().save_pretrained(tmp_path / "bloom")  # alibi knows nothing of packing
     encoder, window = load(tmp_path / "bert"), load(mistral(tmp_path / "window", 4))
-    for made in (encoder, window):
+    for made in (encoder, window, load(tmp_path / "bloom")):
         assert reading_model(made, 4096, 4096) is made
     assert isinstance(reading_model(load(mistral(tmp_path / "full", None)), 4096, 4096), ReadingModel)
     text = ModelSource(
@@ -294,20 +278,17 @@ def test_a_model_whose_passes_disagree_with_its_whole_is_refused(
     original = base.forward
 
     def forward(*args: Any, **options: Any) -> Any:
-        if options.get("past_key_values") is not None or "packed_layout" in options:
+        if "packed_layout" in options:
             options["position_ids"] = options["position_ids"] * 2
         return original(*args, **options)
 
     forward.__signature__ = signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(base, "forward", forward)
-    for packed in (True, False):
-        reads = ReadingModel(source, Passes(source.model, packed), 64, 4096)
-        with pytest.raises(RefusedError, match="in pieces otherwise than as a whole"):
-            reads.try_out(float, exact=True)
+    assert not ReadingModel(source, 64, 4096).try_out(exact=True)
     assert reading_model(source, 4096, 4096) is source
 
 
-def test_a_model_that_hands_no_layout_to_its_attention_is_read_one_by_one(
+def test_a_model_that_hands_no_layout_to_its_attention_is_scored_whole(
     source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base: Any = source.model.base_model
@@ -318,8 +299,7 @@ def test_a_model_that_hands_no_layout_to_its_attention_is_read_one_by_one(
 
     forward.__signature__ = signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(base, "forward", forward)
-    reads = reading_model(source, 4096, 4096)
-    assert isinstance(reads, ReadingModel) and not reads._passes.packed
+    assert reading_model(source, 4096, 4096) is source
 
 
 def test_the_outlook_says_in_a_sentence_what_will_be_scored_whole(tmp_path: Path, tiny_model_path: Path) -> None:
@@ -342,14 +322,6 @@ def test_the_outlook_says_in_a_sentence_what_will_be_scored_whole(tmp_path: Path
     parts = {"b": part(window), "c": part(tmp_path / "bert")}
     possible, notes = reward_outlook(RewardConfig(kind="sum", parts=parts), tokenizer)
     assert not possible and "is no causal model with a linear head" in notes[1]
-
-
-def test_chunks_travel_whole() -> None:
-    chunks = [Chunk(3, 0, 2, np.arange(5)), Chunk(1, 5, 2, np.arange(1)), Chunk(-7, 9, 0, np.arange(0, dtype=np.int32))]
-    back = pickle.loads(pickle.dumps(chunks))
-    assert [(c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in back] == [
-        (c.rollout_id, c.start, c.prompt_length, c.token_ids.tolist()) for c in chunks
-    ]
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 100))

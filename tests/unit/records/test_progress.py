@@ -52,7 +52,7 @@ def test_plain_lines_come_once_a_second_and_always_first_and_last() -> None:
 
 def test_a_line_tells_what_matters_and_when_it_ends() -> None:
     clock = Clock()
-    progress, out = plain(100, clock, capacity=384)
+    progress, out = plain(100, clock)
     clock.now = 10.0
     progress.update({**metrics(20), "heldout_accuracy": 0.5})
     clock.now = 12.5
@@ -60,7 +60,7 @@ def test_a_line_tells_what_matters_and_when_it_ends() -> None:
     first, second = out.getvalue().splitlines()
     assert first == (
         "step 20/100: reward 0.200, staleness 1.2 (max 2), held-out 0.500, samples/s 1,234, learner idle 10%, "
-        "generators idle 40%, buffer 96/384, ETA 40 s"
+        "generators idle 40%, buffer 96, ETA 40 s"
     )
     assert "held-out 0.500" in second and second.endswith("ETA 38 s")
 
@@ -93,14 +93,14 @@ def test_messages_are_printed_as_they_are() -> None:
 def test_a_terminal_gets_a_live_display_that_ends_on_the_last_step() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, color_system=None)
-    progress = Progress(100, "auto", console=console, clock=Clock(), capacity=384)
+    progress = Progress(100, "auto", console=console, clock=Clock())
     progress.update(metrics(7))
     progress.message("a note")
     progress.update(metrics(8))
     progress.stop()
     shown = out.getvalue()
     last = shown[shown.rindex("step 8 of 100") :]
-    for fact in ("reward 0.080", "staleness 1.2 (max 2)", "learner idle 10%", "generators idle 40%", "buffer 96/384"):
+    for fact in ("reward 0.080", "staleness 1.2 (max 2)", "learner idle 10%", "generators idle 40%", "buffer 96"):
         assert fact in last
     assert "a note" in shown
 

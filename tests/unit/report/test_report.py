@@ -114,7 +114,7 @@ def test_running_mean_against_a_loop() -> None:
 
 def test_the_evaluations_before_and_after_are_points_of_the_curve(tmp_path: Path) -> None:
     [group] = group_runs([load_run(make_run(tmp_path / "run", steps=12))])
-    drawn = curve(group, "heldout_accuracy", "step", sparse=True)
+    drawn = curve(group, "heldout_accuracy", "step")
     assert drawn is not None
     assert list(zip(drawn.x, drawn.y, strict=True)) == [(0, 0.25), (5, 0.5), (10, 0.5), (12, 0.75)]
     reward = curve(group, "reward_mean", "step")
@@ -249,14 +249,14 @@ def test_a_stage_has_its_own_curves_and_figures(tmp_path: Path, stage: str, titl
     assert run.stage == stage and [panel.title for panel in shown_panels([group])] == titles
     frame = pd.read_json(run.path / "metrics.jsonl", lines=True)
     for panel in shown_panels([group]):
-        for series in panel.series:
-            if series.metric not in frame:
+        for metric in panel.labels:
+            if metric not in frame:
                 continue
-            drawn = curve(group, series.metric, "step", sparse=series.sparse)
-            known = frame[frame[series.metric].notna()]
-            assert drawn is not None and series.sparse == series.metric.startswith("heldout_")
+            drawn = curve(group, metric, "step")
+            known = frame[frame[metric].notna()]
+            assert drawn is not None
             np.testing.assert_array_equal(drawn.x, known.step)
-            assert_close(drawn.y, known[series.metric])
+            assert_close(drawn.y, known[metric])
     [results] = build_tables([run], [group])
     cells = dict(zip(results.header, results.rows[0], strict=True))
     held = frame.heldout_loss.dropna()

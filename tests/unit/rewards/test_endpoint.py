@@ -12,10 +12,8 @@ import pytest
 from asyncrlhf.errors import RewardError
 from asyncrlhf.rewards import endpoint as module
 from asyncrlhf.rewards.endpoint import Breaker, HttpSource
-from asyncrlhf.rewards.reward import ServiceError
-from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer, WeightedSource
-from asyncrlhf.rewards.service_config import HttpConfig
+from asyncrlhf.rewards.reward import Scorer, ServiceError, WeightedSource
+from asyncrlhf.rewards.reward_config import HttpConfig, RewardConfig
 from tests.reward_server import Server, rewards_by_length, serving
 from tests.unit.rewards.worlds import rollout
 

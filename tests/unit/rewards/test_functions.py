@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.rewards.target import load_target
+from asyncrlhf.rewards.guard import load_target
 
 SOURCE = """
 def good(prompts, completions, **kwargs):

@@ -12,23 +12,22 @@ from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards import endpoint as module
 from asyncrlhf.rewards.judge import ChatEndpoint, JudgeSource
 from asyncrlhf.rewards.reward import ServiceError
-from asyncrlhf.rewards.service_config import HttpConfig, JudgeConfig
+from asyncrlhf.rewards.reward_config import HttpConfig, JudgeConfig
 from tests.reward_server import serving
 from tests.unit.rewards.worlds import rollout
 
 
-class Says:
+class Says(JudgeSource):
     """A judge who says what it is told to."""
 
-    def __init__(self, *answers: str | RewardError) -> None:
+    def __init__(self, config: JudgeConfig, *answers: str | RewardError) -> None:
+        super().__init__(config)
         self.answers_ = list(answers)
         self.questions: list[str] = []
 
     def answers(self, questions: Any) -> list[str | RewardError]:
         self.questions += questions
         return self.answers_
-
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ class Says:
     ],
 )
 def test_the_last_score_counts_and_anything_else_is_a_failure(answer: str, score: Any) -> None:
-    (read,) = JudgeSource(JudgeConfig(model="m"), Says(answer)).scores([rollout(1, "x")])
+    (read,) = Says(JudgeConfig(model="m"), answer).scores([rollout(1, "x")])
     if isinstance(score, float):
         assert read == score
     else:
@@ -55,24 +54,24 @@ def test_the_last_score_counts_and_anything_else_is_a_failure(answer: str, score
 
 
 def test_a_group_that_is_no_number_is_a_failure() -> None:
-    (read,) = JudgeSource(JudgeConfig(model="m", pattern="grade (.*)"), Says("grade A")).scores([rollout(1, "x")])
+    (read,) = Says(JudgeConfig(model="m", pattern="grade (.*)"), "grade A").scores([rollout(1, "x")])
     assert isinstance(read, RewardError) and "'A' is no number" in str(read)
 
 
 @given(text=st.text(), answer=st.none() | st.text())
 def test_braces_in_texts_do_not_matter(text: str, answer: str | None) -> None:
-    judge = JudgeSource(JudgeConfig(model="m", template="{{q}} {prompt}|{response}|{answer}"), Says())
+    judge = Says(JudgeConfig(model="m", template="{{q}} {prompt}|{response}|{answer}"))
     asked = judge.question(rollout(1, text, prompt=text, answer=answer))
     assert asked == "{q} " + f"{text}|{text}|{answer or ''}"
 
 
 def test_one_failure_is_one_rollouts_and_a_service_that_fails_all_is_the_services() -> None:
     config = JudgeConfig(model="m")
-    mixed = JudgeSource(config, Says("Score: 1", ServiceError("down"), "Score: 2"))
+    mixed = Says(config, "Score: 1", ServiceError("down"), "Score: 2")
     first, second, third = mixed.scores([rollout(i, "x") for i in range(3)])
     assert (first, third) == (1.0, 2.0) and isinstance(second, ServiceError)
     with pytest.raises(ServiceError, match="down"):
-        JudgeSource(config, Says(ServiceError("down"), ServiceError("down"))).scores([rollout(1, "x"), rollout(2, "x")])
+        Says(config, ServiceError("down"), ServiceError("down")).scores([rollout(1, "x"), rollout(2, "x")])
 
 
 def chat(asked: dict[str, Any]) -> Any:
@@ -84,7 +83,7 @@ def chat(asked: dict[str, Any]) -> Any:
 def test_a_server_that_speaks_openai_is_asked_one_question_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     config = JudgeConfig(engine="http", model="big-judge", template="{response}", max_tokens=33, temperature=0.5)
     with serving(chat) as server:
-        judge = JudgeSource(config, ChatEndpoint(config, HttpConfig(url=f"{server.url}/v1"), 5.0))
+        judge = ChatEndpoint(config, HttpConfig(url=f"{server.url}/v1"), 5.0)
         assert judge.scores([rollout(i, "x" * i) for i in range(6)]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
         assert sorted(d["messages"][0]["content"] for d in server.asked) == ["x" * i for i in range(6)]
         assert set(server.paths) == {"/v1/chat/completions"}

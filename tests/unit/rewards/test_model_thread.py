@@ -10,25 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
-from asyncrlhf.readahead.messages import Chunk
-from asyncrlhf.readahead.passes import Passes
-from asyncrlhf.readahead.reward import ReadingModel
+from asyncrlhf.readahead.owners import Chunk
+from asyncrlhf.readahead.readers import ReadingModel
 from asyncrlhf.rewards import model as model_module
 from asyncrlhf.rewards.build_scorer import build_scorer
-from asyncrlhf.rewards.judge_vllm import Asker
+from asyncrlhf.rewards.judge import Asker
 from asyncrlhf.rewards.model import ModelSource
 from asyncrlhf.rewards.model_thread import ModelThread
-from asyncrlhf.rewards.reward import StuckError
-from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer
-from asyncrlhf.rewards.service_config import RewardModelConfig
+from asyncrlhf.rewards.reward import Scorer, StuckError
+from asyncrlhf.rewards.reward_config import RewardConfig, RewardModelConfig
 from tests.hanging import Hanging
 from tests.numeric import assert_close
 from tests.unit.rewards.worlds import rollout, save_reward_model
@@ -125,13 +121,12 @@ def test_what_was_read_ahead_before_a_pass_hung_changes_no_score(folder: Path, m
     """The pass that was given up goes on later, and writes to caches that nobody reads any more."""
     hanging = Hanging(monkeypatch)
     whole = source(folder)
-    passes = Passes(whole.model)
-    reader = ReadingModel(source(folder, ModelThread(9.0)), passes, 4096, 4096)
+    reader = ReadingModel(source(folder, ModelThread(9.0)), 4096, 4096)
     done = [rollout(number, "", ids=[4 + number, 5, 6, 7, 8, 9]) for number in range(3)]
-    chunks = [Chunk(r.rollout_id, 0, 1, np.concatenate([r.prompt.token_ids, r.response_ids])[:4]) for r in done]
+    chunks = [Chunk(r.rollout_id, 0, 1, [*r.prompt.token_ids.tolist(), *r.response_ids.tolist()][:4]) for r in done]
     reader.prefill([], chunks)
     assert reader.held > 0
-    extend = passes.extend
+    extend = reader._extend
     calls: list[int] = []
 
     def hang_once(extensions: Any) -> list[torch.Tensor]:
@@ -140,14 +135,14 @@ def test_what_was_read_ahead_before_a_pass_hung_changes_no_score(folder: Path, m
             hanging.hang()
         return extend(extensions)
 
-    monkeypatch.setattr(passes, "extend", hang_once)
+    monkeypatch.setattr(reader, "_extend", hang_once)
     with pytest.raises(StuckError, match=r"over 9 new tokens of 3 sequences took longer"):
         reader.scores(done)
     assert reader.held == 0
     assert_close(reader.scores(done), whole.scores(done), atol=1e-5)
     calls.clear()
     with pytest.raises(StuckError):
-        reader.prefill([], [Chunk(7, 0, 1, np.arange(1, 5))])
+        reader.prefill([], [Chunk(7, 0, 1, [1, 2, 3, 4])])
     assert reader.held == 0
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards import sandbox
+from asyncrlhf.rewards.reward import Scorer, WeightedSource
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.sandbox import SandboxSource
-from asyncrlhf.rewards.scorer import Scorer, WeightedSource
 from tests.ray_run import is_alive, wait_until
 from tests.unit.rewards.worlds import rollout
 

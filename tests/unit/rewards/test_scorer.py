@@ -15,10 +15,8 @@ from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.build_scorer import build_scorer, check_rewards, preflight
-from asyncrlhf.rewards.functions import FunctionSource
-from asyncrlhf.rewards.reward import Score, ServiceError
+from asyncrlhf.rewards.reward import FunctionSource, Score, Scorer, ServiceError, WeightedSource, overlong_penalty
 from asyncrlhf.rewards.reward_config import RewardConfig
-from asyncrlhf.rewards.scorer import Scorer, WeightedSource, overlong_penalty
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.types import Prompt, Rollout
 from tests.unit.rewards.worlds import rollout
@@ -269,7 +267,7 @@ def test_a_part_that_cannot_be_built_closes_those_before_it(monkeypatch: pytest.
     from asyncrlhf.rewards import build_scorer as building
 
     first = Fixed({})
-    monkeypatch.setitem(building.BUILDERS, "length", lambda *_: first)
+    monkeypatch.setattr(building, "LengthSource", lambda: first)
     parts = {"a": {"kind": "length"}, "b": {"kind": "python", "target": "tests.reward_functions:nobody"}}
     with pytest.raises(ConfigError, match=r"reward\.parts\.b\.target=tests\.reward_functions:nobody.* has no 'nobody'"):
         build_scorer(RewardConfig(kind="sum", parts=parts), load_tokenizer(ModelConfig()), lambda: None, 16)  # type: ignore

@@ -17,8 +17,8 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.stages.answers import Scored
-from asyncrlhf.stages.divergence import kl_figures, perplexity, response_logprobs
 from asyncrlhf.stages.evaluation import evaluate, win_rate
+from asyncrlhf.stages.statistics import kl_figures, perplexity, response_logprobs
 from asyncrlhf.types import Annotation, Prompt, Rollout
 from tests.numeric import assert_close
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_tokenizer
-from asyncrlhf.rewards.model_loading import policy_ids
+from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.stages.preference_data import PairEncoder, choose_padding
 from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Rollout

@@ -94,7 +94,7 @@ def test_long_training_prompts_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("datasets", "settings", "message"),
     [
-        (["chain_sums"], {}, r"no dataset 'chain_sums' \(did you mean 'chain_sum'\?\)"),
+        (["chain_sums"], {}, r"no dataset 'chain_sums' \(did you mean chain_sum\?\)"),
         (["chain_sum"], {"dataset_options": {"chain_sum": {"colour": 1}}}, "dataset_options.chain_sum=.*is refused"),
         (
             ["chain_sum"],

@@ -8,9 +8,17 @@ import torch
 import xxhash
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport import checksum
-from asyncrlhf.transport.checksum import bucket_checksum, changed_buckets, manifest_checksums, positional_sum
-from asyncrlhf.transport.manifest import FlatBuckets, build_manifest
+from asyncrlhf.transport import manifest as layout
+from asyncrlhf.transport.manifest import (
+    FlatBuckets,
+    bucket_checksum,
+    build_manifest,
+    changed_buckets,
+    manifest_checksums,
+    positional_sum,
+)
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.receiver import Staging
 
 
 def params() -> dict[str, torch.Tensor]:
@@ -62,7 +70,7 @@ def reference_sum(data: bytes, chunk: int) -> int:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 100, 1027])
 def test_the_accelerators_sum_is_that_of_plain_integers(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "CHUNK_WORDS", 32)
+    monkeypatch.setattr(layout, "CHUNK_WORDS", 32)
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     assert positional_sum(torch.from_numpy(data)) == reference_sum(data.tobytes(), 32)
 
@@ -79,10 +87,14 @@ def test_a_difference_names_bucket_tensors_version_and_receiver() -> None:
     weights = {f"layer{i}": torch.zeros(1) for i in range(12)}
     manifest = build_manifest(weights, 1 << 20)
     good = bucket_checksum(manifest.tensors, weights)
-    checksum.verify_bucket(0, manifest.tensors, weights, good, 7, "g3")
-    weights["layer5"] += 1
+    staging, ticket = Staging("g3"), Ticket(7, 0, manifest, checksums=(good,))
+    held, _ = staging.begin(ticket)
+    held.copy_from(weights)
+    staging.verify(ticket, 0)
+    staging.begin(ticket)
+    held.views()["layer5"].add_(1)
     with pytest.raises(WeightSyncError, match=r"Bucket 0 of version 7 arrived at g3 .*layer0, layer1.* and 2 more\."):
-        checksum.verify_bucket(0, manifest.tensors, weights, good, 7, "g3")
+        staging.verify(ticket, 0)
 
 
 def test_everything_has_changed_where_nothing_is_known() -> None:

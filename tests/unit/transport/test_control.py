@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrlhf.transport.control import Line, LineClosedError, collect, dial, own_host, split_endpoint
+from asyncrlhf.transport.group import Line, LineClosedError, collect, dial, own_host, split_endpoint
 
 
 @pytest.fixture

@@ -12,15 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.disk import DiskReceiver, DiskSender
-from asyncrlhf.transport.disk_files import ANSWERS, INDEX, MANIFEST, VersionWriter, bucket_file, folder_name
+from asyncrlhf.transport.disk import (
+    ANSWERS,
+    INDEX,
+    MANIFEST,
+    WRITING,
+    DiskReceiver,
+    DiskSender,
+    bucket_file,
+    folder_name,
+)
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
-from asyncrlhf.transport.snapshot import Wire
-from asyncrlhf.transport.staging import Staging
+from asyncrlhf.transport.receiver import Staging
+from asyncrlhf.transport.sender import Wire
 
 
 def model(value: float = 0.0) -> dict[str, torch.Tensor]:
@@ -28,6 +36,11 @@ def model(value: float = 0.0) -> dict[str, torch.Tensor]:
 
 
 MANIFEST_OF_MODEL = build_manifest(model(), 1024)  # four buckets, one tensor each
+
+
+def begin_to_write(root: Path, name: str) -> None:
+    (root / f"{WRITING}{name}").mkdir()
+    save_file({"layer0": model()["layer0"]}, root / f"{WRITING}{name}" / bucket_file(0, 4))
 
 
 class Pair:
@@ -118,9 +131,7 @@ def test_a_receiver_names_what_is_missing_after_its_time_out(pair: Pair) -> None
     ticket = pair.sender.ticket()
     with pytest.raises(WeightSyncError, match=r"Version 1 is not complete .* after 0\.3 s: the folder v00000001-"):
         pair.receivers["g0"].receive(ticket)
-    writer = VersionWriter(pair.root, str(ticket.refs[0]), MANIFEST_OF_MODEL)
-    writer.begin()
-    writer.add(0, {"layer0": model(1)["layer0"]})
+    begin_to_write(pair.root, str(ticket.refs[0]))
     with pytest.raises(WeightSyncError, match=r"1 of 4 buckets are written and manifest\.json is missing"):
         pair.receivers["g0"].receive(ticket)
 
@@ -151,9 +162,7 @@ def test_who_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
 def write_and_die(root: Path) -> None:
     sender = DiskSender(MANIFEST_OF_MODEL, root, timeout_seconds=5.0)
     sender.listen()
-    writer = VersionWriter(root, folder_name(9), MANIFEST_OF_MODEL)
-    writer.begin()
-    writer.add(0, {"layer0": model()["layer0"]})
+    begin_to_write(root, folder_name(9))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -200,7 +209,7 @@ def test_a_disk_that_refuses_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("asyncrlhf.transport.disk_files.save_file", full)
+    monkeypatch.setattr("asyncrlhf.transport.disk.save_file", full)
     with pytest.raises(WeightSyncError, match=r"Version 6 cannot be written to .*No space left on device"):
         pair.write(6)
     assert list(pair.root.glob(".writing-*")) == []

@@ -11,8 +11,8 @@ import torch
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
-from asyncrlhf.transport.gather import ShardedParams, bucket_names, take_part
-from asyncrlhf.transport.snapshot import SnapshotHolder
+from asyncrlhf.transport.manifest import ShardedParams, bucket_names, take_part
+from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 
 SIZES = {"embed": (50, 4), "a.weight": (8, 8), "a.bias": (8,), "b.weight": (30, 8), "counts": (5,)}
@@ -45,9 +45,9 @@ class Parts:
         self._open -= sum(self.tensors[name].nbytes for name in names)
 
 
-def holder(config: WeightsConfig, params: ShardedParams) -> SnapshotHolder:
+def holder(config: WeightsConfig, params: ShardedParams) -> WeightSender:
     sender = build_sender(config, "local", params)
-    assert isinstance(sender, SnapshotHolder)
+    assert isinstance(sender, WeightSender)
     return sender
 
 

@@ -15,7 +15,6 @@ from asyncrlhf.transport.manifest import (
     build_manifest,
     manifest_difference,
     manifest_digest,
-    views_of,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64)
@@ -60,7 +59,7 @@ def test_round_trip_keeps_every_bit(params: dict[str, torch.Tensor], bucket_byte
 def test_views_share_the_buckets_memory() -> None:
     params = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
     buckets = FlatBuckets(build_manifest(params, 1 << 20))
-    views = views_of(buckets.manifest, buckets.tensors)
+    views = buckets.views()
     buckets.copy_from(params)
     assert views["b"].eq(1).all()
     start, end = buckets.tensors[0].data_ptr(), buckets.tensors[0].data_ptr() + buckets.tensors[0].numel()

@@ -3,8 +3,7 @@
 The dispatcher, gate, buffer, assembly, learner's loop and records are the real ones. Generators, reward worker and
 learner are replaced by timers on the virtual clock, so nearly all CPU time that is measured is the controller's. This
 file uses nothing that is private to one version of the package, so an older version can be measured with it, in turn
-with this one: copy it to ``asyncrlhf/bench/control_plane.py`` of the other checkout and run there
-``PYTHONPATH=OTHER_CHECKOUT python -m asyncrlhf.bench.control_plane``.
+with this one: ``PYTHONPATH=OTHER_CHECKOUT python experiments/22_control_plane/bench.py``.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from typing import Any
 
 import numpy as np
 
-from asyncrlhf.actors.messages import Collected, Offer, WorkItem
+from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.config.logging_config import LoggingConfig
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
-from asyncrlhf.orchestrator.evaluation import HeldOut
 from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.types import Payload, Prompt, Rollout, RolloutInfo, SamplingParams
+from asyncrlhf.types import GenerationRequest, Payload, Prompt, Rollout, RolloutInfo, SamplingParams
 
 try:
     from asyncrlhf.types import Annotation
@@ -95,21 +94,21 @@ class TimerGenerator(Part):
         self.name, self.slots = name, SLOTS
         self._meter = meter
         self._version = -1
-        self._waiting: deque[WorkItem] = deque()
-        self._running: list[tuple[float, int, int, WorkItem]] = []  # heap of (end, rollout id, version, item)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._running: list[tuple[float, int, int, GenerationRequest]] = []  # heap of (end, rollout id, version, item)
         self._timer: asyncio.TimerHandle | None = None
-        self._finished: list[tuple[float, int, WorkItem]] = []
+        self._finished: list[tuple[float, int, GenerationRequest]] = []
         self._collector: asyncio.Future[None] | None = None
 
-    async def submit(self, items: Sequence[WorkItem]) -> None:
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
         self._waiting.extend(items)
         self._begin(asyncio.get_running_loop().time())
 
     def _begin(self, now: float) -> None:
         while self._waiting and len(self._running) < self.slots:
             item = self._waiting.popleft()
-            seconds = MEDIAN_SECONDS * math.exp(SIGMA * random.Random(item.request.seed).gauss(0.0, 1.0))
-            heapq.heappush(self._running, (now + seconds, item.request.rollout_id, self._version, item))
+            seconds = MEDIAN_SECONDS * math.exp(SIGMA * random.Random(item.seed).gauss(0.0, 1.0))
+            heapq.heappush(self._running, (now + seconds, item.rollout_id, self._version, item))
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(self._running[0][0], self._end) if self._running else None
@@ -132,14 +131,14 @@ class TimerGenerator(Part):
         self._meter.count(len(finished))
         rollouts = [
             Rollout(
-                item.request.rollout_id, item.request.group_id, item.prompt, TOKENS, LOGPROBS, TOKENS, "stop", "7",
+                item.rollout_id, item.group_id, item.prompt, TOKENS, LOGPROBS, TOKENS, "stop", "7",
                 self.name,
             )
             for _, _, item in finished
         ]  # fmt: skip
         infos = [
             RolloutInfo(
-                item.request.rollout_id, item.request.group_id, self.name, 1, 1, version, self._version, "stop", end,
+                item.rollout_id, item.group_id, self.name, 1, 1, version, self._version, "stop", end,
                 Payload(rollouts, place),
             )
             for place, (end, version, item) in enumerate(finished)
@@ -148,7 +147,7 @@ class TimerGenerator(Part):
 
     async def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         gone = set(rollout_ids)
-        self._waiting = deque(item for item in self._waiting if item.request.rollout_id not in gone)
+        self._waiting = deque(item for item in self._waiting if item.rollout_id not in gone)
         self._running = [entry for entry in self._running if entry[1] not in gone]
         heapq.heapify(self._running)
         self._begin(asyncio.get_running_loop().time())

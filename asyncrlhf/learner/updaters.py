@@ -1,0 +1,300 @@
+"""How a gradient becomes an update: optimizer, schedule, and the ways in which weights lie on the ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from asyncrlhf.data.adapter import is_adapter, trained_tensors
+from asyncrlhf.errors import CheckpointError
+from asyncrlhf.learner import checkpoint
+from asyncrlhf.learner.distributed import Peers, Shards, all_sum, init_single_process_group, on_host, padded, whole
+from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.plan import Microbatch
+
+FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks
+
+
+def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
+    """The share of the learning rate at learner step ``step`` (from 0) of ``steps``: linear warm-up, then the schedule.
+
+    ``linear`` and ``cosine`` would reach 0 one step after the last. A run that goes on beyond ``steps`` stays at the
+    rate of its last step.
+    """
+    warmup = config.warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    span = max(steps - warmup, 1)
+    progress = min(step - warmup, span - 1) / span
+    if config.lr_schedule == "linear":
+        return 1.0 - progress
+    if config.lr_schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0
+
+
+def build_optimizer(config: LearnerConfig, policy: nn.Module | None, critic: nn.Module | None) -> torch.optim.AdamW:
+    """Fused AdamW over float32 weights; norms and biases do not decay. Each group keeps its rate as ``base_lr``."""
+    groups = []
+    if policy is not None:
+        groups += _groups(policy, config.learning_rate, config.weight_decay)
+    if critic is not None:
+        rate = config.critic_learning_rate or config.learning_rate
+        groups += _groups(critic, rate, config.weight_decay)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+
+
+def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """The gradient's norm over all its shards before clipping, 0-dim; ``max_norm`` 0 only measures."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = whole(nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None]))
+    nn.utils.clip_grads_with_norm_(trained, max_norm or math.inf, norm)
+    return norm
+
+
+def _groups(module: nn.Module, rate: float, decay: float) -> list[dict]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    parts = ((decay, [p for p in trained if p.ndim >= 2]), (0.0, [p for p in trained if p.ndim < 2]))
+    return [{"params": part, "weight_decay": d, "lr": rate, "base_lr": rate} for d, part in parts if part]
+
+
+class Updater(ABC):
+    """How policy and critic lie on the ranks, and how a gradient becomes an update there.
+
+    ``policy`` and ``critic`` are what forward passes call. All ranks call each method together.
+    """
+
+    policy: Any
+    critic: Any = None
+    optimizers: Sequence[torch.optim.Optimizer]  # the policy's first
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        model: PreTrainedModel,
+        policy: nn.Module,
+        critic: nn.Module | None,
+        device: torch.device,
+        ranks: int,
+    ) -> None:
+        self.config, self.model, self.device, self.ranks = config, model, device, ranks
+        self._callbacks: list[Callable[[], object]] = []
+        self._lay_out(policy, critic)
+
+    @abstractmethod
+    def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:
+        """Set ``policy``, ``critic`` and ``optimizers``."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """The policy's tensors where no rank holds them whole; None where each does."""
+        return None
+
+    def frozen(self, module: nn.Module) -> Any:
+        """A module that is never updated, laid out over the ranks as the policy is."""
+        return module
+
+    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
+        """The passes without gradient that this rank makes for ``microbatches``; None is one over dummy data."""
+        return padded(microbatches, self.device, self.ranks) if self.config.sharded else microbatches
+
+    @abstractmethod
+    def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
+        """The passes with gradient of one update; each must end in :meth:`backward` before the next is asked for."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget the gradients of the update before."""
+
+    @abstractmethod
+    def backward(self, module: Any, loss: torch.Tensor) -> None:
+        """Add the gradient of ``loss`` [0-dim], which is one term of a sum over microbatches and ranks."""
+
+    @abstractmethod
+    def apply(self) -> float:
+        """Clip and apply the gradient; the policy's norm, or NaN when it was not finite on any rank and was dropped."""
+
+    def set_rate(self, factor: float) -> float:
+        """Scale every group's base rate by ``factor``; returns the policy's rate."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["base_lr"] * factor
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def before_update(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called each time before the parameters change: a snapshot may still be read from them."""
+        self._callbacks.append(callback)
+
+    def _settle(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The policy's tensors by name, for publishing (tied tensors once, under their first name).
+
+        With ``shards``: copies of all of them in rank 0's host memory, empty elsewhere.
+        """
+        if self.shards is None:
+            return trained_tensors(self.model)
+        return on_host(self.shards, torch.distributed.get_rank())
+
+    def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
+        """Write ``state`` and this layout's own beside the random states, see ``checkpoint.write``, and the model as
+        transformers saves it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write(folder, state | self._save_own(folder), rank)
+        checkpoint.export_model(self.model, folder / checkpoint.MODEL, self.shards, rank)
+
+    @abstractmethod
+    def _save_own(self, folder: Path) -> dict[str, Any]:
+        """Write what each rank holds of weights and optimizer; returns what rank 0's state takes up: it must tell if
+        there is a critic."""
+
+    @abstractmethod
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError when what :meth:`save` wrote does not fit."""
+
+
+class TorchUpdater(Updater):
+    """The ``Updater`` of plain torch: all ranks make an update of policy and critic, or skip it, together."""
+
+    def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:
+        self.policy = self.spread(policy)
+        self.critic = None if critic is None else self.spread(critic)
+        self._modules = [policy] if critic is None else [policy, critic]
+        self.optimizer = build_optimizer(self.config, policy, critic)
+        self.optimizers = [self.optimizer]
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.mixed_precision == "float16")
+
+    def spread(self, module: nn.Module) -> nn.Module:
+        """``module`` over the ranks."""
+        return module if self.ranks == 1 else DistributedDataParallel(module, broadcast_buffers=False)
+
+    def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
+        """With the gradient reduction held back until the last one: every rank must reduce exactly once, however many
+        microbatches it has."""
+        passes: list[Microbatch | None] = [*microbatches] or [None]
+        for index, microbatch in enumerate(passes):
+            last = index == len(passes) - 1
+            with module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext():
+                yield microbatch
+
+    def begin(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, module: nn.Module, loss: torch.Tensor) -> None:
+        """DistributedDataParallel and FSDP average over ranks; the loss is meant as a sum, hence times the ranks."""
+        self._scaler.scale(loss * self.ranks).backward()
+
+    def apply(self) -> float:
+        self._scaler.unscale_(self.optimizer)
+        norms = [clip_gradient(module.parameters(), self.config.max_grad_norm) for module in self._modules]
+        broken = sum((~torch.isfinite(norm)).float() for norm in norms)
+        skip = bool(all_sum(torch.as_tensor(broken), Peers(ranks=self.ranks)))
+        if not skip:
+            self._settle()
+            self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return math.nan if skip else float(norms[0])
+
+    def _save_own(self, folder: Path) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "critic": None if self.critic is None else self._modules[1].state_dict(),
+            "adapter": self.parameters() if is_adapter(self.parameters()) else None,
+        }
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        try:
+            self._load_weights(folder, state.get("adapter"))
+        except (RuntimeError, OSError) as error:
+            raise CheckpointError(f"{folder / checkpoint.MODEL} does not hold this run's model: {error}") from error
+        if self.critic is not None:
+            self._modules[1].load_state_dict(state["critic"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scaler.load_state_dict(state["scaler"])
+
+    def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
+        """The exported model has the adapter merged, so that a run of an adapter goes on from the adapter itself."""
+        if adapter is None:
+            saved = type(self.model).from_pretrained(folder / checkpoint.MODEL, dtype=torch.float32)
+            self.model.load_state_dict(saved.state_dict())
+        elif self.model.load_state_dict(dict(adapter), strict=False).unexpected_keys:
+            raise CheckpointError(
+                f"{folder} is the checkpoint of an adapter, and this run trains none (model.lora.r=0)."
+            )
+
+
+class FsdpUpdater(TorchUpdater):
+    """``learner.sharding=fsdp2`` (``fully_shard``, Zhao et al. 2304.11277 for the idea).
+
+    Weights are gathered one decoder layer at a time, in the forward pass and again in the backward pass, and gradients
+    are scattered after every microbatch. Both are collective: ranks with fewer microbatches pass dummy data.
+    """
+
+    def spread(self, module: nn.Module) -> nn.Module:
+        """Decoder layers first, then what is left (embeddings, last norm, head) as one unit.
+
+        Nothing stays gathered between passes: a pass without gradient would leave tensors behind that the next update
+        does not reach.
+        """
+        half = self.config.mixed_precision == "bfloat16"
+        init_single_process_group(self.device)
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(self.device.type, (self.ranks,)),
+            "reshard_after_forward": True,
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32 if half else None),
+        }
+        names = set(self.model._no_split_modules or ())
+        for layer in list(module.modules()):
+            if type(layer).__name__ in names:
+                fully_shard(layer, **options)
+        fully_shard(module, **options)
+        return module
+
+    def frozen(self, module: nn.Module) -> nn.Module:
+        return self.spread(module)
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.model)
+
+    def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
+        return iter(padded(microbatches, self.device, self.ranks) or [None])
+
+    def _save_own(self, folder: Path) -> dict[str, Any]:
+        dcp.save(self._state(), checkpoint_id=folder / FOLDER)
+        return {"critic": None if self.critic is None else True}
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        if not (folder / FOLDER).is_dir():
+            raise CheckpointError(f"{folder / FOLDER} is missing: not a whole learner checkpoint.")
+        found = self._state()
+        try:
+            dcp.load(found, checkpoint_id=folder / FOLDER)
+        except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
+            raise CheckpointError(f"{folder / FOLDER} does not hold this run's model: {error}") from error
+        set_state_dict(
+            self._together(), self.optimizer, model_state_dict=found["weights"], optim_state_dict=found["optimizer"]
+        )
+
+    def _state(self) -> dict[str, Any]:
+        weights, optimizer = get_state_dict(self._together(), self.optimizer)
+        return {"weights": weights, "optimizer": optimizer}
+
+    def _together(self) -> nn.Module:
+        return nn.ModuleList(self._modules)

@@ -1,0 +1,108 @@
+"""What all receivers share: staging memory for one whole set of weights, and the check that its bytes arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.manifest import (
+    FlatBuckets,
+    bucket_checksum,
+    changed_buckets,
+    entries_by_bucket,
+    manifest_difference,
+)
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.types import TensorEntry
+
+NAMES_SHOWN = 10
+
+
+class Staging:
+    """Allocated at the first ticket. ``name``: the receiver's, for its errors."""
+
+    def __init__(self, name: str = "a receiver without a name") -> None:
+        self.name = name
+        self._buckets: FlatBuckets | None = None
+        self._entries: list[list[TensorEntry]] = []
+        self._checksums: tuple[int, ...] = ()  # of what the buckets hold; empty: unknown
+        self._pending: set[int] = set()  # buckets of the present ticket that were not verified yet
+
+    def begin(self, ticket: Ticket, device: torch.device | str = "cpu") -> tuple[FlatBuckets, list[int]]:
+        """The memory for ``ticket``, and the buckets that it does not hold yet.
+
+        Raises WeightSyncError when the layout is another one than before: a run publishes one model, so that a changed
+        layout is a mistake.
+        """
+        if self._buckets is None:
+            self._buckets, self._entries = FlatBuckets(ticket.manifest, device), entries_by_bucket(ticket.manifest)
+        difference = manifest_difference(self._buckets.manifest, ticket.manifest)
+        if difference is not None:
+            raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
+        wanted = changed_buckets(self._checksums, ticket.checksums) if ticket.delta else range(len(self._entries))
+        # From here on the bytes are neither version's: an error on the way must not leave a claim to them.
+        self._checksums, self._pending = (), set(range(len(self._entries)))
+        return self._buckets, list(wanted)
+
+    def verify(self, ticket: Ticket, bucket: int) -> None:
+        """Check one bucket that is complete. Raises WeightSyncError naming it, its tensors and the receiver unless its
+        checksum is the ticket's."""
+        if ticket.checksums and self._buckets is not None and bucket in self._pending:
+            entries, expected = self._entries[bucket], ticket.checksums[bucket]
+            found = bucket_checksum(entries, self._buckets.views())
+            if found != expected:
+                names = ", ".join(entry.name for entry in entries[:NAMES_SHOWN])
+                more = f" and {len(entries) - NAMES_SHOWN} more" if len(entries) > NAMES_SHOWN else ""
+                raise WeightSyncError(
+                    f"Bucket {bucket} of version {ticket.version} arrived at {self.name} with the checksum "
+                    f"{found:016x} instead of {expected:016x}; it holds {names}{more}."
+                )
+        self._pending.discard(bucket)
+
+    def finish(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
+        """Verify what was not verified yet, buckets that were held already among them: their user may have written
+        into them. Returns the tensors."""
+        assert self._buckets is not None, "begin comes first"
+        for bucket in sorted(self._pending):
+            self.verify(ticket, bucket)
+        self._checksums = ticket.checksums
+        return self._buckets.views()
+
+    def drop(self) -> None:
+        """Let go of the memory: something may still write into it."""
+        self._buckets = None
+        self._checksums = ()
+
+
+class WeightReceiver:
+    """Lives beside an engine; its calls run in one thread while the engine goes on sampling."""
+
+    def __init__(self, *, timeout_seconds: float = 120.0, device: torch.device | str = "cpu") -> None:
+        """``device``: where the engine's parameters live."""
+        self._timeout_seconds = timeout_seconds
+        self._device = torch.device(device)
+        self._epoch = -1
+        self._staged = Staging()
+
+    def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
+        """Join the group of ``epoch`` as ``rank`` (1 <= rank < ``world_size``; the sender is 0)."""
+        self._epoch, self._staged.name = epoch, name
+
+    def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
+        """Take part in the transfer of ``ticket``. Returns views on staging memory, valid until the next call.
+
+        Raises WeightSyncError when the ticket is not what the sender sends, the sender is lost, or a bucket's checksum
+        differs.
+        """
+        staging, wanted = self._staged.begin(ticket)
+        self._fetch(ticket, staging, wanted)
+        return self._staged.finish(ticket)
+
+    def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
+        """Fill the buckets ``wanted``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._staged.drop()

@@ -1,0 +1,176 @@
+"""What all senders share: the learner's weights in flat buckets, their checksums, their ticket."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, changed_buckets, manifest_checksums
+from asyncrlhf.transport.protocol import Ticket, TransferStats
+from asyncrlhf.types import WeightManifest
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How weights travel. ``cast``: the dtype of floating tensors on the way (None: as they are), which is what the
+    manifest was built with. ``delta`` needs ``checksum``.
+    """
+
+    cast: torch.dtype | None = None
+    checksum: bool = True
+    delta: bool = False
+
+
+class WeightSender:
+    """Lives beside the learner and holds one version at a time, copied into flat buckets in a thread of its own;
+    ``lock`` guards the copy.
+
+    ``begin_snapshot`` and ``fence`` belong to the training thread. Between them it may read the parameters, as a
+    forward and backward pass does, but not change them: so the copy costs the learner next to nothing. The checksums
+    are taken after the fence. Another thread calls the rest.
+    """
+
+    def __init__(self, manifest: WeightManifest, device: torch.device | str = "cpu", wire: Wire | None = None) -> None:
+        """``device``: where the copy lies."""
+        self.manifest = manifest
+        self.wire = wire or Wire()
+        self.epoch = 0
+        self.lock = threading.Lock()
+        self.stall_seconds = 0.0
+        self.version: int | None = None
+        self.checksums: tuple[int, ...] = ()
+        self.sent: tuple[int, ...] = ()  # the checksums of what went out last; empty: nothing that receivers still hold
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="weight-snapshot")
+        self._copy: Future[None] | None = None
+        self._begun: list[Future[None]] = []
+        self.buckets = FlatBuckets(manifest, device)
+
+    def listen(self, host: str = "") -> str:
+        """Open the rendezvous and return its endpoint, ``host:port``; an empty text where none is needed."""
+        return ""
+
+    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
+        """Form the group of ``epoch`` with ``receivers`` (rank i+1 is ``receivers[i]``); drops the group before it.
+
+        Blocks until all have called their own ``connect``. Raises LostReceiversError naming those who did not.
+        """
+        with self.lock:
+            self.epoch = epoch
+
+    def begin_snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
+        """Have ``params`` stand for ``version`` from now on. They must not change before ``fence`` has returned."""
+        self.fence()
+        self.stall_seconds = 0.0
+        # As they are offered now, whatever the caller does to the mapping.
+        offered = params if isinstance(params, ShardedParams) else dict(params)
+        self._copy = self._copier.submit(self._take, version, offered)
+        self._begun = [self._copy, self._copier.submit(self._complete)]
+
+    def fence(self) -> float:
+        """Wait until nothing reads the parameters any more, before they change: at the head of an optimizer step.
+
+        Returns the seconds waited for the copy, 0 when none was begun. Raises WeightSyncError naming a tensor that does
+        not fit.
+        """
+        copy, self._copy = self._copy, None
+        if copy is None:
+            return 0.0
+        started = time.perf_counter()
+        try:
+            copy.result()
+        finally:
+            self.stall_seconds = time.perf_counter() - started
+        return self.stall_seconds
+
+    def snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> float:
+        """``begin_snapshot`` and ``fence``: seconds that the caller stood still."""
+        self.begin_snapshot(version, params)
+        return self.fence()
+
+    def ticket(self) -> Ticket:
+        """The ticket of the newest version, to be handed to every receiver."""
+        with self._settled() as version:
+            return Ticket(version, self.epoch, self.manifest, self._refs(version), self.checksums, self.wire.delta)
+
+    def transfer(self, ticket: Ticket) -> TransferStats:
+        """Send the version; blocks until every receiver of the group has it (``collective``), or until receivers can
+        fetch it (``local``, ``object_store``, ``disk``: a receiver has it when its own call returns).
+
+        Raises LostReceiversError naming the receivers that died, refused or did not answer within the time-out. The
+        group is gone then: ``connect`` a new epoch with the survivors.
+        """
+        with self.lock:
+            self._check_current(ticket)
+            started, outgoing = time.perf_counter(), self.outgoing()
+            self._send(ticket, outgoing)
+            self.sent = ticket.checksums
+            sent_bytes = sum(self.manifest.bucket_bytes[bucket] for bucket in outgoing)
+            return TransferStats(time.perf_counter() - started, sent_bytes, self.stall_seconds)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What the newest version holds, for comparison."""
+        with self._settled():
+            return self.buckets.views()
+
+    def close(self) -> None:
+        """End what it holds open, a transfer that is under way in another thread too."""
+
+    def outgoing(self) -> list[int]:
+        """The buckets that have to be sent: without ``weights.delta`` all of them."""
+        everything = list(range(len(self.manifest.bucket_bytes)))
+        return changed_buckets(self.sent, self.checksums) if self.wire.delta else everything
+
+    @contextmanager
+    def _settled(self) -> Iterator[int]:
+        """The newest version, under the lock, once a copy that has begun is done; its error, if any, is the training
+        thread's to raise."""
+        wait(self._begun)
+        with self.lock:
+            if self.version is None:
+                raise WeightSyncError("There is no snapshot to publish: call begin_snapshot first.")
+            yield self.version
+
+    def _check_current(self, ticket: Ticket) -> None:
+        """Raise unless ``ticket`` is that of the present snapshot and group."""
+        if (ticket.version, ticket.epoch) != (self.version, self.epoch):
+            raise WeightSyncError(
+                f"The ticket is for version {ticket.version} of epoch {ticket.epoch}, but the sender holds "
+                f"version {self.version} of epoch {self.epoch}."
+            )
+
+    def _take(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
+        with self.lock:
+            # Not the old version with half of the new weights, should a tensor be refused.
+            self.version, self.checksums = None, ()
+            self.copy_params(params)
+            self.version = version
+
+    def _complete(self) -> None:
+        with self.lock:
+            if self.version is not None and self.wire.checksum:
+                self.checksums = manifest_checksums(self.manifest, self.buckets.views())
+
+    def copy_params(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Copy the parameters; the training thread's fence waits for it."""
+        self._prepare()
+        self.buckets.copy_from(params, self.wire.cast)
+
+    # What a transport does, with ``lock`` held:
+
+    def _prepare(self) -> None:
+        """Before the buckets are overwritten."""
+
+    def _refs(self, version: int) -> tuple[Any, ...]:
+        """Where the buckets lie, for a ticket."""
+        return ()
+
+    def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
+        """Send the buckets ``outgoing`` of the present snapshot."""
