@@ -34,7 +34,7 @@ class SweepConfig:
     ``timing=shared``: jobs run side by side where cores and GPUs allow, and nothing is said of their speed.
     ``exclusive``: each job has the machine alone, one configuration after the other, seed by seed, so that a change of
     the machine meets all of them alike. ``jobs``: at most so many side by side (0: as many as the machine holds).
-    ``parts``: several grids by name; without any, the command line's choices are the only grid.
+    ``parts``: several grids by name, null leaving one out; without any, the command line's choices are the only grid.
     """
 
     name: str = ""  # empty: the experiment's name, else the run's
@@ -55,10 +55,11 @@ class SweepConfig:
         """The grids by name, with seeds and timing filled in; one without a name where none are given."""
         if self.parts is None:
             return {"": SweepPart(seeds=self.seeds, timing=self.timing)}
+        named = {str(k): entry for k, entry in self.parts.items() if entry} if isinstance(self.parts, Mapping) else {}
         check(
-            isinstance(self.parts, Mapping) and all(isinstance(entry, Mapping) for entry in self.parts.values()),
+            named and all(isinstance(entry, Mapping) for entry in named.values()),
             f"sweep.parts={self.parts} are no grids by name; allowed: null, or such as "
             "{quality:{overrides:['async.lag=0,4']}}.",
         )
         default = SweepPart(seeds=self.seeds, timing=self.timing)
-        return {str(name): overlay(default, entry, f"sweep.parts.{name}") for name, entry in self.parts.items()}
+        return {str(name): overlay(default, entry, f"sweep.parts.{name}") for name, entry in named.items()}

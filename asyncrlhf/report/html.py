@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -24,7 +24,10 @@ from asyncrlhf.report.curves import (
     time_scale,
 )
 from asyncrlhf.report.load import Group, Run, group_runs, load_runs
+from asyncrlhf.report.sweep import sweep_figures, sweep_tables
 from asyncrlhf.report.table import build_tables
+from asyncrlhf.sweeps.record import is_sweep
+from asyncrlhf.sweeps.results import Results, read_results, sentences
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
@@ -35,7 +38,8 @@ body { margin: 2rem auto; max-width: 1400px; padding: 0 1.2rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .4rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-.note { color: #666; margin: .2rem 0; } .runs span { display: inline-block; margin-right: 1.4rem; }
+.note { color: #666; margin: .2rem 0; } .finding { margin: .4rem 0; }
+.runs span { display: inline-block; margin-right: 1.4rem; }
 .runs i { display: inline-block; width: 1.6em; height: .35em; margin-right: .45em; vertical-align: middle; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 1rem; }
 .scroll { overflow-x: auto; }
@@ -44,6 +48,8 @@ th, td { padding: .3rem .8rem; border-bottom: 1px solid #e3e3e3; text-align: rig
 th { background: #f6f6f6; } th:first-child, td:first-child { text-align: left; }
 </style><script>{{ plotly | safe }}</script></head><body>
 <h1>{{ title }}</h1><p class="note">{{ note }}</p>
+{% for sentence in findings %}<p class="finding">{{ sentence }}</p>
+{% endfor %}
 <p class="runs">{% for color, label in legend %}
 <span><i style="background:{{ color }}"></i>{{ label }}</span>{% endfor %}</p>
 {% for heading, figures in sections %}<h2>{{ heading }}</h2>
@@ -54,6 +60,8 @@ th { background: #f6f6f6; } th:first-child, td:first-child { text-align: left; }
 <tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>{% endfor %}
+{% if unread %}<h3>Runs that could not be read</h3><ul>
+{% for reason in unread.values() %}<li>{{ reason }}</li>{% endfor %}</ul>{% endif %}
 </body></html>
 """
 
@@ -61,25 +69,35 @@ th { background: #f6f6f6; } th:first-child, td:first-child { text-align: left; }
 def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     """Draw the curves of the runs and write ``index.html``; returns its path.
 
-    ``out`` is the folder: by default ``RUN/report`` for one run and ``./report`` for several. Runs that differ only by
-    seed become one line with a band. Raises ConfigError for a folder that is no run.
+    ``out`` is the folder: by default ``report`` within one run or sweep, and ``./report`` for several. Folders are
+    searched for runs. Runs that differ only by seed become one line with a band; what cannot be read is listed. Raises
+    ConfigError when nothing can.
     """
-    runs = load_runs(run_dirs)
-    folder = Path(out) if out is not None else (runs[0].path / "report" if len(runs) == 1 else Path("report"))
+    unread: dict[str, str] = {}
+    runs = load_runs(run_dirs, unread)
+    single = run_dirs[0] if len(run_dirs) == 1 and is_sweep(run_dirs[0]) else runs[0].path if len(runs) == 1 else None
+    folder = Path(out) if out is not None else Path("report") if single is None else Path(single) / "report"
     groups = group_runs(runs)
+    sweeps = [read_results(Path(path)) for path in run_dirs if is_sweep(path)]
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "index.html"
     temporary = page.with_suffix(".tmp")
-    temporary.write_text(render(runs, groups), encoding="utf-8")
+    temporary.write_text(render(runs, groups, sweeps, unread), encoding="utf-8")
     os.replace(temporary, page)
     return page
 
 
-def render(runs: Sequence[Run], groups: Sequence[Group]) -> str:
+def render(
+    runs: Sequence[Run],
+    groups: Sequence[Group],
+    sweeps: Sequence[Results] = (),
+    unread: Mapping[str, str] | None = None,
+) -> str:
     """The whole page as text, plotly.js included."""
     panels = shown_panels(groups)
     _, unit = time_scale(runs)
-    sections = [(f"Over {step_name(groups)}", [_figure(groups, panel, "step") for panel in panels])]
+    sections = [(f"Sweep {found.name}", [_html(figure) for figure in sweep_figures(found)]) for found in sweeps]
+    sections.append((f"Over {step_name(groups)}", [_figure(groups, panel, "step") for panel in panels]))
     if any(run.column("wall_time") is not None for run in runs):
         sections.append((f"Over wall-clock ({unit})", [_figure(groups, panel, "wall_time") for panel in panels]))
     legend = [] if len(groups) == 1 else [(line_color(i), _described(group)) for i, group in enumerate(groups)]
@@ -91,11 +109,18 @@ def render(runs: Sequence[Run], groups: Sequence[Group]) -> str:
             title=title,
             note=_note(runs, groups),
             plotly=get_plotlyjs(),
+            findings=[sentence for found in sweeps for sentence in sentences(found)],
             legend=legend,
             sections=sections,
-            tables=build_tables(runs, groups),
+            tables=[table for found in sweeps for table in sweep_tables(found)] + build_tables(runs, groups),
+            unread=unread or {},
         )
     )
+
+
+def _html(figure: go.Figure) -> str:
+    config = {"displaylogo": False, "responsive": True}
+    return str(figure.to_html(include_plotlyjs=False, full_html=False, config=config, default_height="320px"))
 
 
 def _figure(groups: Sequence[Group], panel: Panel, axis: Axis) -> str:
@@ -114,8 +139,7 @@ def _figure(groups: Sequence[Group], panel: Panel, axis: Axis) -> str:
         figure.add_hline(y=bound, line=dotted)
         _add_key(figure, f"bound ({bound:g})", dotted)
     _lay_out(figure, panel, step_name(groups) if axis == "step" else f"wall-clock, {unit}")
-    config = {"displaylogo": False, "responsive": True}
-    return figure.to_html(include_plotlyjs=False, full_html=False, config=config, default_height="320px")
+    return _html(figure)
 
 
 def _add_key(figure: go.Figure, name: str, line: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
 
 # What may differ between two runs of one configuration: where they lie and what they show.
-_NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint")
+_NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint", "sweep")
 # What a command leaves whose folder has no curves, by its file.
 _WITHOUT_CURVES = {"preferences.jsonl": "preference data", "evaluation.json": "an evaluation"}
 # Metrics that give the stage away, for runs that have no summary yet.
@@ -75,7 +75,7 @@ def load_run(path: Path) -> Run:
         for name, what in _WITHOUT_CURVES.items():
             if (path / name).is_file():
                 raise ConfigError(f"{path} holds {what} and no curves; give a run of train, sft or reward-model.")
-        raise ConfigError(f"{path} holds no {METRICS_FILE}, so it is not a run directory{_hint(path)}.")
+        raise ConfigError(f"{path} holds no {METRICS_FILE}, so it is no run directory, and holds none.")
     rows = [row for row in read_metrics(metrics) if "step" in row]
     if not rows:
         raise ConfigError(f"{metrics} has no complete learner step yet; there is nothing to report.")
@@ -86,14 +86,30 @@ def load_run(path: Path) -> Run:
     return Run(path, f"{resolved.parent.name}/{resolved.name}", rows, columns, flatten(config), summary)
 
 
-def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read several; the same folder named twice is read once. Raises ConfigError when there is none, and for runs of
-    several stages, whose curves mean different things under one name."""
-    unique = list(dict.fromkeys(Path(path).resolve() for path in paths))
-    if not unique:
-        raise ConfigError("no run was named; give one or several run directories.")
-    shown = {Path(path).resolve(): Path(path) for path in paths}
-    runs = [load_run(shown[path]) for path in unique]
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run directories that the paths name: a run itself, or all runs below a folder, each once, in order."""
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        below = [] if (path / METRICS_FILE).is_file() else sorted(f.parent for f in path.rglob(METRICS_FILE))
+        for run in below or [path]:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def load_runs(paths: Sequence[Path], unread: dict[str, str] | None = None) -> list[Run]:
+    """All runs of the paths. Why one cannot be read is put into ``unread`` by its path, or raised where none is given.
+    Raises ConfigError when no run can be read, and for runs of several stages, whose curves mean different things under
+    one name."""
+    runs: list[Run] = []
+    for path in find_runs(paths):
+        try:
+            runs.append(load_run(path))
+        except ConfigError as error:
+            if unread is None:
+                raise
+            unread[str(path)] = str(error)
+    if not runs:
+        raise ConfigError(next(iter((unread or {}).values()), "no run was named; give one or several run directories."))
     other = next((run for run in runs if run.stage != runs[0].stage), None)
     if other is not None:
         raise ConfigError(
@@ -167,11 +183,20 @@ def _with_heldout_ends(columns: dict[str, np.ndarray], summary: dict[str, Any] |
 
 
 def _label(members: Sequence[Run], differing: Mapping[str, Sequence[Any]]) -> str:
+    """What sets the runs apart. A preset that is named stands for all of its settings."""
     if not differing:
         return members[0].label if len(members) == 1 else Path(members[0].label).parent.name
     configuration = members[0].configuration
-    parts = [f"{key.removeprefix('async.')}={configuration.get(key)}" for key in differing]
-    return ", ".join(parts) if len(parts) <= 3 else members[0].label
+    named = {key.rpartition(".")[0] for key in differing if key.endswith(".name")}
+    said = [key for key in differing if key.rpartition(".")[0] not in named or key.endswith(".name")]
+    parts = [_said(key, configuration.get(key)) for key in said]
+    return ", ".join(parts) if len(parts) <= 4 else members[0].label
+
+
+def _said(key: str, value: Any) -> str:
+    if key.endswith(".name"):
+        return str(value)
+    return f"{key.removeprefix('async.')}={value}"
 
 
 def _read(path: Path, parse: Any, errors: type[Exception]) -> Any:
@@ -184,11 +209,3 @@ def _read(path: Path, parse: Any, errors: type[Exception]) -> Any:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} does not hold a mapping; was it edited by hand?")
     return value
-
-
-def _hint(path: Path) -> str:
-    inside = sorted(str(found.parent) for found in path.glob(f"*/{METRICS_FILE}"))
-    if not inside:
-        return ""
-    more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
-    return f"; it contains some: {', '.join(inside[:3])}{more}"

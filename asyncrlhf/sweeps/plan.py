@@ -91,8 +91,7 @@ def _grid(overrides: list[str], folder: Path | None, part: str, seeds: int, timi
     own_seeds = not any(_key(override) == "seed" for override in overrides)
     jobs = []
     for combination in sweep_jobs(overrides):
-        values = {_key(override): override.partition("=")[2] for override in combination}
-        choices = {key: values[key] for key in values if key in swept}
+        choices = {_key(override): _value(override) for override in combination if _key(override) in swept}
         composed = from_hydra(compose_config(combination, folder))
         kept = tuple(o for o in combination if not _key(o).startswith("sweep."))
         for seed in range(seeds) if own_seeds else [composed.seed]:
@@ -125,6 +124,11 @@ def _key(override: str) -> str:
         return str(OverridesParser.create().parse_override(override).get_key_element()).lstrip("+~")
     except HydraException as error:
         raise ConfigError(hydra_sentence(error)) from error
+
+
+def _value(override: str) -> str:
+    """As the config will hold it: without quotes and escapes."""
+    return str(OverridesParser.create().parse_override(override).value())
 
 
 def _distinct(jobs: Sequence[Job]) -> list[Job]:

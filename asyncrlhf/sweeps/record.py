@@ -131,6 +131,10 @@ def _commit(git: Mapping[str, Any] | None) -> str:
     return "an installed package" if git is None else git["commit"][:9] + (" with changes" if git["dirty"] else "")
 
 
+def is_sweep(folder: Path) -> bool:
+    return (Path(folder) / SWEEP_FILE).is_file()
+
+
 def read_sweep(folder: Path) -> dict[str, Any]:
     """The document of ``sweep.json``. Raises ConfigError when it is none that this version reads."""
     path = folder / SWEEP_FILE

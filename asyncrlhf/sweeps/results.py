@@ -23,6 +23,7 @@ STALENESS_KEYS = (
     "buffer.max_reuse", "generator.replicas", "buffer.replay_fraction",
 )  # fmt: skip
 FRESH = 0.05  # policy versions: a configuration at most this stale on average is a baseline
+ONLY_METHOD = "the run"  # the name where nothing but staleness differs
 SMALL = 1e-3  # a baseline's quality below this makes no ratio
 
 
@@ -130,20 +131,23 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool) -> Point:
     metrics = [line for line in read_metrics(path / METRICS_FILE) if "step" in line]
     if summary is None or not metrics:
         raise ConfigError(f"{path} has no summary or no steps.")
-    choices, mode = row["choices"], row["config"]["async"]["mode"]
+    choices, asynchrony = row["choices"], row["config"]["async"]
+    setting = _words({key: value for key, value in choices.items() if key in STALENESS_KEYS}) or asynchrony["mode"]
+    if setting == "async":
+        setting = f"async, max_staleness {asynchrony['max_staleness']}"
     quality = summary["heldout_accuracy"]["after"] if heldout else summary["reward"]["last"]
     return Point(
         row["name"],
         path,
         row["part"],
         row["timing"] == "exclusive",
-        _words({key: value for key, value in choices.items() if key not in STALENESS_KEYS}) or "all",
-        _words({key: value for key, value in choices.items() if key in STALENESS_KEYS}) or mode,
+        _words({key: value for key, value in choices.items() if key not in STALENESS_KEYS}) or ONLY_METHOD,
+        setting,
         row["seed"],
         float(quality),
         statistics.fmean(line["staleness_mean"] for line in metrics),
         float(metrics[-1]["wall_time"]),
-        mode,
+        asynchrony["mode"],
     )
 
 
@@ -151,9 +155,8 @@ def _words(choices: dict[str, str]) -> str:
     """``algorithm=grpo`` is said as ``grpo``: names tell for themselves, numbers do not."""
     said = []
     for key, value in choices.items():
-        bare = value.strip("'\"")
-        number = bare.replace(".", "", 1).replace("-", "", 1).isdigit()
-        said.append(f"{key.rpartition('.')[2]} {bare}" if number or bare in ("true", "false") else bare)
+        number = value.replace(".", "", 1).replace("-", "", 1).isdigit()
+        said.append(f"{key.rpartition('.')[2]} {value}" if number or value in ("true", "false") else value)
     return ", ".join(said)
 
 
@@ -205,8 +208,9 @@ def sentences(results: Results) -> list[str]:
     timed = [cell for cell in results.cells if cell.speedup is not None]
     for cell in timed:
         assert cell.speedup is not None
+        of_method = "" if cell.method == ONLY_METHOD else f" ({cell.method})"
         said.append(
-            f"{cell.setting} ({cell.method}) trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
+            f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
             f"sync ({cell.speedup.count} alternated pair{'s' * (cell.speedup.count != 1)}, each alone on the machine)."
         )
     if not timed:

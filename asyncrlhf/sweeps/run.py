@@ -72,13 +72,17 @@ class Sweeper:
             if job.exclusive:
                 self._stop_ray()
             record = self._record.jobs[job.hash]
-            extra = self._record.begin(record)
+            extra = [*self._record.begin(record), *self._grouped(job)]
             log = self._record.folder / record.folder / LOG_FILE
             shared = job.config.runtime == "ray" and not (job.exclusive or job.config.ray.cluster)
             address = self._ray_address() if shared else ""
             threads = 0 if job.exclusive else 1
             order = Order((*job.overrides, *QUIET, *extra), self._config_dir, str(log), address, threads)
             self._idle_worker().give(order, job)
+
+    def _grouped(self, job: Job) -> list[str]:
+        """W&B shows the jobs of a sweep as one group, unless the user named another."""
+        return [] if job.config.logging.wandb_group else [f"logging.wandb_group={self._plan.folder_name}"]
 
     def _fits(self, job: Job) -> bool:
         """A job that has the machine alone waits for all others to end, and all others for it."""

@@ -90,7 +90,7 @@ def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here
     results = read_results(folder)
     assert {p.name: pytest.approx(p.staleness) for c in results.cells for p in c.points} == staleness
     error = statistics.stdev(kept) / 2**0.5
-    wanted = f"all keeps {100 * statistics.fmean(kept):.0f} ± {100 * error:.0f}%"
+    wanted = f"the run keeps {100 * statistics.fmean(kept):.0f} ± {100 * error:.0f}%"
     assert any(wanted in sentence for sentence in sentences(results)), (wanted, sentences(results))
     assert "Nothing is said of speed" in done.stdout
     page = (folder / "report" / "index.html").read_text()

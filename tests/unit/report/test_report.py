@@ -199,8 +199,7 @@ def test_wrong_folders_are_one_sentence(tmp_path: Path) -> None:
     (broken / "summary.json").write_text("{")
     for path, words in [
         (tmp_path / "nowhere", "is not a folder"),
-        (tmp_path / "empty", "is not a run directory"),
-        (tmp_path / "runs", "it contains some: .*one"),
+        (tmp_path / "empty", "is no run directory, and holds none"),
         (unstarted, "no complete learner step"),
         (broken, "cannot be parsed"),
     ]:
@@ -208,6 +207,24 @@ def test_wrong_folders_are_one_sentence(tmp_path: Path) -> None:
             build_report([path])
     with pytest.raises(ConfigError, match="no run"):
         build_report([])
+
+
+def test_folders_are_searched_and_what_cannot_be_read_is_listed(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "many" / "one")
+    make_run(tmp_path / "runs" / "two", seed=1)
+    broken = make_run(tmp_path / "runs" / "broken")
+    (broken / "summary.json").write_text("{")
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "runs" / "empty" / "metrics.jsonl").write_text("")
+    page = build_report([tmp_path / "runs"], tmp_path / "out").read_text()
+    assert "2 runs, drawn" in page
+    assert "cannot be parsed" in page and "no complete learner step" in page
+
+
+def test_a_named_preset_stands_for_its_settings(tmp_path: Path) -> None:
+    presets = [{"name": "grpo", "anchor": "prox", "epsilon": 0.2}, {"name": "ppo", "anchor": "mu", "epsilon": 0.1}]
+    runs = [make_run(tmp_path / p["name"], algorithm=p, **{"async": {"lag": n}}) for n, p in enumerate(presets)]  # type: ignore[arg-type]
+    assert [group.label for group in group_runs(load_runs(runs))] == ["grpo, lag=0", "ppo, lag=1"]
 
 
 def test_only_panels_with_data_are_drawn_and_time_has_a_fitting_unit(tmp_path: Path) -> None:
