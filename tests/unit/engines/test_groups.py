@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.cluster.parts import generator_specs
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.groups import replica_kinds
 from asyncrlhf.errors import ConfigError
@@ -18,8 +18,7 @@ def test_a_plain_run_keeps_its_names() -> None:
 def test_groups_inherit_what_they_do_not_set() -> None:
     override = "generator.groups={fast:{replicas:2},slow:{engine:fake,slots:4,fake:{latency_median:1.5}}}"
     config = load_config([override, "runtime=local", "generator.threads=2", "generator.fake.length_mean=5"])
-    runtime = build_runtime(config)
-    specs = runtime._specs  # type: ignore[attr-defined]
+    specs = {spec.name: spec for spec in generator_specs(config)}
     assert list(specs) == ["generator-fast-0", "generator-fast-1", "generator-slow-0"]
     fast, slow = specs["generator-fast-1"].generator, specs["generator-slow-0"].generator
     assert (fast.engine, fast.slots, fast.fake.latency_median) == ("hf", 128, 0.05)
