@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from asyncrlhf.data.data_config import LoraConfig
 from asyncrlhf.errors import ConfigError, WeightSyncError
@@ -16,7 +16,7 @@ _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"  # PEFT's names 
 _BASE = ".base_layer."
 
 
-def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
+def add_adapter(model: transformers.PreTrainedModel, config: LoraConfig) -> transformers.PreTrainedModel:
     """Freeze ``model`` and put a trainable pair of matrices beside each target (Hu et al., 2106.09685), in place.
 
     The new policy is the old one at first, since B starts at zero. Raises ConfigError when PEFT is not installed or
@@ -85,7 +85,7 @@ def merged(
     return whole
 
 
-def merged_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def merged_state(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     """The state of the plain model that computes what ``model`` does, under the plain model's names: ``model``'s own
     when it has no adapter."""
     state = model.state_dict()

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
 
 from asyncrlhf.data.adapter import add_adapter
 from asyncrlhf.data.data_config import ModelConfig
@@ -61,9 +53,11 @@ def resolve(path: str) -> str:
     return path
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with a pad token (its eos where it has none)."""
-    tokenizer = _load(AutoTokenizer, config)
+    # AutoTokenizer imports every model's code, three seconds that each process pays; the packaged one needs none of it.
+    kind = transformers.PreTrainedTokenizerFast if config.path == "tiny" else transformers.AutoTokenizer
+    tokenizer = _load(kind, config)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"The tokenizer of model.path={config.path} has no eos token, so no response could ever end.")
     if tokenizer.pad_token_id is None:
@@ -71,21 +65,25 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_model(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
+) -> transformers.PreTrainedModel:
     """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32)."""
-    model = _load(AutoModelForCausalLM, config, dtype=dtype or getattr(torch, config.dtype))
+    model = _load(transformers.AutoModelForCausalLM, config, dtype=dtype or getattr(torch, config.dtype))
     return model.to(device).eval()
 
 
-def load_policy(config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_policy(
+    config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
+) -> transformers.PreTrainedModel:
     """What the learner trains: the model, or with ``model.lora.r`` an adapter in the frozen model."""
     model = load_model(config, device, dtype)
     return add_adapter(model, config.lora) if config.lora.r else model
 
 
-def load_shape(config: ModelConfig) -> PretrainedConfig:
+def load_shape(config: ModelConfig) -> transformers.PretrainedConfig:
     """The checkpoint's config: what its model is like, without weights."""
-    shape: PretrainedConfig = _load(AutoConfig, config)
+    shape: transformers.PretrainedConfig = _load(transformers.AutoConfig, config)
     return shape
 
 
@@ -100,7 +98,7 @@ def check_model(config: ModelConfig) -> None:
     load_tokenizer(config)
     if config.lora.r:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
+            model = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             add_adapter(model, config.lora)
 
 
@@ -141,8 +139,8 @@ def _smollm2() -> Path:
 
 def _convert_gguf(source: Path, file: str, out: Path) -> None:
     """Write a GGUF checkpoint as plain bfloat16 safetensors; 4-bit weights lose nothing that matters by it."""
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=file, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=file, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
     )
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(out)
+    transformers.AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(out)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrlhf.engines.kv_cache import ForwardPlan, KVCache
 from asyncrlhf.errors import ConfigError
@@ -22,12 +21,12 @@ _LEAN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others depend on the sequence's length
 
 
-def build_forward(model: PreTrainedModel) -> Forward:
+def build_forward(model: transformers.PreTrainedModel) -> Forward:
     """The fastest forward pass that is right for ``model``; raises ConfigError when there is none."""
     return LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
 
 
-def is_lean(model: PreTrainedModel) -> bool:
+def is_lean(model: transformers.PreTrainedModel) -> bool:
     """Whether :class:`LeanForward` computes this model: its class, its rotary embedding and plain linear layers."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     if type(model).__name__ not in _LEAN_CLASSES or rope.get("rope_type", "default") not in _STATIC_ROPE:
@@ -57,7 +56,7 @@ def _fuse(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | No
 class LeanForward:
     """Llama, Mistral and Qwen2 in a third of the operations: fused projections, a rotary table, no wrappers."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
         self._model = model
         trunk: Any = model.model
         self._trunk = trunk
@@ -116,14 +115,14 @@ class LeanForward:
 class AttentionInterfaceForward:
     """Any decoder-only model that calls transformers' attention interface: the model's own code, our attention."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
         name = type(model).__name__
         if not model._supports_attention_backend:
             raise ConfigError(
                 f"generator.engine=hf cannot run {name}: it does not use transformers' attention interface; "
                 "choose another model."
             )
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _slots_attention)
+        transformers.AttentionInterface.register(ATTENTION_NAME, _slots_attention)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters

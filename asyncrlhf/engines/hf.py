@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
 from asyncrlhf.engines.forward import build_forward
@@ -26,7 +26,7 @@ class HFEngine(Engine):
     temperature 1 without filters. Errors of the model's forward pass propagate.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, version: int = 0) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, *, slots: int, version: int = 0) -> None:
         config: Any = model.config
         embedding: Any = model.get_input_embeddings()
         model.train(False)
@@ -201,7 +201,7 @@ class HFEngine(Engine):
         self._cache.release()
 
 
-def _context_length(model: PreTrainedModel) -> int:
+def _context_length(model: transformers.PreTrainedModel) -> int:
     """Tokens one sequence may hold; a sliding window bounds it, since rows attend to all of their past."""
     config: Any = model.config
     context = int(config.max_position_embeddings)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, PreTrainedModel
+import transformers
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import IntArray
@@ -200,9 +200,9 @@ def _window_mask(longest: int, window: int | None, device: torch.device) -> torc
     return (distance >= 0) & (distance < window)
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
+def use_packed_attention(model: transformers.PreTrainedModel) -> None:
     """Switch ``model`` to packed attention in place; raises ConfigError when its family cannot."""
-    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    transformers.AttentionInterface.register(IMPLEMENTATION, packed_attention)
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
             f"model.path: {type(model).__name__} cannot be trained packed; "

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from asyncrlhf.data.adapter import is_adapter, merged_state
@@ -65,7 +65,7 @@ def restore_random_state(folder: Path, rank: int) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def export_model(model: PreTrainedModel, folder: Path, shards: Shards | None, rank: int) -> None:
+def export_model(model: transformers.PreTrainedModel, folder: Path, shards: Shards | None, rank: int) -> None:
     """``folder`` as ``save_pretrained`` writes it. With ``shards`` all ranks take part, otherwise rank 0 alone acts.
 
     A model whose tensors transformers renames or splits on the way to disk (fused experts) must be whole for that, in
@@ -83,7 +83,7 @@ def export_model(model: PreTrainedModel, folder: Path, shards: Shards | None, ra
         _stream(model, folder, shards, rank)
 
 
-def _stream(model: PreTrainedModel, folder: Path, shards: Shards, rank: int) -> None:
+def _stream(model: transformers.PreTrainedModel, folder: Path, shards: Shards, rank: int) -> None:
     layout = dict(shards.layout())
     pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
     plan = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=FILE_BYTES)

@@ -8,20 +8,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from asyncrlhf.data.packing import pack
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts, packed_hidden
 from asyncrlhf.learner.passes import AUTOCAST
-from asyncrlhf.learner.ulysses import SequenceParallel
 from asyncrlhf.rewards.model import padded_batches
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.ulysses import SequenceParallel
 
 
 class ValueModel(nn.Module):
@@ -32,7 +35,7 @@ class ValueModel(nn.Module):
     trunk itself, where no policy is needed beside it.
     """
 
-    def __init__(self, policy: PreTrainedModel, keep_policy: bool = True) -> None:
+    def __init__(self, policy: transformers.PreTrainedModel, keep_policy: bool = True) -> None:
         super().__init__()
         self.trunk = copy.deepcopy(policy.base_model) if keep_policy else policy.base_model
         weight = policy.get_output_embeddings().weight
@@ -53,7 +56,7 @@ class ValueModel(nn.Module):
         return self.head(hidden).float().sum(-1)
 
 
-def frozen_copy(model: PreTrainedModel, device: torch.device) -> PackedPolicy:
+def frozen_copy(model: transformers.PreTrainedModel, device: torch.device) -> PackedPolicy:
     """A copy of the policy that follows it by :func:`follow`.
 
     The same on every rank, as the policy is; it costs its memory and one forward pass a step (IMPACT, 1912.00167, has
@@ -148,7 +151,9 @@ class ReferencePolicy(RolloutPasses):
 
     model_name, what, setting = "reference model", "log-probs", "reference.token_budget"
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, precision: str, token_budget: int) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, *, temperature: float, precision: str, token_budget: int
+    ) -> None:
         super().__init__(model.device, precision, token_budget)
         self._policy = PackedPolicy(model.eval().requires_grad_(False))
         self._temperature = temperature or 1.0
@@ -168,7 +173,7 @@ class ServedCritic(RolloutPasses):
 
     model_name, what, setting = "critic", "values", "critic.token_budget"
 
-    def __init__(self, policy: PreTrainedModel, *, precision: str, token_budget: int) -> None:
+    def __init__(self, policy: transformers.PreTrainedModel, *, precision: str, token_budget: int) -> None:
         super().__init__(policy.device, precision, token_budget)
         use_packed_attention(policy)
         self._critic = ValueModel(policy, keep_policy=False).eval()

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
 from asyncrlhf.errors import ConfigError
@@ -118,7 +117,12 @@ class PackedPolicy(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, compile: bool = False, collision: bool = False, chunked: bool = True
+        self,
+        model: transformers.PreTrainedModel,
+        *,
+        compile: bool = False,
+        collision: bool = False,
+        chunked: bool = True,
     ) -> None:
         super().__init__()
         use_packed_attention(model)
@@ -200,6 +204,8 @@ class PackedPolicy(nn.Module):
         if self._plain_head:
             logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
             return logits
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
         trunk: Any = self.model.base_model
         states: Any = hidden[None]
         before = vars(trunk).get("forward")
@@ -267,7 +273,7 @@ class Float32Linear(nn.Linear):
             return nn.functional.linear(input.float(), self.weight.float(), bias)
 
 
-def use_float32_head(model: PreTrainedModel) -> None:
+def use_float32_head(model: transformers.PreTrainedModel) -> None:
     """Let the output layer of ``model`` work in float32, in place; copies of the model made later do, too.
 
     Logits of bfloat16 keep 8 bits: at 20 they are rounded by up to 0.06, and so are log-probs. Raises ConfigError for a

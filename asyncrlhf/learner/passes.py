@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, cut_answers
-from asyncrlhf.learner.updaters import Updater
 from asyncrlhf.types import FloatArray
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.updaters import Updater
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

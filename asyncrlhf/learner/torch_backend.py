@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
@@ -53,10 +53,10 @@ class TorchBackend:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         spec: BackendSpec,
         *,
-        reference: PreTrainedModel | None = None,
+        reference: transformers.PreTrainedModel | None = None,
         rank: int = 0,
         ranks: int = 1,
         device: str | torch.device = "cpu",
@@ -313,7 +313,7 @@ class TorchBackend:
                 "(learner.max_skipped_steps); lower learner.learning_rate or look at the rewards."
             )
 
-    def _frozen(self, reference: PreTrainedModel) -> nn.Module:
+    def _frozen(self, reference: transformers.PreTrainedModel) -> nn.Module:
         frozen = reference.eval().requires_grad_(False)
         if self.config.float32_head:
             use_float32_head(reference)
@@ -324,7 +324,7 @@ class TorchBackend:
 
 def build_learner(
     spec: BackendSpec,
-    load_model: Callable[[], PreTrainedModel],
+    load_model: Callable[[], transformers.PreTrainedModel],
     *,
     rank: int = 0,
     ranks: int = 1,

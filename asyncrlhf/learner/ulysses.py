@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+import transformers
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import PackedLayout, packed_attention
@@ -57,7 +57,7 @@ class SequenceParallel:
     Raises ConfigError when the attention heads cannot be dealt out evenly.
     """
 
-    def __init__(self, model: PreTrainedModel, peers: Peers) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, peers: Peers) -> None:
         """DeepSpeed's communication must be set up."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # takes seconds
 

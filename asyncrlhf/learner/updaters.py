@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 from asyncrlhf.data.adapter import is_adapter, trained_tensors
 from asyncrlhf.errors import CheckpointError
@@ -85,7 +85,7 @@ class Updater(ABC):
     def __init__(
         self,
         config: LearnerConfig,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         policy: nn.Module,
         critic: nn.Module | None,
         device: torch.device,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.cluster.clock import run_virtual
@@ -47,7 +47,7 @@ class Prepared:
 
     config: RunConfig
     run_dir: Path
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     task: Task
     sampling: SamplingParams
     saved: Saved | None
@@ -82,7 +82,7 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*notes, *service_notes(config)])
 
 
-def _fitting_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
     """The task, all of whose prompts leave room for a response in the model's context."""
     completion, context = config.generator.max_completion_length, context_length(config.model)
     room = context - completion

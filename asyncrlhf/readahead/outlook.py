@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.pretrained import load_shape
@@ -18,7 +18,9 @@ ASKED = "fusion.granularity=chunk"
 WHOLE = "as with fusion.granularity=rollout"
 
 
-def fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[RunConfig, Sequence[str]]:
+def fusion_in_force(
+    config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase
+) -> tuple[RunConfig, Sequence[str]]:
     """``config``, with ``fusion.granularity=rollout`` where nothing can read ahead, and a sentence for each thing that
     a user would not expect. The rewards were found in order; ``tokenizer`` is the policy's."""
     if not config.fusion.reads_ahead:
@@ -32,7 +34,7 @@ def fusion_in_force(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tu
     return config, [*notes, *([] if refused is None else [refused])]
 
 
-def reward_outlook(reward: RewardConfig, policy: PreTrainedTokenizerBase) -> tuple[bool, list[str]]:
+def reward_outlook(reward: RewardConfig, policy: transformers.PreTrainedTokenizerBase) -> tuple[bool, list[str]]:
     """Whether some part of a reward can read ahead, and a sentence for each model that cannot."""
     models = {name: part for name, part in reward.sources.items() if part.kind == "model"}
     if not models:
@@ -50,12 +52,14 @@ def reward_outlook(reward: RewardConfig, policy: PreTrainedTokenizerBase) -> tup
     return len(notes) < len(models), notes
 
 
-def _refusal(part: RewardPart, key: str, policy: PreTrainedTokenizerBase) -> str | None:
+def _refusal(part: RewardPart, key: str, policy: transformers.PreTrainedTokenizerBase) -> str | None:
     if build_encoder(part.model, key, policy) is not policy_ids:
         return "reads the text in tokens of its own, which do not begin and end where the policy's chunks do"
-    shape = load(AutoConfig, part.model, key)
+    shape = load(transformers.AutoConfig, part.model, key)
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(shape, trust_remote_code=part.model.trust_remote_code)
+        model = transformers.AutoModelForSequenceClassification.from_config(
+            shape, trust_remote_code=part.model.trust_remote_code
+        )
     return reading_refusal(model) if is_causal(model) else "is no causal model with a linear head"
 
 

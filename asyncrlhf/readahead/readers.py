@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.learner.companions import ReferencePolicy
@@ -73,7 +73,7 @@ class ReadingReference(ReferencePolicy):
     """A :class:`ReferencePolicy` that reads ahead, with a cache of up to ``cache_tokens`` tokens. With
     ``cache_tokens=0``, or where its model cannot be continued, ``readings`` is None and it reads whole rollouts."""
 
-    def __init__(self, model: PreTrainedModel, *, cache_tokens: int, **options: Any) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, *, cache_tokens: int, **options: Any) -> None:
         """``options``: of :class:`ReferencePolicy`."""
         super().__init__(model, **options)
         self.readings: LogprobReadings | None = None
@@ -100,7 +100,9 @@ class ReadingReference(ReferencePolicy):
 class LogprobReadings(Readings):
     """Reads response tokens with their log-probs, by the output layer of the learner's packed passes."""
 
-    def __init__(self, reference: ReferencePolicy, model: PreTrainedModel, whole: Answer, cache_tokens: int) -> None:
+    def __init__(
+        self, reference: ReferencePolicy, model: transformers.PreTrainedModel, whole: Answer, cache_tokens: int
+    ) -> None:
         super().__init__(model, whole, cache_tokens, reference._budget, context_of(model))
         self._reference = reference
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
+import transformers
 
 from asyncrlhf.learner.attention import IMPLEMENTATION, PackedLayout, packed_attention
 from asyncrlhf.readahead.owners import Chunk, Prefilled
@@ -28,7 +28,7 @@ BLOCK = 64  # tokens: a sequence's cache counts as a multiple of it, which leave
 MOVING_ROPE = ("dynamic", "longrope")
 
 
-def past_refusal(of_model: PretrainedConfig) -> str | None:
+def past_refusal(of_model: transformers.PretrainedConfig) -> str | None:
     """Why a later token may see another past than the keys and values that were cached, as the end of a sentence."""
     config: Any = of_model.get_text_config()
     kinds = getattr(config, "layer_types", None)
@@ -40,7 +40,7 @@ def past_refusal(of_model: PretrainedConfig) -> str | None:
     return f"has rotary embeddings of type {rope}, which change with the length" if rope in MOVING_ROPE else None
 
 
-def reading_refusal(model: PreTrainedModel) -> str | None:
+def reading_refusal(model: transformers.PreTrainedModel) -> str | None:
     """Why ``model`` cannot continue sequences, as the end of a sentence. Its own code does it, around attention that
     reads caches: it must call transformers' attention interface and hand its keyword arguments on."""
     known = signature(model.base_model.forward).parameters
@@ -56,7 +56,7 @@ class Reading:
 
     prompt_length: int
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # [n] from the prompt on
-    cache: DynamicCache | None = None
+    cache: transformers.DynamicCache | None = None
     last: torch.Tensor | None = None  # [H] hidden state of the last token that was read
     logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))  # of the response tokens read
 
@@ -88,10 +88,12 @@ class Readings:
     other in turn. Outside of the passes that read ahead the model keeps the attention that it has.
     """
 
-    def __init__(self, model: PreTrainedModel, whole: Answer, cache_tokens: int, budget: int, max_length: int) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, whole: Answer, cache_tokens: int, budget: int, max_length: int
+    ) -> None:
         """``whole`` answers rollouts of which nothing was read ahead. ``budget``: new tokens of one pass. Sequences of
         more than ``max_length`` tokens are not read ahead."""
-        AttentionInterface.register(IMPLEMENTATION, packed_attention)
+        transformers.AttentionInterface.register(IMPLEMENTATION, packed_attention)
         self._model = model
         self._whole = whole
         self._cache_tokens = cache_tokens
@@ -115,14 +117,14 @@ class Readings:
         """Read each to the end of its tokens, in one pass."""
         for reading in batch:
             if reading.cache is None:
-                reading.cache = DynamicCache(config=self._model.config)
+                reading.cache = transformers.DynamicCache(config=self._model.config)
         hidden = self._extend([(r.cache, r.tokens[r.cached :]) for r in batch if r.cache is not None])
         self._keep(batch, hidden)
         # Copies: a view would keep the hidden states of the whole pass.
         for reading, last in zip(batch, torch.stack([states[-1] for states in hidden]), strict=True):
             reading.last = last
 
-    def _extend(self, sequences: Sequence[tuple[DynamicCache, IntArray]]) -> list[torch.Tensor]:
+    def _extend(self, sequences: Sequence[tuple[transformers.DynamicCache, IntArray]]) -> list[torch.Tensor]:
         """The hidden states [n, H] of each sequence's new tokens [n], whose keys and values its cache takes up: all in
         one pass, without padding. After an error the caches hold nothing that can be used."""
         caches, tokens = zip(*sequences, strict=True)
@@ -274,7 +276,7 @@ class _CachedLayout(PackedLayout):
     """Of new tokens whose sequences have their earlier keys and values in caches."""
 
     lengths: Sequence[int]  # new tokens of each sequence
-    caches: Sequence[DynamicCache]
+    caches: Sequence[transformers.DynamicCache]
     seen: Sequence[torch.Tensor | None]
 
     def attend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards.model_thread import ModelThread
@@ -17,7 +17,7 @@ from asyncrlhf.types import Prompt, Rollout
 
 def build_scorer(
     config: RewardConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     task: Callable[[], Task],
     max_completion_length: int,
     only: Collection[str] | None = None,
@@ -41,7 +41,7 @@ def build_scorer(
 
 def check_rewards(
     config: RewardConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     task: Callable[[], Task],
     max_completion_length: int,
     prompt: Prompt,
@@ -64,7 +64,7 @@ def _build(
     part: RewardPart,
     key: str,
     config: RewardConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     task: Callable[[], Task],
     thread: ModelThread,
 ) -> RewardSource:
@@ -97,7 +97,7 @@ def _is_heavy(part: RewardPart) -> bool:
     return part.kind == "model" or (part.kind == "judge" and part.judge.engine == "vllm")
 
 
-def _check_heavy(part: RewardPart, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_heavy(part: RewardPart, key: str, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     if part.kind == "model":
         from asyncrlhf.rewards.model import build_encoder, check_reward_model
 

@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model_thread import ModelThread
@@ -31,7 +25,7 @@ HEAD = "ForSequenceClassification"
 
 def check_reward_model(config: RewardModelConfig, key: str) -> None:
     """Raise ConfigError unless the checkpoint's config says that it is a reward model; reads no weights."""
-    found = load(AutoConfig, config, key)
+    found = load(transformers.AutoConfig, config, key)
     named = [str(name) for name in getattr(found, "architectures", None) or []]
     if not any(name.endswith(HEAD) for name in named):
         raise ConfigError(
@@ -44,18 +38,20 @@ def check_reward_model(config: RewardModelConfig, key: str) -> None:
         )
 
 
-def load_reward_model(config: RewardModelConfig, key: str, device: str) -> PreTrainedModel:
+def load_reward_model(config: RewardModelConfig, key: str, device: str) -> transformers.PreTrainedModel:
     """The model in ``eval()``; raises ConfigError when a weight is missing, which transformers would fill at random."""
     check_reward_model(config, key)
     dtype = getattr(torch, config.dtype)
-    model, report = load(AutoModelForSequenceClassification, config, key, dtype=dtype, output_loading_info=True)
+    model, report = load(
+        transformers.AutoModelForSequenceClassification, config, key, dtype=dtype, output_loading_info=True
+    )
     missing = sorted(report["missing_keys"]) + [str(entry) for entry in report.get("mismatched_keys", ())]
     if missing:
         raise ConfigError(
             f"{key}.model.path={config.path} lacks {len(missing)} of its model's weights, such as {missing[0]}; "
             "they would be random."
         )
-    loaded: PreTrainedModel = model.to(device).eval()
+    loaded: transformers.PreTrainedModel = model.to(device).eval()
     return loaded
 
 
@@ -78,12 +74,12 @@ def load(auto: Any, config: RewardModelConfig, key: str, **options: Any) -> Any:
 Encoder = Callable[[Rollout], IntArray]  # -> token ids [P+L] of prompt and response, without padding
 
 
-def build_encoder(config: RewardModelConfig, key: str, policy: PreTrainedTokenizerBase) -> Encoder:
+def build_encoder(config: RewardModelConfig, key: str, policy: transformers.PreTrainedTokenizerBase) -> Encoder:
     """The encoder that ``inputs`` asks for; raises ConfigError where the checkpoint has no tokenizer or template."""
     if config.inputs == "ids":
         return policy_ids
     try:
-        own: PreTrainedTokenizerBase = load(AutoTokenizer, config, key)
+        own: transformers.PreTrainedTokenizerBase = load(transformers.AutoTokenizer, config, key)
     except ConfigError as error:
         raise ConfigError(
             f"{error} Where its tokens are the policy's, {key}.model.inputs=ids needs no tokenizer."
@@ -104,7 +100,7 @@ def policy_ids(rollout: Rollout) -> IntArray:
     return np.concatenate([rollout.prompt.token_ids, rollout.response_ids]).astype(np.int64)
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
+def text_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
     """Prompt and response as one plain text, and the end token where the response came to its end."""
     ids = list(tokenizer(rollout.prompt.text + rollout.response_text).input_ids)
     end = tokenizer.eos_token_id
@@ -113,7 +109,7 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
     return np.asarray(ids, dtype=np.int64)
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
+def chat_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
     """A conversation of two turns, as the model's chat template writes it."""
     turns = [
         {"role": "user", "content": rollout.prompt.text},
@@ -124,7 +120,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
     return np.asarray(tokenizer(rendered, add_special_tokens=False).input_ids, dtype=np.int64)
 
 
-def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def same_tokens(one: transformers.PreTrainedTokenizerBase, other: transformers.PreTrainedTokenizerBase) -> bool:
     """Whether both give every token the same id, special ones included."""
     return one.get_vocab() == other.get_vocab() and one.all_special_ids == other.all_special_ids
 
@@ -145,7 +141,7 @@ class ModelSource(RewardSource):
         self,
         config: RewardModelConfig,
         key: str,
-        policy: PreTrainedTokenizerBase,
+        policy: transformers.PreTrainedTokenizerBase,
         *,
         max_batch_tokens: int,
         device: str = "cpu",
@@ -214,7 +210,9 @@ class ModelSource(RewardSource):
 
 
 @torch.inference_mode()
-def score_batch(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+def score_batch(
+    model: transformers.PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> torch.Tensor:
     """[N] float32 scores of padded sequences [N, T], whichever side the padding is on.
 
     A causal model's score is that of the last token that ``attention_mask`` shows. transformers' own pooling looks for
@@ -234,19 +232,19 @@ def score_batch(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask:
     return head_of(model)(hidden[torch.arange(len(hidden), device=hidden.device), last])[:, 0].float()
 
 
-def head_of(model: PreTrainedModel) -> torch.nn.Linear:
+def head_of(model: transformers.PreTrainedModel) -> torch.nn.Linear:
     """The layer of a causal reward model that makes a hidden state [H] a score [1]."""
     head: torch.nn.Linear = model.score  # type: ignore[assignment]
     return head
 
 
-def is_causal(model: PreTrainedModel) -> bool:
+def is_causal(model: transformers.PreTrainedModel) -> bool:
     """Whether a score is a linear layer on the last token's state, as in all of transformers' decoders; encoders pool
     in ways of their own."""
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
-def context_of(model: PreTrainedModel) -> int:
+def context_of(model: transformers.PreTrainedModel) -> int:
     """The longest text in tokens, as far as the model's config says."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
 

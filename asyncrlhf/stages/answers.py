@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.config.run_config import RunConfig
@@ -33,7 +33,7 @@ class Scored(NamedTuple):
 def sample_answers(
     config: RunConfig,
     model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     each: int,
@@ -70,7 +70,7 @@ def sample_answers(
 
 
 def written(
-    texts: Sequence[tuple[int, str, bool]], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    texts: Sequence[tuple[int, str, bool]], prompts: Sequence[Prompt], tokenizer: transformers.PreTrainedTokenizerBase
 ) -> list[Rollout]:
     """Answers that another wrote, as the policy's ``tokenizer`` would: (index of the prompt, text, came to its end)."""
     rollouts = []

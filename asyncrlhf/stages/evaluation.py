@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import ANSWERS
@@ -89,7 +89,7 @@ def _opponents(
         return written([(i, p.answer, True) for i, p in enumerate(prompts) if p.answer], prompts, tokenizer)
     if opponent is None:
         return []
-    own: PreTrainedTokenizerBase = load_tokenizer(opponent)
+    own: transformers.PreTrainedTokenizerBase = load_tokenizer(opponent)
     if same_tokens(own, tokenizer):
         return sample_answers(config, opponent, tokenizer, prompts, sampling, each)
     stop = (own.eos_token_id,) if sampling.stop_token_ids else ()

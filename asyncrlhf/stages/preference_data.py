@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.stages.data import check_columns, check_rows, read_rows, row_place
@@ -84,7 +84,7 @@ class PairEncoder:
     ChatML, is left out: no policy writes it, and a causal reward model's score is that of the last token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._end = str(tokenizer.eos_token)
         self._end_id = int(tokenizer.eos_token_id)
@@ -127,7 +127,7 @@ class PairEncoder:
         return list(self._tokenizer(text, add_special_tokens=special).input_ids)
 
 
-def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:
+def choose_padding(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Give ``tokenizer`` a padding token other than its end token, out of those that it has.
 
     transformers pools a sequence's score at its last token that is not padding. Were the end token padding, as it is in

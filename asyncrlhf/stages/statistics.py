@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from asyncrlhf.algorithms.kl import kl_estimate
 from asyncrlhf.algorithms.logprobs import token_logprobs
@@ -99,7 +99,7 @@ def padded(texts: Sequence[Sequence[int] | IntArray], device: torch.device) -> t
 
 @torch.inference_mode()
 def response_logprobs(
-    model: PreTrainedModel, rollouts: Sequence[Rollout], temperatures: Sequence[float]
+    model: transformers.PreTrainedModel, rollouts: Sequence[Rollout], temperatures: Sequence[float]
 ) -> list[list[FloatArray]]:
     """For each temperature the log-probs [L] of each rollout's response tokens under ``model``."""
     embedding: Any = model.get_input_embeddings()

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
@@ -51,7 +51,7 @@ class ArithmeticTask:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._config = config
         self._encode = PromptEncoder(tokenizer, config)
         largest = 10**config.digits - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
@@ -13,12 +13,12 @@ from asyncrlhf.tasks.task import Task
 from asyncrlhf.validation import check_package
 
 
-def build_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+def build_task(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
     """The task of ``task.kind``; raises ConfigError for prompts that the run could not use."""
     return BUILDERS[config.kind](config, tokenizer)
 
 
-def _reasoning(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+def _reasoning(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
     check_package("task.kind=reasoning_gym", "reasoning-gym", "reasoning")
     # reasoning-gym takes seconds to import, and the other tasks do without it.
     from asyncrlhf.tasks.reasoning import ReasoningTask
@@ -26,7 +26,7 @@ def _reasoning(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     return ReasoningTask(config, tokenizer)
 
 
-BUILDERS: dict[str, Callable[[TaskConfig, PreTrainedTokenizerBase], Task]] = {
+BUILDERS: dict[str, Callable[[TaskConfig, transformers.PreTrainedTokenizerBase], Task]] = {
     "arithmetic": ArithmeticTask,
     "prompts": PromptsTask,
     "reasoning_gym": _reasoning,

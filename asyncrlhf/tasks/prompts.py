@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
@@ -35,7 +35,7 @@ class PromptsTask:
     the run needs ``reward.kind=python``.
     """
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._config = config
         self._encode = PromptEncoder(tokenizer, config)
         self._skipped = 0

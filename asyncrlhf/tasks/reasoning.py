@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import reasoning_gym
+import transformers
 from reasoning_gym.factory import DATASETS
-from transformers import PreTrainedTokenizerBase
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
@@ -29,7 +29,7 @@ class ReasoningTask:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._config = config
         self._encode = PromptEncoder(tokenizer, config)
         self._scorers = {name: _create(config, name, HELDOUT_SEED) for name in config.datasets}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
@@ -49,7 +49,7 @@ class PromptEncoder:
     model sees, ``task.prompt_template``, chat template and special tokens included.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> None:
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, config: TaskConfig) -> None:
         if config.chat_template and not tokenizer.chat_template:
             raise ConfigError("task.chat_template=true, but the tokenizer of model.path has no chat template.")
         if config.system_prompt and not config.chat_template:
