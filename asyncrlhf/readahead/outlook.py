@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,13 +17,11 @@ ASKED = "fusion.granularity=chunk"
 WHOLE = "as with fusion.granularity=rollout"
 
 
-def fusion_in_force(
-    config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase
-) -> tuple[RunConfig, Sequence[str]]:
+def fusion_in_force(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[RunConfig, list[str]]:
     """``config``, with ``fusion.granularity=rollout`` where nothing can read ahead, and a sentence for each thing that
     a user would not expect. The rewards were found in order; ``tokenizer`` is the policy's."""
     if not config.fusion.reads_ahead:
-        return config, ()
+        return config, []
     possible, notes = reward_outlook(config.reward, tokenizer)
     refused = reference_note(config)
     reference = config.reference_reads_ahead and refused is None
@@ -57,9 +54,8 @@ def _refusal(part: RewardPart, key: str, policy: transformers.PreTrainedTokenize
         return "reads the text in tokens of its own, which do not begin and end where the policy's chunks do"
     shape = load(transformers.AutoConfig, part.model, key)
     with torch.device("meta"):
-        model = transformers.AutoModelForSequenceClassification.from_config(
-            shape, trust_remote_code=part.model.trust_remote_code
-        )
+        build = transformers.AutoModelForSequenceClassification.from_config
+        model = build(shape, trust_remote_code=part.model.trust_remote_code)
     return reading_refusal(model) if is_causal(model) else "is no causal model with a linear head"
 
 

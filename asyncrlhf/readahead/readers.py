@@ -78,7 +78,7 @@ class ReadingReference(ReferencePolicy):
         super().__init__(model, **options)
         self.readings: LogprobReadings | None = None
         if cache_tokens and past_refusal(model.config) is None:
-            made = LogprobReadings(self, model, super().answer, cache_tokens)
+            made = LogprobReadings(self, super().answer, cache_tokens)
             if made.try_out(exact=model.dtype.itemsize > 2 and self._dtype is None):
                 self.readings = made
 
@@ -100,9 +100,8 @@ class ReadingReference(ReferencePolicy):
 class LogprobReadings(Readings):
     """Reads response tokens with their log-probs, by the output layer of the learner's packed passes."""
 
-    def __init__(
-        self, reference: ReferencePolicy, model: transformers.PreTrainedModel, whole: Answer, cache_tokens: int
-    ) -> None:
+    def __init__(self, reference: ReferencePolicy, whole: Answer, cache_tokens: int) -> None:
+        model = reference._policy.model
         super().__init__(model, whole, cache_tokens, reference._budget, context_of(model))
         self._reference = reference
 

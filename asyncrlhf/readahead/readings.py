@@ -88,9 +88,7 @@ class Readings:
     other in turn. Outside of the passes that read ahead the model keeps the attention that it has.
     """
 
-    def __init__(
-        self, model: transformers.PreTrainedModel, whole: Answer, cache_tokens: int, budget: int, max_length: int
-    ) -> None:
+    def __init__(self, model: Any, whole: Answer, cache_tokens: int, budget: int, max_length: int) -> None:
         """``whole`` answers rollouts of which nothing was read ahead. ``budget``: new tokens of one pass. Sequences of
         more than ``max_length`` tokens are not read ahead."""
         transformers.AttentionInterface.register(IMPLEMENTATION, packed_attention)
@@ -99,8 +97,7 @@ class Readings:
         self._cache_tokens = cache_tokens
         self._budget = budget
         self._max_length = max_length
-        embeddings: Any = model.get_input_embeddings()
-        self._vocabulary = int(embeddings.num_embeddings)
+        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         # By rollout id, least recently touched first. None: evicted, or not to be read ahead.
         self._readings: OrderedDict[int, Reading | None] = OrderedDict()
         self._evicted: set[int] = set()  # since the last answer to chunks
