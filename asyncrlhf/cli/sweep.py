@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.sweeps.plan import SweepPlan, plan_sweep
 from asyncrlhf.sweeps.record import SweepRecord, owned
 
@@ -73,12 +72,7 @@ def _closing(record: SweepRecord, states: Counter[str]) -> list[str]:
             lines.append(f"{job.name} {job.state}: {job.note} (see {record.folder / job.folder}/output.log)")
     if not states["done"]:
         return lines
-    from asyncrlhf.report.html import build_report
+    from asyncrlhf.cli.train import draw
     from asyncrlhf.sweeps.results import read_results, sentences
 
-    lines += sentences(read_results(record.folder))
-    try:
-        lines.append(f"Report: {build_report([record.folder])}")
-    except AsyncRLHFError as error:
-        lines.append(f"The report could not be drawn: {error}")
-    return lines
+    return [*lines, *sentences(read_results(record.folder)), draw([record.folder])]

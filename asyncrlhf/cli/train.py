@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -75,18 +74,19 @@ def run(config: RunConfig) -> int:
     summary = train(config)
     print(plain_words(summary))
     if config.logging.report and summary["exit_reason"] == "done":
-        print(_report(summary))
+        print(draw([Path(summary["run_dir"])]))
     return 130 if summary["exit_reason"] == "interrupted" else 0
 
 
-def _report(summary: Mapping[str, Any]) -> str:
+def draw(folders: Sequence[Path], out: Path | None = None) -> str:
+    """Draw the report of what has ended well; a sentence that says where it lies, or why it could not be drawn."""
     from asyncrlhf.report.html import build_report
 
-    folder = Path(summary["run_dir"])
     try:
-        return f"Report: {build_report([folder])}"
+        return f"Report: {build_report(folders, out)}"
     except REPORT_TROUBLE as error:
-        return f"The report could not be drawn ({type(error).__name__}: {error}); try: asyncrlhf report {folder}"
+        shown = " ".join(map(str, folders))
+        return f"The report could not be drawn ({type(error).__name__}: {error}); try: asyncrlhf report {shown}"
 
 
 def _check_jobs(overrides: Sequence[str], folder: Path | None) -> None:
@@ -104,6 +104,7 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
     """
     register_schema()
     codes: list[int] = []
+    done: list[Path] = []  # of jobs that ran in this process, as all do but for a launcher of the user's
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=CONFIG_NAME)
     def job(config: DictConfig) -> int:
@@ -111,7 +112,9 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
         with open_dict(config):
             config.run_dir = config.run_dir or str(output)
         try:
-            codes.append(run(from_hydra(config)))
+            built = from_hydra(config)
+            codes.append(run(built))
+            done.extend([Path(config.run_dir)] if built.logging.report else [])
         except AsyncRLHFError as error:
             print(
                 f"asyncrlhf: {HydraConfig.get().job.override_dirname}: {' '.join(str(error).split())}", file=sys.stderr
@@ -129,4 +132,6 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
         job()
     finally:
         sys.argv = before
+        if len(done) > 1:
+            print(draw(done, done[0].parent / "report"))
     return max(codes, default=0)

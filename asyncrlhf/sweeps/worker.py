@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def _serve(pipe: Connection, path: Sequence[str]) -> None:
     """The worker process. Ctrl-C reaches the driver alone, which passes it on."""
     os.setsid()
     sys.path[:] = path
+    threading.Thread(target=_end_with_the_driver, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between two jobs
     while True:
         try:
@@ -112,6 +114,14 @@ def _serve(pipe: Connection, path: Sequence[str]) -> None:
         answer = _run(order)
         with suppress(OSError):
             pipe.send(answer)
+
+
+def _end_with_the_driver() -> None:
+    """A driver that was killed may be started again, and would run the same job in the same folder."""
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        wait([driver.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(order: Order) -> Answer:

@@ -315,6 +315,18 @@ def test_a_sweep_has_a_folder_a_job_and_the_worst_exit_code(here: Path, capsys: 
     assert "async.mode=sync" in err and "async.mode=async" in err
 
 
+def test_a_multirun_ends_in_one_report_of_all_and_its_folder_can_be_reported(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = ("logging.wandb=disabled", "steps=1", "generator.engine=fake", "name=two")
+    assert main(["train", "-m", *TINY, *quiet, "seed=0,1"]) == 0
+    (sweep,) = (here / "runs" / "two").iterdir()
+    assert f"Report: {sweep}/report/index.html" in capsys.readouterr().out
+    assert "2 runs, drawn" in (sweep / "report" / "index.html").read_text()
+    assert main(["report", str(sweep.parent), "--out", "all"]) == 0
+    assert "2 runs, drawn" in (here / "all" / "index.html").read_text()
+
+
 def test_an_interruption_ends_the_whole_sweep(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
