@@ -166,7 +166,7 @@ def test_where_nothing_can_read_ahead_rollouts_are_scored_at_their_end(tmp_path:
     assert prepared.config.fusion.granularity == "rollout"
     runtime = build_runtime(prepared.config)
     assert isinstance(runtime, LocalRuntime)
-    assert [spec.chunk_tokens for spec in runtime._specs.values()] == [0]
+    assert [spec.chunk_tokens for spec in runtime._specs.generators] == [0]
     assert runtime._specs.reward.cache_tokens == 0
     prepared = prepare(load_config([f"run_dir={tmp_path}", "runtime=local", "fusion=chunk", *model_of(folder)]))
     assert not prepared.notes and prepared.config.fusion.granularity == "chunk"
