@@ -65,6 +65,7 @@ lint: install
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/mypy --strict $(TYPED)
+	$(BIN)/mypy asyncrlhf
 
 format: install
 	$(BIN)/ruff check --fix $(PACKAGES)

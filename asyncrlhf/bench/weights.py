@@ -64,7 +64,7 @@ class Variant:
 
 def raw_group(store: dist.Store, rank: int, size: int, host: str) -> Any:
     """torch's own gloo group with its defaults, but for the network address."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=TIMEOUT_SECONDS)
     return dist.ProcessGroupGloo(store, rank, size, options)

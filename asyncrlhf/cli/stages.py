@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -163,7 +163,9 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
         key = groups[0].split("=")[0]
         raise ConfigError(f"{groups[0]} names a group, and run={run} has its own; allowed: {key}.NAME=VALUE.")
     own = {"model": {"path": str(found[-1] / LEARNER_FOLDER / "model")}, "run_dir": "", "checkpoint": {"resume": "no"}}
-    return from_hydra(OmegaConf.merge(saved, own, OmegaConf.from_dotlist(list(overrides))))
+    merged = OmegaConf.merge(saved, own, OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return from_hydra(merged)
 
 
 def _show(result: Mapping[str, Any], samples: int) -> None:

@@ -150,7 +150,7 @@ def sequence_lengths(batch: TrainBatch) -> IntArray:
     return np.diff(batch.cu_seqlens)
 
 
-def _boundaries(lengths: IntArray) -> IntArray:
+def _boundaries(lengths: IntArray | IdArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 

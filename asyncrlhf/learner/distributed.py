@@ -117,7 +117,7 @@ class Shards:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` detached, gathered from all ranks if it is sharded."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()  # type: ignore[attr-defined]
 
 
 def pieces(layout: Mapping[str, torch.Tensor], limit: int = PIECE_BYTES) -> Iterator[tuple[str, ...]]:
