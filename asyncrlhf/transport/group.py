@@ -55,7 +55,7 @@ class BroadcastGroup:
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             gloo = dist.ProcessGroupGloo
-            options = gloo._Options()
+            options = gloo._Options()  # type: ignore[attr-defined]
             options._devices = [gloo.create_device(hostname=host)]
             options._timeout = last_resort
             options._threads = GLOO_THREADS
