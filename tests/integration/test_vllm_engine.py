@@ -147,7 +147,7 @@ def test_a_kept_cache_deviates_by_little(tiny: TinyVllm) -> None:
 def test_a_prefix_cached_under_old_weights_is_not_used_under_new_ones(tiny: TinyVllm) -> None:
     engine = tiny.engine(4)
     engine.submit(requests(1, 50, first=50, prompt=70))  # holds its blocks over the update
-    prompt = Prompt("", "", np.random.default_rng(0).integers(0, VOCABULARY, 70))  # two blocks of 32, cached
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 70)  # two blocks of 32, cached
     weights: Weights = {n: w.clone() for n, w in named_weights(tiny.model).items()}
     for version in (1, 2):
         weights = moved(weights, version, 0.3)
