@@ -30,6 +30,11 @@ COUNT, LENGTH = 6, 100
 LOOKS = 200  # a collect returns at the latest after half a second
 
 
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GeneratorActor, "COLLECT_SECONDS", 0.5)
+
+
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> Iterator[GeneratorActor]:
     monkeypatch.setattr(os, "nice", lambda increment: 0)  # it would stay with the test process
