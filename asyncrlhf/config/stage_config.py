@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range, check_ranges
 
 PRECISIONS = ("none", "bfloat16", "float16")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -43,17 +43,14 @@ class TrainerConfig:
             0 <= self.heldout_fraction < 1,
             f"{key}.heldout_fraction={self.heldout_fraction} is out of range; allowed: >= 0 and < 1.",
         )
-        check_range(f"{key}.num_train_epochs", self.num_train_epochs, low=0, exclusive_low=True)
+        check_ranges(key, self, "num_train_epochs", "learning_rate", low=0, exclusive_low=True)
         check(
             self.max_steps == -1 or self.max_steps >= 1,
             f"{key}.max_steps={self.max_steps} is out of range; allowed: >= 1, or -1 for {key}.num_train_epochs.",
         )
-        check_range(f"{key}.learning_rate", self.learning_rate, low=0, exclusive_low=True)
         check_choice(f"{key}.lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
-            check_range(f"{key}.{name}", getattr(self, name), low=0)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"):
-            check_range(f"{key}.{name}", getattr(self, name), low=1)
+        check_ranges(key, self, "warmup_steps", "weight_decay", "max_grad_norm", low=0)
+        check_ranges(key, self, "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps", low=1)
         check_range(f"{key}.max_length", self.max_length, low=2)
         check_choice(f"{key}.mixed_precision", self.mixed_precision, PRECISIONS)
 

@@ -13,6 +13,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
+from asyncrlhf.learner.distributed import pieces
 from asyncrlhf.rewards.judge import starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 
@@ -206,12 +207,4 @@ def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    chunks: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if chunks[-1] and size + tensor.nbytes > CHUNK_BYTES:
-            chunks.append({})
-            size = 0
-        chunks[-1][name] = tensor.cpu()
-        size += tensor.nbytes
-    return chunks
+    return [{name: tensors[name].cpu() for name in names} for names in pieces(tensors, CHUNK_BYTES)]

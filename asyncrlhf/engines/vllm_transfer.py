@@ -136,13 +136,10 @@ def _linear(path: str, layer: Any, parts: Mapping[str, list[str]]) -> Iterator[t
     rows, columns = (None, 1) if isinstance(layer, RowParallelLinear) else (0, 0)
     if isinstance(layer, ReplicatedLinear):
         rows = columns = None  # type: ignore[assignment]
-    weight = packed_matrix(layer)
-    for name, piece in zip(names, weight.split(sizes) if sizes else [weight], strict=True):
-        yield f"{parent}.{name}.weight" if parent else f"{name}.weight", piece, columns
-    if layer.bias is not None:
-        bias = layer.bias
-        for name, piece in zip(names, bias.split(sizes) if sizes else [bias], strict=True):
-            yield f"{parent}.{name}.bias" if parent else f"{name}.bias", piece, rows
+    for kind, whole, dim in (("weight", packed_matrix(layer), columns), ("bias", layer.bias, rows)):
+        pieces = () if whole is None else whole.split(sizes) if sizes else [whole]
+        for name, piece in zip(names, pieces, strict=whole is not None):
+            yield f"{parent}.{name}.{kind}" if parent else f"{name}.{kind}", piece, dim
 
 
 def _embedding(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int | None]]:

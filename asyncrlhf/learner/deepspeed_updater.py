@@ -108,7 +108,7 @@ class DeepSpeedUpdater(Updater):
         self._engine_of(module).backward(loss * self.ranks, scale_wrt_gas=False)
 
     def apply(self) -> float:
-        self._settle()
+        self.before_update()
         if self._stage == 0:
             return self._apply_whole()
         for engine in self._engines.values():
