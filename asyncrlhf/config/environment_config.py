@@ -67,6 +67,4 @@ class LoggingConfig:
         check_choice("logging.wandb", self.wandb, WANDB_MODES)
         check(self.wandb_project, "logging.wandb_project is empty; give the name of a W&B project.")
         check_choice("logging.progress", self.progress, PROGRESS_MODES)
-        check(isinstance(self.rollouts, bool), "logging.rollouts must be true or false.")
-        check(isinstance(self.report, bool), "logging.report must be true or false.")
         check_range("logging.flush_every", self.flush_every, low=1)

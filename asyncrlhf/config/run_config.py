@@ -221,9 +221,6 @@ def _check_runtime(config: RunConfig) -> None:
     )
 
 
-_RENAMED = {"async": "async_"}
-
-
 def register_schema() -> None:
     """Give Hydra the typed defaults; ``conf/config.yaml`` starts from them."""
     schema = _schema()
@@ -242,7 +239,7 @@ def _schema() -> DictConfig:
 
 
 def _yaml_name(name: str) -> str:
-    return next((yaml for yaml, python in _RENAMED.items() if python == name), name)
+    return name.removesuffix("_")  # of ``async_``
 
 
 def from_hydra(config: DictConfig) -> RunConfig:
@@ -252,7 +249,7 @@ def from_hydra(config: DictConfig) -> RunConfig:
     if unknown:
         raise ConfigError(unknown_key(unknown[0]))
     try:
-        raw = {_RENAMED.get(str(key), str(key)): config[key] for key in config}
+        raw = {"async_" if key == "async" else str(key): config[key] for key in config}
         built = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     except OmegaConfBaseException as error:
         raise ConfigError(omegaconf_sentence(error)) from error

@@ -39,10 +39,7 @@ class TrainerConfig:
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``, for a value out of range."""
-        check(
-            0 <= self.heldout_fraction < 1,
-            f"{key}.heldout_fraction={self.heldout_fraction} is out of range; allowed: >= 0 and < 1.",
-        )
+        check_ranges(key, self, "heldout_fraction", low=0, high=1, exclusive_high=True)
         check_ranges(key, self, "num_train_epochs", "learning_rate", low=0, exclusive_low=True)
         check(
             self.max_steps == -1 or self.max_steps >= 1,
@@ -129,9 +126,8 @@ class EvaluationConfig:
     samples_shown: int = 5  # on the terminal; evaluation.json has all of them
 
     def __post_init__(self) -> None:
-        check_range("evaluation.temperature", self.temperature, low=0)
+        check_ranges("evaluation", self, "temperature", "samples_shown", low=0)
         check_range("evaluation.num_generations", self.num_generations, low=1)
-        check_range("evaluation.samples_shown", self.samples_shown, low=0)
         check(
             self.temperature > 0 or self.num_generations == 1,
             f"evaluation.num_generations={self.num_generations} greedy answers would all be the same; "

@@ -236,8 +236,7 @@ def build_engine(
     answer_ids: AnswerIds | None = None,
 ) -> Engine:
     """``load_model`` is called for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and ``answer_ids``
-    serve the fake one.
-    """
+    serve the fake one."""
     if config.engine == "fake":
         from asyncrlhf.engines.fake import FakeEngine
 

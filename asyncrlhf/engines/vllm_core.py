@@ -13,7 +13,6 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
-from asyncrlhf.learner.distributed import pieces
 from asyncrlhf.rewards.judge import starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 
@@ -146,7 +145,8 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "tensor_parallel_size": own.tensor_parallel_size,
         "pipeline_parallel_size": own.pipeline_parallel_size,
         "enable_expert_parallel": own.enable_expert_parallel,
-        "distributed_executor_backend": _executor(own.workers),
+        # Several workers: on this machine, or in a placement group with a bundle a worker, named in the environment.
+        "distributed_executor_backend": "uni" if own.workers == 1 else "ray" if os.environ.get(RAY_BUNDLES) else "mp",
         "enable_sleep_mode": own.enable_sleep_mode,
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
@@ -181,15 +181,6 @@ def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> d
     }
 
 
-def _executor(workers: int) -> str:
-    """vLLM's executor: in-process for one worker, multiprocessing (on this machine) for several, Ray in a placement
-    group with a bundle a worker, which the replica's actor names in the environment.
-    """
-    if workers == 1:
-        return "uni"
-    return "ray" if os.environ.get(RAY_BUNDLES) else "mp"
-
-
 def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -> int:
     """Keys and values of all slots at full length, if a quarter of the free memory holds them; vLLM preempts if not."""
     from transformers import AutoConfig
@@ -207,4 +198,12 @@ def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    return [{name: tensors[name].cpu() for name in names} for names in pieces(tensors, CHUNK_BYTES)]
+    chunks: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if chunks[-1] and size + tensor.nbytes > CHUNK_BYTES:
+            chunks.append({})
+            size = 0
+        chunks[-1][name] = tensor.cpu()
+        size += tensor.nbytes
+    return chunks

@@ -88,8 +88,7 @@ _ROWS = 1024  # of the identity, in one product
 
 def worker_tensors(worker: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
     """Runs in a vLLM worker: its share of each tensor, on the CPU, and the dimension along which the workers of a
-    tensor parallel group have their shares (None: each has the whole).
-    """
+    tensor parallel group have their shares (None: each has the whole)."""
     model = worker.get_model()
     with torch.no_grad():
         return {name: (tensor.detach().cpu().clone(), dim) for name, tensor, dim in _unfused(model)}

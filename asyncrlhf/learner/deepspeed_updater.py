@@ -36,8 +36,7 @@ class _OneTensor(nn.Module):
         self.policy = policy
 
     def forward(self, inputs: PackedInputs, temperature: float) -> torch.Tensor:
-        facts: TokenFacts = self.policy(inputs, temperature)
-        return torch.stack([fact for fact in facts if len(fact)])
+        return torch.stack([fact for fact in self.policy(inputs, temperature) if len(fact)])
 
 
 class _Unpacked:

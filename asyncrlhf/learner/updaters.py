@@ -281,13 +281,9 @@ class FsdpUpdater(TorchUpdater):
             dcp.load(found, checkpoint_id=folder / FOLDER)
         except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
             raise CheckpointError(f"{folder / FOLDER} does not hold this run's model: {error}") from error
-        set_state_dict(
-            self._together(), self.optimizer, model_state_dict=found["weights"], optim_state_dict=found["optimizer"]
-        )
+        states = {"model_state_dict": found["weights"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(nn.ModuleList(self._modules), self.optimizer, **states)
 
     def _state(self) -> dict[str, Any]:
-        weights, optimizer = get_state_dict(self._together(), self.optimizer)
+        weights, optimizer = get_state_dict(nn.ModuleList(self._modules), self.optimizer)
         return {"weights": weights, "optimizer": optimizer}
-
-    def _together(self) -> nn.Module:
-        return nn.ModuleList(self._modules)
