@@ -53,6 +53,12 @@ def check_range(
     raise ConfigError(f"{key}={value} is out of range; allowed: {' and '.join(bounds)}.")
 
 
+def check_ranges(where: str, settings: object, *names: str, **bounds: Any) -> None:
+    """As :func:`check_range`, of these settings under ``where``."""
+    for name in names:
+        check_range(f"{where}.{name}" if where else name, getattr(settings, name), **bounds)
+
+
 def check(condition: Any, sentence: str) -> None:
     if not condition:
         raise ConfigError(sentence)
@@ -72,8 +78,7 @@ def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:
     names = [f.name for f in fields(base)]  # type: ignore[arg-type]
     for key, value in changes.items():
         if key not in names:
-            close = difflib.get_close_matches(str(key), names, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = did_you_mean(str(key), names)
             raise ConfigError(f"{where}.{key} is not a setting{hint}; allowed in {where}: {', '.join(sorted(names))}.")
         own = getattr(base, key)
         if is_dataclass(own) and isinstance(value, Mapping):

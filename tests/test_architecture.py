@@ -265,7 +265,7 @@ def unbounded_waits(tree: ast.Module) -> Iterator[int]:
 def test_every_remote_call_has_a_deadline() -> None:
     complain(
         [
-            f"{where(path, line)}: waits for another process without a limit; see cluster/remote.py."
+            f"{where(path, line)}: waits for another process without a limit; see cluster/handles.py."
             for path, tree in modules().items()
             if part_of(name_of(path)) in REMOTE_FOLDERS
             for line in unbounded_waits(tree)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy, load_tokenizer
-from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.distributed import init_process_group
-from asyncrlhf.learner.torch_backend import build_learner
+from asyncrlhf.learner.learner_config import BackendSpec, StepResult
+from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.manifest import ShardedParams, take_part
@@ -56,13 +57,10 @@ class LearnerWorker:
         torch.manual_seed(spec.seed)
         # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
         place = "cpu" if spec.learner.sharded else device
-        self.backend = build_learner(
-            spec,
-            lambda: load_policy(spec.model, place, dtype=torch.float32),
-            rank=rank,
-            ranks=ranks,
-            device=device,
-        )
+        load = partial(load_policy, spec.model, place, dtype=torch.float32)
+        model, own_reference = load(), spec.algorithm.needs_reference and not spec.reference_served
+        reference = load() if own_reference else None
+        self.backend = TorchBackend(model, spec, reference=reference, rank=rank, ranks=ranks, device=device)
         self.sender: WeightSender | None = None
         self._critic_sender: WeightSender | None = None
         if rank == 0:
@@ -70,7 +68,7 @@ class LearnerWorker:
                 beside = spec.weights.beside_the_policy(spec.runtime)
                 self._critic_sender = build_sender(beside, spec.runtime, self.backend.critic_parameters())
             self.sender = build_sender(spec.weights, spec.runtime, self._offered())
-            self.backend.before_update(lambda: self._fence())
+            self.backend.updater.before_update = lambda: self._fence()
         self._fence_seconds = 0.0
 
     def train(self, chosen: Sequence[tuple[Address, float, float, int]], *bundles: Any) -> StepResult:

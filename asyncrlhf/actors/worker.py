@@ -13,8 +13,7 @@ import numpy as np
 from asyncrlhf.actors.messages import Collected, RolloutBundle
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model, load_tokenizer
-from asyncrlhf.engines.build_engine import build_engine
-from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput
+from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput, build_engine
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.readahead.owners import Chunk, ChunkInfo

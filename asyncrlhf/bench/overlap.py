@@ -14,9 +14,8 @@ from typing import Any
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.bench.measure import show, spread, write
-from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.cluster.parts import build_runtime
-from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.orchestrator.dispatch import request_seed

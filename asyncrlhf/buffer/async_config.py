@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range, check_ranges
 
 MODES = ("sync", "one_step", "async", "fixed_lag")
 OVER_STALE = ("drop", "mask", "wait", "downweight")
@@ -32,14 +32,11 @@ class AsyncConfig:
 
     def __post_init__(self) -> None:
         check_choice("async.mode", self.mode, MODES)
-        check_range("async.max_staleness", self.max_staleness, low=0)
-        check_range("async.lag", self.lag, low=0)
+        check_ranges("async", self, "max_staleness", "lag", "min_staleness", low=0)
         check_choice("async.on_weight_update", self.on_weight_update, ON_WEIGHT_UPDATE)
         check_choice("async.over_stale", self.over_stale, OVER_STALE)
         check_range("async.ess_floor", self.ess_floor, low=0, high=1, exclusive_low=True)
-        check_range("async.min_staleness", self.min_staleness, low=0)
-        check_range("async.adapt_every", self.adapt_every, low=1)
-        check_range("async.adapt_patience", self.adapt_patience, low=1)
+        check_ranges("async", self, "adapt_every", "adapt_patience", low=1)
         if self.adaptive:
             self._check_adaptive()
 
@@ -95,9 +92,7 @@ class BufferConfig:
         check_choice("buffer.sampling", self.sampling, SAMPLING)
         check_range("buffer.max_reuse", self.max_reuse, low=1)
         check_choice("buffer.priority", self.priority, PRIORITIES)
-        check_range("buffer.replay_fraction", self.replay_fraction, low=0)
-        check_range("buffer.max_age", self.max_age, low=0)
-        check_range("buffer.warmup_steps", self.warmup_steps, low=0)
+        check_ranges("buffer", self, "replay_fraction", "max_age", "warmup_steps", low=0)
         check_range("buffer.sampling_correction", self.sampling_correction, low=0, high=1)
 
     @property

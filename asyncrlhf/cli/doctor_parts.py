@@ -55,7 +55,7 @@ def needed(config: RunConfig) -> set[str]:
 
 def replicas(config: RunConfig) -> list[GeneratorConfig]:
     """One of each kind."""
-    from asyncrlhf.engines.groups import replica_kinds
+    from asyncrlhf.engines.generator_config import replica_kinds
 
     return [kind.config for kind in replica_kinds(config.generator)]
 

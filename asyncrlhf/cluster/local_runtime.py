@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 import numpy as np
 
@@ -17,18 +17,14 @@ from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, located
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle, Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, LocalPart, P, R, Runtime
 from asyncrlhf.cluster.placement import Specs
-from asyncrlhf.cluster.remote import LONG_SECONDS, LocalPart
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.records.recorder import RolloutRow, write_part
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class LocalGenerator(LocalPart[GeneratorWorker]):
@@ -37,14 +33,10 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
 
     def __init__(self, spec: GeneratorSpec, worker: GeneratorWorker) -> None:
         super().__init__(spec.name, worker)
-        self._spec = spec
+        self._spec, self.slots = spec, spec.generator.slots
         self._changed = Signal()
         self._killed: str | None = None
         self._task = asyncio.create_task(self._run(), name=f"engine {spec.name}")
-
-    @property
-    def slots(self) -> int:
-        return self._spec.generator.slots
 
     async def _run(self) -> None:
         loop, worker = asyncio.get_running_loop(), self.worker
@@ -59,14 +51,10 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
             if output.wake_at is None:
                 await asyncio.sleep(self._spec.generator.virtual_step_seconds)
             elif output.wake_at > started:
-                await self._nap(output.wake_at)
+                timer = loop.call_at(output.wake_at, self._changed.notify)
+                await self._changed.wait_past(self._changed.count)  # or until a submit, a load, a cancellation
+                timer.cancel()
             worker.busy_seconds += loop.time() - started
-
-    async def _nap(self, until: float) -> None:
-        """Sleep until then, or until something changes (a submit, a load, a cancellation)."""
-        timer = asyncio.get_running_loop().call_at(until, self._changed.notify)
-        await self._changed.wait_past(self._changed.count)
-        timer.cancel()
 
     def kill(self, cause: str = "killed") -> None:
         """Die as a process would (for tests): what it held is gone and every call fails from now on."""
@@ -197,9 +185,8 @@ class LocalRuntime(Runtime):
 
     async def start(self) -> None:
         self.learner = LocalLearner(self._specs.learner, self._workers.learner(self._specs.learner))
-        self.rewards = self._annotators(self._specs.reward)
-        self.references = self._annotators(self._specs.reference)
-        self.critics = self._annotators(self._specs.critic)
+        asked = (self._specs.reward, self._specs.reference, self._specs.critic)
+        self.rewards, self.references, self.critics = map(self._annotators, asked)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
 
     def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:

@@ -13,8 +13,7 @@ from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.engines.groups import replica_kinds
+from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
 from asyncrlhf.validation import check

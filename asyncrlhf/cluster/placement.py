@@ -234,7 +234,9 @@ def _flatten(parts: Sequence[Part]) -> Plan:
         )
     ranks = [p for p in parts if p.kind == "learner"]
     generators = {p.name for p in parts if p.kind == "generator"}
-    groups = _groups((p for p in parts if p.kind != "learner" and _asks(p)), spread=True)
+    groups = _groups(
+        (p for p in parts if p.kind != "learner" and (p.kind != "reward" or p.cpus or p.gpus)), spread=True
+    )
     on_gpu = ranks[0].gpus > 0
     devices = [
         (group, place)
@@ -276,10 +278,6 @@ def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
         group.seats[name] = replace(seat, cpus=0.0, gpus=0.0 if wide else share, worker_gpus=worker_gpus)
     group.seats.update({rank.name: Seat(group.name, (place,), gpus=share) for rank in ranks})
     return others
-
-
-def _asks(part: Part) -> bool:
-    return part.kind != "reward" or part.cpus > 0 or part.gpus > 0
 
 
 def _seating(

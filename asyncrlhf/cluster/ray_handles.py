@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic
 
 import numpy as np
 import ray
@@ -18,19 +18,15 @@ from asyncrlhf.actors.learner import LearnerActor, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Address, Collected, Offer, placed
 from asyncrlhf.actors.where import Where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
-from asyncrlhf.cluster.handles import WorkerLostError
+from asyncrlhf.cluster.handles import LONG_SECONDS, P, R, W, WorkerLostError, within
 from asyncrlhf.cluster.ray_placement import free_in_ray
-from asyncrlhf.cluster.remote import LONG_SECONDS, within
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
-P = ParamSpec("P")
-R = TypeVar("R")
-W = TypeVar("W")
 Options = Mapping[str, Any]  # Ray's, of one actor: what it asks for and where it sits
 # A look for results takes GeneratorActor.POLL_SECONDS: a replica that is silent for so long is frozen. The run's watch,
 # which sees when the whole run stands still, is meant to speak first (stall_timeout_seconds, by default 600).
@@ -74,30 +70,24 @@ class RayPart(Generic[W]):
     """A worker of class ``W`` in a Ray actor, which derives from :class:`~asyncrlhf.actors.part.PartActor`."""
 
     def __init__(self, name: str, actor: Any, start_seconds: float = START_SECONDS) -> None:
-        self._name = name
+        self.name = name
         self.actor = actor
         self._start_seconds = start_seconds
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def ready(self) -> None:
         """Wait until the worker is built. Raises ReplicaError when it cannot be, or not in time."""
-        await ask_to_start(self._name, self.actor.ready.remote(), self._start_seconds)
+        await ask_to_start(self.name, self.actor.ready.remote(), self._start_seconds)
 
     async def where(self) -> Where:
         """Where Ray placed the actor."""
-        place: Where = await ask(self._name, self.actor.where.remote(), self._start_seconds, "where")
-        return place
+        return await ask(self.name, self.actor.where.remote(), self._start_seconds, "where")
 
     async def call(
         self, seconds: float, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """As :class:`~asyncrlhf.cluster.remote.Remote`; Ray puts the objects in the place of object references."""
+        """As :class:`~asyncrlhf.cluster.handles.Remote`; Ray puts the objects in the place of object references."""
         verb = method.__name__
-        answer: R = await ask(self._name, self.send(verb, *args, **kwargs), seconds, verb)
-        return answer
+        return await ask(self.name, self.send(verb, *args, **kwargs), seconds, verb)
 
     def send(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Make a call whose answer is not awaited here; returns the reference to it."""
@@ -106,7 +96,7 @@ class RayPart(Generic[W]):
     async def close(self) -> None:
         """Let the worker close what it holds open, then end its process in any case."""
         with suppress(ReplicaError, RayError):  # it is gone already, hangs, or failed to close
-            await within(CLOSE_SECONDS, self._name, "close", self.actor.close.remote())
+            await within(CLOSE_SECONDS, self.name, "close", self.actor.close.remote())
         ray.kill(self.actor)
 
 
@@ -128,12 +118,8 @@ class RayGenerator(RayPart[GeneratorWorker]):
         own = {"num_cpus": spec.generator.threads, "num_gpus": spec.generator.gpus} if options is None else options
         actor = ray.remote(GeneratorActor).options(max_concurrency=8, **own).remote(spec)
         super().__init__(spec.name, actor, start_seconds)
-        self.spec = spec
+        self.spec, self.slots = spec, spec.generator.slots
         self._submitted: list[Any] = []
-
-    @property
-    def slots(self) -> int:
-        return self.spec.generator.slots
 
     async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Waits for no answer: a replica that hangs must not keep work from the others. ``collect`` raises what it
@@ -151,8 +137,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
         return located(collected, rollouts, next(iter(chunks), None), asyncio.get_running_loop().time())
 
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
-        rollouts: list[Rollout] = await ask(self.name, self.actor.generate.remote(items), LONG_SECONDS, "generate")
-        return rollouts
+        return await ask(self.name, self.actor.generate.remote(items), LONG_SECONDS, "generate")
 
 
 class RayRank(RayPart[LearnerWorker]):
@@ -176,13 +161,10 @@ class RayLearner:
     def __init__(self, spec: LearnerSpec, options: Sequence[Options], start_seconds: float) -> None:
         """``options``: of each rank."""
         self.ranks = [RayRank(spec, rank, own, start_seconds) for rank, own in enumerate(options)]
+        self.name = self.ranks[0].name
         self._sharded, self._shares = spec.learner.sharded, spec.learner.shares
         self._start_seconds = start_seconds
         self._host = ""
-
-    @property
-    def name(self) -> str:
-        return self.ranks[0].name
 
     async def ready(self) -> None:
         """Raises ReplicaError naming the rank that does not start."""
@@ -209,7 +191,7 @@ class RayLearner:
     async def call(
         self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """As :class:`~asyncrlhf.cluster.remote.Remote`, of rank 0."""
+        """As :class:`~asyncrlhf.cluster.handles.Remote`, of rank 0."""
         return await self.ranks[0].call(seconds, method, *args, **kwargs)
 
     async def _all(
@@ -301,15 +283,12 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
             error, self._replaced = self._replaced, None
             raise error
         addresses, bundles = addressed([chunk.payload for chunk in chunks])
-        answer: Prefilled = await self._once(
-            "prefill", lambda: self.actor.prefill.remote(list(released), addresses, *bundles)
-        )
-        return answer
+        return await self._once("prefill", lambda: self.actor.prefill.remote(list(released), addresses, *bundles))
 
     async def _once(self, verb: str, call: Callable[[], Any]) -> Any:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
         try:
-            answer = await ask(self._name, call(), self._spec.answer_seconds, verb)
+            answer = await ask(self.name, call(), self._spec.answer_seconds, verb)
         except ReplicaError as error:
             await self._revive(error)
             raise
@@ -321,7 +300,7 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
         ray.kill(self.actor)
         if self._deaths > self._spec.settings.max_restarts:
             raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
-        self.actor = self._start(self._name)
+        self.actor = self._start(self.name)
         try:
             await self.ready()
         except ReplicaError as failure:

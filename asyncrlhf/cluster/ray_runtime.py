@@ -22,13 +22,12 @@ from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
-from asyncrlhf.cluster.handles import AnnotatorHandle, GeneratorHandle, Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed, ask
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
-from asyncrlhf.cluster.remote import LONG_SECONDS
-from asyncrlhf.config.cluster_config import ClusterConfig, RayConfig
+from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.records.recorder import RolloutRow
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -48,11 +47,6 @@ MALLOC = {
 BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
 KNOCK_SECONDS = 5.0
 ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
-
-
-def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
 
 
 def _knock(address: str) -> None:
@@ -151,9 +145,8 @@ class RayRuntime(Runtime):
         options = self._placer.options
         ranks = [options(f"learner-{i}") for i in range(self._specs.learner.learner.ranks)]
         self.learner = RayLearner(self._specs.learner, ranks, seconds)
-        self.rewards = self._annotators(self._specs.reward)
-        self.references = self._annotators(self._specs.reference)
-        self.critics = self._annotators(self._specs.critic)
+        asked = (self._specs.reward, self._specs.reference, self._specs.critic)
+        self.rewards, self.references, self.critics = map(self._annotators, asked)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
         parts = [self.learner, *self.rewards, *self.references, *self.critics, *self.generators]
         await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
@@ -196,9 +189,12 @@ class RayRuntime(Runtime):
         except LostReceiversError as error:
             lost.update(error.receivers)
         except BaseException:
-            _cancel(joins)
+            for join in joins:
+                join.cancel()
             raise
-        _cancel([join for name, join in zip(names, joins, strict=True) if name in lost])
+        for name, join in zip(names, joins, strict=True):
+            if name in lost:
+                join.cancel()
         for name, outcome in zip(names, await asyncio.gather(*joins, return_exceptions=True), strict=True):
             if isinstance(outcome, ReplicaError):
                 lost.setdefault(name, "died")
@@ -265,8 +261,7 @@ class RayRuntime(Runtime):
         found, references = addressed([replace(p, annotations=()) for p in payloads if p is not None])
         order = iter(found)
         places = [None if p is None else next(order) for p in payloads]
-        written: Future[None] = self._records.write.remote(str(target.resolve()), rows, places, *references).future()
-        return written
+        return self._records.write.remote(str(target.resolve()), rows, places, *references).future()
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = RolloutBundle(rollouts)

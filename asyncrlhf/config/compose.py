@@ -26,7 +26,7 @@ from asyncrlhf.config.run_config import (
     unknown_key,
 )
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import did_you_mean
+from asyncrlhf.validation import check, did_you_mean
 
 CONFIG_NAME = "config"
 
@@ -34,22 +34,17 @@ CONFIG_NAME = "config"
 def split_config_dir(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     """Take ``--config-dir FOLDER`` (or ``-cd``) out of the arguments: a folder of the user's own config groups."""
     rest: list[str] = []
-    folder: str | None = None
-    waiting = False
-    for argument in arguments:
-        if waiting:
-            folder, waiting = argument, False
-        elif argument in ("--config-dir", "-cd"):
-            waiting = True
-        elif argument.startswith("--config-dir="):
-            folder = argument.split("=", 1)[1]
+    folder: Path | None = None
+    words = iter(arguments)
+    for word in words:
+        if word in ("--config-dir", "-cd") or word.startswith("--config-dir="):
+            given = word.partition("=")[2] or next(words, "")
+            check(given, "--config-dir needs a folder.")
+            check(Path(given).is_dir(), f"--config-dir {given} is not a folder; give one that holds config groups.")
+            folder = Path(given).resolve()
         else:
-            rest.append(argument)
-    if waiting:
-        raise ConfigError("--config-dir needs a folder.")
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"--config-dir {folder} is not a folder; give one that holds config groups.")
-    return rest, Path(folder).resolve() if folder is not None else None
+            rest.append(word)
+    return rest, folder
 
 
 def search_path_override(folder: Path | None) -> list[str]:

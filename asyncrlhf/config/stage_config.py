@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range, check_ranges
 
 PRECISIONS = ("none", "bfloat16", "float16")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -39,21 +39,15 @@ class TrainerConfig:
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``, for a value out of range."""
-        check(
-            0 <= self.heldout_fraction < 1,
-            f"{key}.heldout_fraction={self.heldout_fraction} is out of range; allowed: >= 0 and < 1.",
-        )
-        check_range(f"{key}.num_train_epochs", self.num_train_epochs, low=0, exclusive_low=True)
+        check_ranges(key, self, "heldout_fraction", low=0, high=1, exclusive_high=True)
+        check_ranges(key, self, "num_train_epochs", "learning_rate", low=0, exclusive_low=True)
         check(
             self.max_steps == -1 or self.max_steps >= 1,
             f"{key}.max_steps={self.max_steps} is out of range; allowed: >= 1, or -1 for {key}.num_train_epochs.",
         )
-        check_range(f"{key}.learning_rate", self.learning_rate, low=0, exclusive_low=True)
         check_choice(f"{key}.lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
-            check_range(f"{key}.{name}", getattr(self, name), low=0)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"):
-            check_range(f"{key}.{name}", getattr(self, name), low=1)
+        check_ranges(key, self, "warmup_steps", "weight_decay", "max_grad_norm", low=0)
+        check_ranges(key, self, "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps", low=1)
         check_range(f"{key}.max_length", self.max_length, low=2)
         check_choice(f"{key}.mixed_precision", self.mixed_precision, PRECISIONS)
 
@@ -132,9 +126,8 @@ class EvaluationConfig:
     samples_shown: int = 5  # on the terminal; evaluation.json has all of them
 
     def __post_init__(self) -> None:
-        check_range("evaluation.temperature", self.temperature, low=0)
+        check_ranges("evaluation", self, "temperature", "samples_shown", low=0)
         check_range("evaluation.num_generations", self.num_generations, low=1)
-        check_range("evaluation.samples_shown", self.samples_shown, low=0)
         check(
             self.temperature > 0 or self.num_generations == 1,
             f"evaluation.num_generations={self.num_generations} greedy answers would all be the same; "

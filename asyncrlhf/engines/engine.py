@@ -1,21 +1,28 @@
-"""What all engines share; named weights, loaded in place; and base weights for an adapter that travels alone."""
+"""What all engines share; named weights, loaded in place; base weights for an adapter that travels alone; and the
+engine that ``generator.engine`` names."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from asyncrlhf.data.adapter import is_adapter, merged
-from asyncrlhf.data.data_config import LoraConfig
+from asyncrlhf.data.data_config import LoraConfig, ModelConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IntArray, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from asyncrlhf.engines.fake import AnswerIds
 
 CacheMode = Literal["keep", "recompute"]
 
@@ -217,3 +224,30 @@ def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(given[name])
+
+
+def build_engine(
+    config: GeneratorConfig,
+    model: ModelConfig,
+    *,
+    load_model: Callable[[ModelConfig], PreTrainedModel],
+    vocab_size: int,
+    version: int = 0,
+    answer_ids: AnswerIds | None = None,
+) -> Engine:
+    """``load_model`` is called for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and ``answer_ids``
+    serve the fake one."""
+    if config.engine == "fake":
+        from asyncrlhf.engines.fake import FakeEngine
+
+        return FakeEngine(
+            config.fake, slots=config.slots, vocab_size=vocab_size, version=version, answer_ids=answer_ids
+        )
+    if config.engine == "vllm":
+        from asyncrlhf.engines.vllm_core import VllmCore
+        from asyncrlhf.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(VllmCore(config, model), slots=config.slots, version=version)
+    from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
+
+    return HFEngine(load_model(model), slots=config.slots, version=version)

@@ -82,8 +82,7 @@ class LeanForward:
     def _norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.dtype != torch.float32:
             # The fused kernel rounds low precision at another place than the learner's module does.
-            low: torch.Tensor = norm(hidden)
-            return low
+            return norm(hidden)
         return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
 
     def __call__(self, cache: KVCache, plan: ForwardPlan) -> torch.Tensor:
@@ -108,8 +107,7 @@ class LeanForward:
             hidden = hidden + attention.o_proj(attended)
             gate, up = F.linear(self._norm(layer.post_attention_layernorm, hidden), *self._gate_up[i]).chunk(2, dim=-1)
             hidden = hidden + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
-        logits: torch.Tensor = self._model.lm_head(self._norm(self._trunk.norm, hidden))
-        return logits
+        return self._model.lm_head(self._norm(self._trunk.norm, hidden))
 
 
 class AttentionInterfaceForward:
@@ -139,8 +137,7 @@ class AttentionInterfaceForward:
             slots_plan=plan,
             **kept,
         )
-        logits: torch.Tensor = output.logits[0, : plan.num_logits]
-        return logits
+        return output.logits[0, : plan.num_logits]
 
 
 def _slots_attention(

@@ -1,14 +1,19 @@
-"""Settings of the generators: ``generator.*``."""
+"""Settings of the generators, ``generator.*``, and the kinds of replicas that they make."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check, check_choice, check_ranges, overlay
 
 VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # from ``generator.*`` by a group
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,10 @@ class FakeConfig:
     failure_probability: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("latency_median", "latency_sigma", "length_sigma"):
-            check_range(f"generator.fake.{key}", getattr(self, key), low=0)
-        check_range("generator.fake.latency_max_ratio", self.latency_max_ratio, low=1)
-        check_range("generator.fake.length_mean", self.length_mean, low=1)
-        for key in ("tail_probability", "correct_probability", "failure_probability"):
-            check_range(f"generator.fake.{key}", getattr(self, key), low=0, high=1)
+        where, shares = "generator.fake", ("tail_probability", "correct_probability", "failure_probability")
+        check_ranges(where, self, "latency_median", "latency_sigma", "length_sigma", low=0)
+        check_ranges(where, self, "latency_max_ratio", "length_mean", low=1)
+        check_ranges(where, self, *shares, low=0, high=1)
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,10 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         check_choice("generator.vllm.dtype", self.dtype, VLLM_DTYPES)
-        for key in ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_gb"):
-            check_range(f"generator.vllm.{key}", getattr(self, key), low=0)
-        check_range(
-            "generator.vllm.gpu_memory_utilization", self.gpu_memory_utilization, low=0, high=1, exclusive_low=True
-        )
-        check_range("generator.vllm.tensor_parallel_size", self.tensor_parallel_size, low=1)
-        check_range("generator.vllm.pipeline_parallel_size", self.pipeline_parallel_size, low=1)
+        where = "generator.vllm"
+        check_ranges(where, self, "max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_gb", low=0)
+        check_ranges(where, self, "gpu_memory_utilization", low=0, high=1, exclusive_low=True)
+        check_ranges(where, self, "tensor_parallel_size", "pipeline_parallel_size", low=1)
 
     @property
     def workers(self) -> int:
@@ -127,12 +127,11 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         check_choice("generator.engine", self.engine, ("hf", "vllm", "fake"))
-        for key in ("slots", "max_completion_length"):
-            check_range(f"generator.{key}", getattr(self, key), low=1)
-        for key in ("max_replicas", "temperature", "top_k", "threads", "gpus", "max_restarts", "virtual_step_seconds"):
-            check_range(f"generator.{key}", getattr(self, key), low=0)
-        check_range("generator.top_p", self.top_p, low=0, high=1, exclusive_low=True)
-        check_range("generator.min_p", self.min_p, low=0, high=1, exclusive_high=True)
+        check_ranges("generator", self, "slots", "max_completion_length", low=1)
+        check_ranges("generator", self, "max_replicas", "threads", "gpus", "max_restarts", low=0)
+        check_ranges("generator", self, "temperature", "top_k", "virtual_step_seconds", low=0)
+        check_ranges("generator", self, "top_p", low=0, high=1, exclusive_low=True)
+        check_ranges("generator", self, "min_p", low=0, high=1, exclusive_high=True)
         check(
             self.engine != "vllm" or self.gpus > 0 or self.vllm.pipeline_parallel_size == 1,
             f"generator.vllm.pipeline_parallel_size={self.vllm.pipeline_parallel_size} needs generator.gpus; "
@@ -147,3 +146,64 @@ class GeneratorConfig:
             f"generator.gpus={self.gpus:g} is not the {self.vllm.workers} of generator.vllm.tensor_parallel_size="
             f"{self.vllm.tensor_parallel_size} times pipeline_parallel_size={self.vllm.pipeline_parallel_size}.",
         )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Replicas that are alike. ``config`` is what each of them gets: its ``replicas`` is their number at the start,
+    and it has no groups."""
+
+    prefix: str
+    config: GeneratorConfig
+
+    def replica(self, number: int) -> str:
+        """The name of the ``number``-th replica, from 0: ``generator-0``, or ``generator-fast-0`` in group ``fast``."""
+        return f"{self.prefix}-{number}"
+
+
+def replica_kinds(config: GeneratorConfig) -> list[Kind]:
+    """The kinds in the order given; raises ConfigError with one sentence for what cannot be read as groups."""
+    number = config.replicas
+    check(
+        isinstance(number, int) and not isinstance(number, bool) and number >= 1,
+        f"generator.replicas={number} is no whole number from 1 on; replicas of several kinds are set by name, such as "
+        "generator.groups={fast:{replicas:2},slow:{slots:16}}.",
+    )
+    if config.groups is None:
+        return [Kind("generator", _sized(config, number, config.max_replicas, "generator"))]
+    check(number == 1, f"generator.replicas={number} says nothing beside generator.groups; set it in each group.")
+    named = config.groups
+    check(
+        isinstance(named, Mapping) and named and all(isinstance(entry, Mapping) for entry in named.values()),
+        f"generator.groups={named} are no groups by name; allowed: null, or such as "
+        "{fast:{replicas:2},slow:{slots:16}}.",
+    )
+    groups = {str(name): overlay(GroupConfig(), entry, f"generator.groups.{name}") for name, entry in named.items()}
+    check(
+        config.max_replicas == 0,
+        f"generator.max_replicas={config.max_replicas} says nothing beside groups; set it in each group.",
+    )
+    return [Kind(f"generator-{name}", _resolve(config, name, group)) for name, group in groups.items()]
+
+
+def _resolve(config: GeneratorConfig, name: str, group: GroupConfig) -> GeneratorConfig:
+    where = f"generator.groups.{name}"
+    check(_GROUP.fullmatch(name), f"{where}: a group's name has letters, digits and underscores, and a letter first.")
+    changes = {key: value for key in _INHERITED if (value := getattr(group, key)) is not None}
+    fake = overlay(config.fake, group.fake, f"{where}.fake")
+    vllm = overlay(config.vllm, group.vllm, f"{where}.vllm")
+    try:
+        merged = replace(config, replicas=1, groups=None, fake=fake, vllm=vllm, **changes)
+    except ConfigError as error:
+        raise ConfigError(f"In {where}: {error}") from None
+    return _sized(merged, group.replicas, group.max_replicas, where)
+
+
+def _sized(config: GeneratorConfig, replicas: int, most: int, where: str) -> GeneratorConfig:
+    check(replicas >= 1, f"{where}.replicas={replicas} is out of range; allowed: >= 1.")
+    check(
+        most == 0 or most >= replicas,
+        f"{where}.max_replicas={most} is less than {where}.replicas={replicas}; "
+        f"allowed: 0 (no more than at the start) or >= {replicas}.",
+    )
+    return replace(config, replicas=replicas, max_replicas=most)

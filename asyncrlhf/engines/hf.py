@@ -192,8 +192,7 @@ class HFEngine(Engine):
         plan = plan_score(text, self._device)
         logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
         # Entry t speaks of token t + 1; what the last token predicts is left out.
-        found: FloatArray = logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
-        return found
+        return logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
 
     def close(self) -> None:
         super().close()

@@ -36,8 +36,7 @@ def _mix(x: UIntArray) -> UIntArray:
 
 def seed_state(seed: int) -> np.uint64:
     """The start of a request's stream; mixed, so that neighbouring seeds share no part of their streams."""
-    state: np.uint64 = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + _GOLDEN)[0]
-    return state
+    return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + _GOLDEN)[0]
 
 
 def uniforms(states: UIntArray, counters: NDArray[np.int64]) -> DoubleArray:
@@ -45,14 +44,6 @@ def uniforms(states: UIntArray, counters: NDArray[np.int64]) -> DoubleArray:
     bits = _mix(states + _GOLDEN * (counters.astype(np.uint64) + np.uint64(1)))
     # 48 bits: u * total stays below total in double precision, so that a draw never falls off the end.
     return ((bits >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
-
-
-def _truncated(
-    temperature: DoubleArray, top_p: DoubleArray, top_k: NDArray[np.int64], min_p: DoubleArray, vocabulary: int
-) -> NDArray[np.bool_]:
-    """Rows in which a filter is on; a greedy row has none."""
-    filtered: NDArray[np.bool_] = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1) | (min_p > 0)
-    return filtered & (temperature > 0)
 
 
 def _keep(
@@ -128,7 +119,8 @@ def sample_tokens(
     if np.any(sampled & (temperature != 1.0)):
         divisor = np.where(sampled, temperature, 1.0).astype(np.float32)
         logits = logits / torch.from_numpy(divisor).to(logits.device)[:, None]
-    truncated = _truncated(temperature, top_p, top_k, min_p, logits.shape[-1])
+    # Rows in which a filter is on; a greedy row has none.
+    truncated = sampled & (((top_k > 0) & (top_k < logits.shape[-1])) | (top_p < 1) | (min_p > 0))
     if truncated.all():
         return _draw_truncated(logits, uniform, top_p, top_k, min_p)
     logprobs = torch.log_softmax(logits, dim=-1)

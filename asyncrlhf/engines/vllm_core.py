@@ -145,7 +145,8 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "tensor_parallel_size": own.tensor_parallel_size,
         "pipeline_parallel_size": own.pipeline_parallel_size,
         "enable_expert_parallel": own.enable_expert_parallel,
-        "distributed_executor_backend": _executor(own.workers),
+        # Several workers: on this machine, or in a placement group with a bundle a worker, named in the environment.
+        "distributed_executor_backend": "uni" if own.workers == 1 else "ray" if os.environ.get(RAY_BUNDLES) else "mp",
         "enable_sleep_mode": own.enable_sleep_mode,
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
@@ -178,15 +179,6 @@ def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> d
         "logprobs": min(sampling.top_k + TIES, vocabulary) if tells_kept(sampling) else 0,
         "detokenize": False,
     }
-
-
-def _executor(workers: int) -> str:
-    """vLLM's executor: in-process for one worker, multiprocessing (on this machine) for several, Ray in a placement
-    group with a bundle a worker, which the replica's actor names in the environment.
-    """
-    if workers == 1:
-        return "uni"
-    return "ray" if os.environ.get(RAY_BUNDLES) else "mp"
 
 
 def _cpu_cache_bytes(config: GeneratorConfig, folder: str, model: ModelConfig) -> int:

@@ -175,24 +175,21 @@ class VllmEngine(Engine):
         return known
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        with self._awake(weights_only=False):
-            return self._score(token_ids)
-
-    def _score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        """Some at once: each step for them is a step of what is in flight, too."""
+        # Some at once: each step for them is a step of what is in flight, too.
         results = [np.zeros(0, np.float32) for _ in token_ids]
         waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
         running: dict[str, int] = {}
-        while waiting or running:
-            while waiting and len(running) < SCORE_SLOTS:
-                index = waiting.popleft()
-                name = f"score-{self._scores}"
-                self._scores += 1
-                running[name] = index
-                self._core.score(name, np.asarray(token_ids[index], np.int64))
-            self._advance()
-            for name in [name for name in running if name in self._scored]:
-                results[running.pop(name)] = self._scored.pop(name)
+        with self._awake(weights_only=False):
+            while waiting or running:
+                while waiting and len(running) < SCORE_SLOTS:
+                    index = waiting.popleft()
+                    name = f"score-{self._scores}"
+                    self._scores += 1
+                    running[name] = index
+                    self._core.score(name, np.asarray(token_ids[index], np.int64))
+                self._advance()
+                for name in [name for name in running if name in self._scored]:
+                    results[running.pop(name)] = self._scored.pop(name)
         return results
 
     def close(self) -> None:

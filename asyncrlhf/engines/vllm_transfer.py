@@ -88,8 +88,7 @@ _ROWS = 1024  # of the identity, in one product
 
 def worker_tensors(worker: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
     """Runs in a vLLM worker: its share of each tensor, on the CPU, and the dimension along which the workers of a
-    tensor parallel group have their shares (None: each has the whole).
-    """
+    tensor parallel group have their shares (None: each has the whole)."""
     model = worker.get_model()
     with torch.no_grad():
         return {name: (tensor.detach().cpu().clone(), dim) for name, tensor, dim in _unfused(model)}
@@ -136,13 +135,10 @@ def _linear(path: str, layer: Any, parts: Mapping[str, list[str]]) -> Iterator[t
     rows, columns = (None, 1) if isinstance(layer, RowParallelLinear) else (0, 0)
     if isinstance(layer, ReplicatedLinear):
         rows = columns = None  # type: ignore[assignment]
-    weight = packed_matrix(layer)
-    for name, piece in zip(names, weight.split(sizes) if sizes else [weight], strict=True):
-        yield f"{parent}.{name}.weight" if parent else f"{name}.weight", piece, columns
-    if layer.bias is not None:
-        bias = layer.bias
-        for name, piece in zip(names, bias.split(sizes) if sizes else [bias], strict=True):
-            yield f"{parent}.{name}.bias" if parent else f"{name}.bias", piece, rows
+    for kind, whole, dim in (("weight", packed_matrix(layer), columns), ("bias", layer.bias, rows)):
+        pieces = () if whole is None else whole.split(sizes) if sizes else [whole]
+        for name, piece in zip(names, pieces, strict=whole is not None):
+            yield f"{parent}.{name}.{kind}" if parent else f"{name}.{kind}", piece, dim
 
 
 def _embedding(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int | None]]:

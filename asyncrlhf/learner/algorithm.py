@@ -98,26 +98,6 @@ class AlgorithmConfig:
         return self.ratio_bound or math.inf
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Which of mu, prox, ref, critic, group, ema the algorithm needs beside the policy of the pass itself."""
-        corrected = self.correction != "none"
-        own_loss = bool(self.loss.target)
-        penalty = self.kl != "none"
-        found = {
-            "mu": self.anchor in ("mu", "prox_interp") or corrected or self.gate != "none" or own_loss
-            or self.ema_ratio_cap > 0
-            or self.advantage == "vtrace" or self.lr != "none" or (penalty and self.kl_target == "mu"),
-            "prox": self.anchor == "prox" or own_loss or self.lr != "none" or self.kl == "reward"
-            or self.corrects_values
-            or (self.anchor != "ema" and (self.advantage == "vtrace" or (corrected and self.anchor == "self"))),
-            "ref": self.anchor == "ref" or (penalty and self.kl_target == "ref"),
-            "critic": self.advantage in CRITIC_ADVANTAGES,
-            "group": self.group_relative,
-            "ema": self.anchor == "ema",
-        }  # fmt: skip
-        return frozenset(name for name, needed in found.items() if needed)
-
-    @property
     def corrects_values(self) -> bool:
         """Whether GAE's value targets are corrected for the behavior policy: where the policy's loss is."""
         return self.advantage == "gae" and self.correction != "none"
@@ -162,7 +142,7 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        return "ref" in self.needs
+        return self.anchor == "ref" or (self.kl != "none" and self.kl_target == "ref")
 
     @property
     def group_relative(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_ranges
 
 if TYPE_CHECKING:
     from asyncrlhf.learner.algorithm import AlgorithmConfig
@@ -65,23 +65,17 @@ def _check_ranges(config: AlgorithmConfig) -> None:
     not_negative += ["vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg", "ema_ratio_cap"]
     positive = ["advantage_eps", "cap_high", "correction_high", "value_clip", "vstar_beta"]
     positive += ["sapo_temperature_pos", "sapo_temperature_neg", "rho_bar", "c_bar"]
-    for key in not_negative:
-        check_range(f"algorithm.{key}", getattr(config, key), low=0)
-    for key in positive:
-        check_range(f"algorithm.{key}", getattr(config, key), low=0, exclusive_low=True)
-    for key in ("gamma", "lam"):
-        check_range(f"algorithm.{key}", getattr(config, key), low=0, high=1)
-    for key in ("num_iterations", "minibatches"):
-        check_range(f"algorithm.{key}", getattr(config, key), low=1)
-    check_range("algorithm.advantage_shift", config.advantage_shift)
-    check_range("algorithm.ratio_bound", config.ratio_bound, low=0)
+    check_ranges("algorithm", config, *not_negative, "ratio_bound", low=0)
+    check_ranges("algorithm", config, *positive, low=0, exclusive_low=True)
+    check_ranges("algorithm", config, "gamma", "lam", low=0, high=1)
+    check_ranges("algorithm", config, "num_iterations", "minibatches", low=1)
+    check_ranges("algorithm", config, "advantage_shift")
     check(
         config.ratio_bound == 0 or config.ratio_bound >= 1,
         f"algorithm.ratio_bound={config.ratio_bound:g} is below the ratio of equal policies; allowed: 0 (off) or >= 1.",
     )
-    check_range("algorithm.ema_decay", config.ema_decay, low=0, high=1, exclusive_high=True)
-    check_range("algorithm.sat_quantile", config.sat_quantile, low=0, high=1, exclusive_low=True)
-    check_range("algorithm.lr_ess_base", config.lr_ess_base, low=0, high=1, exclusive_low=True)
+    check_ranges("algorithm", config, "ema_decay", low=0, high=1, exclusive_high=True)
+    check_ranges("algorithm", config, "sat_quantile", "lr_ess_base", low=0, high=1, exclusive_low=True)
     for low, high in (("cap_low", "cap_high"), ("correction_low", "correction_high")):
         check(
             getattr(config, low) <= getattr(config, high),

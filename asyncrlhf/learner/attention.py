@@ -173,31 +173,22 @@ def _attend(
 
     Short rows in half precision are computed in float32 on a CPU, see ``HALF_FROM``.
     """
-    longest = q.shape[2]
+    longest, mask = q.shape[2], None
+    if window is not None and window < longest:
+        steps = torch.arange(longest, device=q.device)
+        distance = steps[:, None] - steps[None, :]
+        mask = (distance >= 0) & (distance < window)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_window_mask(longest, window, q.device),
-            is_causal=window is None or window >= longest,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
 
     if q.device.type != "cpu" or v.dtype.itemsize > 2 or longest >= HALF_FROM:
         return attend(q, k, v)
     with torch.autocast("cpu", enabled=False):
         return attend(q.float(), k.float(), v.float()).to(v.dtype)
-
-
-def _window_mask(longest: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    if window is None or window >= longest:
-        return None
-    steps = torch.arange(longest, device=device)
-    distance = steps[:, None] - steps[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def use_packed_attention(model: transformers.PreTrainedModel) -> None:

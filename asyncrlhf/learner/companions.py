@@ -18,7 +18,7 @@ from torch import nn
 from asyncrlhf.data.packing import pack
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
-from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts, packed_hidden
+from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, packed_hidden
 from asyncrlhf.learner.passes import AUTOCAST
 from asyncrlhf.rewards.model import padded_batches
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
@@ -159,8 +159,7 @@ class ReferencePolicy(RolloutPasses):
         self._temperature = temperature or 1.0
 
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
-        facts: TokenFacts = self._policy(inputs, self._temperature)
-        return facts.logprobs
+        return self._policy(inputs, self._temperature).logprobs
 
 
 class ServedCritic(RolloutPasses):
@@ -197,5 +196,4 @@ class ServedCritic(RolloutPasses):
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
         if self.version is None:
             raise WeightSyncError("A critic worker was asked for values before it held a version.")
-        values: torch.Tensor = self._critic(inputs)
-        return values
+        return self._critic(inputs)

@@ -36,8 +36,7 @@ class _OneTensor(nn.Module):
         self.policy = policy
 
     def forward(self, inputs: PackedInputs, temperature: float) -> torch.Tensor:
-        facts: TokenFacts = self.policy(inputs, temperature)
-        return torch.stack([fact for fact in facts if len(fact)])
+        return torch.stack([fact for fact in self.policy(inputs, temperature) if len(fact)])
 
 
 class _Unpacked:
@@ -108,7 +107,7 @@ class DeepSpeedUpdater(Updater):
         self._engine_of(module).backward(loss * self.ranks, scale_wrt_gas=False)
 
     def apply(self) -> float:
-        self._settle()
+        self.before_update()
         if self._stage == 0:
             return self._apply_whole()
         for engine in self._engines.values():

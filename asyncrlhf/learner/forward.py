@@ -53,7 +53,9 @@ class PackedInputs:
         """
         starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
         prompts = lengths - np.add.reduceat(predicted.astype(np.int64), starts)
-        owners = _first_with_prompt(token_ids, starts, prompts)
+        seen: dict[bytes, int] = {}  # the first sequence with each prompt, which owns it
+        texts = (token_ids[first:end].tobytes() for first, end in zip(starts, starts + prompts, strict=True))
+        owners = np.array([seen.setdefault(text, index) for index, text in enumerate(texts)])
         shared = np.where(owners == np.arange(len(owners)), 0, prompts)  # prompt tokens that lie with the owner
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         place = np.arange(len(token_ids)) - starts[sequence]
@@ -202,8 +204,7 @@ class PackedPolicy(nn.Module):
         """Logits [M, V] of last hidden states [M, H]; what does more than the output layer is asked of the model's own
         forward, around a trunk that only hands these states over."""
         if self._plain_head:
-            logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
-            return logits
+            return self.model.get_output_embeddings()(hidden)
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         trunk: Any = self.model.base_model
@@ -244,24 +245,12 @@ class PackedPolicy(nn.Module):
 
 def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:
     """The last hidden states [K, hidden] of ``inputs``."""
-    hidden: torch.Tensor = _call(backbone, inputs).last_hidden_state[0]
-    return hidden
+    return _call(backbone, inputs).last_hidden_state[0]
 
 
 def _call(model: Any, inputs: PackedInputs, **more: Any) -> Any:
     places, layout = inputs.layout.position_ids, inputs.layout
     return model(input_ids=inputs.token_ids, position_ids=places, packed_layout=layout, use_cache=False, **more)
-
-
-def _first_with_prompt(token_ids: IntArray, starts: IntArray, prompts: IntArray) -> IntArray:
-    """For each sequence, the first one with the same prompt: [N]."""
-    seen: dict[bytes, int] = {}
-    return np.array(
-        [
-            seen.setdefault(token_ids[start : start + length].tobytes(), index)
-            for index, (start, length) in enumerate(zip(starts, prompts, strict=True))
-        ]
-    )
 
 
 class Float32Linear(nn.Linear):

@@ -1,11 +1,13 @@
-"""Settings of the learner and of the services beside it: ``learner.*``, ``reference.*``, ``critic.*``."""
+"""Settings of the learner and of the services beside it: ``learner.*``, ``reference.*``, ``critic.*``; what a learner
+rank is built from, and what a learner step gives."""
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, fields
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.validation import check, check_choice, check_ranges
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,8 @@ class WorkersConfig:
         """Raise ConfigError, naming settings under ``key``, for a value out of range or without effect. ``model``: what
         a worker holds, in sentences."""
         check_choice(f"{key}.where", self.where, ("learner", "service"))
-        for name in ("workers", "threads", "token_budget"):
-            check_range(f"{key}.{name}", getattr(self, name), low=1)
-        for name in ("gpus", "max_restarts"):
-            check_range(f"{key}.{name}", getattr(self, name), low=0)
+        check_ranges(key, self, "workers", "threads", "token_budget", low=1)
+        check_ranges(key, self, "gpus", "max_restarts", low=0)
         check(
             self.gpus <= 1,
             f"{key}.gpus={self.gpus:g} is more than one worker can use; allowed: 0 to 1, or {key}.where=learner with "
@@ -106,21 +106,12 @@ class LearnerConfig:
             "learner.float32_head=true changes nothing under learner.mixed_precision=none, where all is float32; "
             "allowed: float32_head=false, or mixed_precision bfloat16 or float16.",
         )
-        check_range("learner.learning_rate", self.learning_rate, low=0)
-        for key in ("ranks", "sequence_parallel_size", "threads", "token_budget", "max_skipped_steps"):
-            check_range(f"learner.{key}", getattr(self, key), low=1)
-        for key in (
-            "gpus",
-            "critic_learning_rate",
-            "weight_decay",
-            "warmup_steps",
-            "virtual_step_seconds",
-            "max_grad_norm",
-        ):
-            check_range(f"learner.{key}", getattr(self, key), low=0)
-        for key in ("adam_beta1", "adam_beta2"):
-            check_range(f"learner.{key}", getattr(self, key), low=0, high=1, exclusive_high=True)
-        check_range("learner.zero_stage", self.zero_stage, low=0, high=3)
+        whole = ("ranks", "sequence_parallel_size", "threads", "token_budget", "max_skipped_steps")
+        check_ranges("learner", self, *whole, low=1)
+        optimizer = ("learning_rate", "critic_learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")
+        check_ranges("learner", self, *optimizer, "gpus", "virtual_step_seconds", low=0)
+        check_ranges("learner", self, "adam_beta1", "adam_beta2", low=0, high=1, exclusive_high=True)
+        check_ranges("learner", self, "zero_stage", low=0, high=3)
         check_choice("learner.sharding", self.sharding, ("none", "fsdp2"))
         check_choice("learner.zero_offload", self.zero_offload, OFFLOADS)
         check_choice("learner.zero_offload_params", self.zero_offload_params, OFFLOADS)
@@ -181,3 +172,35 @@ class LearnerConfig:
                 getattr(self, key) == "none" or self.zero_stage >= least,
                 f"learner.{key}=cpu needs learner.zero_stage of at least {least}, not {self.zero_stage}.",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec:
+    """What a backend is built from, beside its models and its place among the ranks.
+
+    Args:
+        steps: learner steps of the whole run, for the learning-rate schedule.
+        temperature: the generator's sampling temperature; policy log-probs are taken at the same one, so that policy
+            and behavior log-probs speak of one distribution; filters of the sampler come with the batch, as the sets
+            of tokens that they kept. 0, greedy, counts as 1.
+        max_completion_length: in tokens, the constant of ``algorithm.aggregate=const``.
+        reference_served: batches come with the reference's log-probs, so that no such model is needed.
+        critic_served: batches come with the critic's values, so that the backend makes no pass of its own for them.
+    """
+
+    learner: LearnerConfig
+    algorithm: AlgorithmConfig
+    steps: int
+    temperature: float = 1.0
+    max_completion_length: int | None = None
+    reference_served: bool = False
+    critic_served: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one learner step did. ``skipped``: the gradient was not finite and the weights did not move."""
+
+    metrics: dict[str, float]
+    skipped: bool = False
+    seconds: float = 0.0

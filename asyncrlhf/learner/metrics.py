@@ -35,13 +35,8 @@ def figures(parts: Iterable[Found]) -> dict[str, float]:
 def step_statistics(plan: StepPlan, config: AlgorithmConfig) -> Found:
     """Everything that this rank's tokens and rewards say."""
     tokens = plan.tokens
-    mask, ids, behavior, proximal = (
-        tokens.loss_mask,
-        tokens.sequence_ids,
-        tokens.behavior_logprobs,
-        tokens.proximal_logprobs,
-    )
-    advantages, policy = tokens.advantages, tokens.policy_logprobs
+    mask, ids, advantages = tokens.loss_mask, tokens.sequence_ids, tokens.advantages
+    policy, behavior, proximal = tokens.policy_logprobs, tokens.behavior_logprobs, tokens.proximal_logprobs
     assert proximal is not None
     rewards = torch.from_numpy(plan.batch.rewards).to(mask.device)  # as they came, without a penalty
     drift = proximal - behavior

@@ -31,14 +31,11 @@ class ForwardPasses:
     def facts(self, policy: Any, microbatch: Microbatch | None) -> TokenFacts:
         """Of the microbatch's response tokens; of a dummy for None."""
         with self._autocast():
-            inputs = self._dummy if microbatch is None else microbatch.inputs
-            facts: TokenFacts = policy(inputs, self._temperature)
-        return facts
+            return policy(self._dummy if microbatch is None else microbatch.inputs, self._temperature)
 
     def values(self, critic: Any, microbatch: Microbatch | None) -> torch.Tensor:
         with self._autocast():
-            values: torch.Tensor = critic(self._dummy if microbatch is None else microbatch.inputs)
-        return values
+            return critic(self._dummy if microbatch is None else microbatch.inputs)
 
     @torch.no_grad()
     def look(self, microbatches: Sequence[Microbatch], tokens: ResponseTokens) -> None:
@@ -85,9 +82,7 @@ class ForwardPasses:
             return np.zeros(0, dtype=np.float32)
         inputs = PackedInputs.build(tokens, np.array([0, len(tokens)]), np.arange(len(tokens)) > 0, self._device)
         with self._autocast():
-            facts: TokenFacts = policy(inputs, 1.0)
-        scores: FloatArray = facts.logprobs.float().cpu().numpy()
-        return scores
+            return policy(inputs, 1.0).logprobs.float().cpu().numpy()
 
     def _autocast(self) -> AbstractContextManager:
         return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,11 @@ from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.backend import BackendSpec, StepResult
 from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
-from asyncrlhf.learner.distributed import Shards, all_gather, all_sum, barrier, deal_out, gathered
+from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
+from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.passes import ForwardPasses
@@ -85,25 +85,16 @@ class TorchBackend:
                 trunk.gradient_checkpointing_enable()
         kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks)
+        self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
         if self.sequence_peers.ranks > 1:
             self.policy.sequence = SequenceParallel(self.model, self.sequence_peers)
             if self.critic is not None:
                 self.critic.sequence = self.policy.sequence
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
-        self._version = 0
+        self.policy_version = 0  # completed learner steps
         self._skipped_in_a_row = 0
         self._critic_served = spec.critic_served
-
-    @property
-    def policy_version(self) -> int:
-        """Completed learner steps."""
-        return self._version
-
-    @property
-    def shards(self) -> Shards | None:
-        """How to read the policy's tensors where no rank holds them whole; None where each does."""
-        return self.updater.shards
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """As :meth:`Updater.parameters`."""
@@ -114,10 +105,6 @@ class TorchBackend:
         the learner is not sharded."""
         return {} if self.critic is None else trained_tensors(self.critic)
 
-    def before_update(self, callback: Callable[[], object]) -> None:
-        """As :meth:`Updater.before_update`."""
-        self.updater.before_update(callback)
-
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
         share a share (``learner.sequence_parallel_size``) are given the same. It raises ``policy_version`` by one, also
@@ -126,7 +113,7 @@ class TorchBackend:
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
         """
         started = time.perf_counter()
-        plan = plan_step(batch, self.algorithm, self.config.token_budget, self.device, self._version)
+        plan = plan_step(batch, self.algorithm, self.config.token_budget, self.device, self.policy_version)
         tokens = plan.tokens
         self._look_first(plan)
         normalisers = self._normalisers(plan)
@@ -146,7 +133,7 @@ class TorchBackend:
         if self.ema is not None:
             now = gathered(self.shards) if self.shards else self.parameters().items()
             follow(self.ema, now, self.algorithm.ema_decay)
-        self._version += 1
+        self.policy_version += 1
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = self._metrics(plan, losses) | rates
         metrics |= {"grad_norm": norms[-1], "skipped_updates": float(skipped)}
@@ -162,7 +149,7 @@ class TorchBackend:
         """``model/`` in ``from_pretrained`` format and ``trainer.pt`` from rank 0, ``rank-R.pt`` from each rank."""
         state = {
             "layout": self.config.layout,
-            "version": self._version,
+            "version": self.policy_version,
             "skipped_in_a_row": self._skipped_in_a_row,
             "ema": None if self.ema is None else self.ema.model.state_dict(),
         }
@@ -176,7 +163,7 @@ class TorchBackend:
         self.updater.load(folder, state)
         if self.ema is not None:
             self.ema.model.load_state_dict(state["ema"])
-        self._version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
+        self.policy_version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
         checkpoint.restore_random_state(folder, self.rank)
         barrier(self.ranks)
 
@@ -227,7 +214,7 @@ class TorchBackend:
 
     def _set_rate(self, tokens: ResponseTokens) -> dict[str, float]:
         """The schedule's rate, and what is used of it: less when few sequences carry the step (lr=sqrt_ess)."""
-        factor = schedule_factor(self.config, self._version, self.steps)
+        factor = schedule_factor(self.config, self.policy_version, self.steps)
         scheduled = self.updater.set_rate(factor)
         if self.algorithm.lr == "none":
             return {"learning_rate": scheduled, "effective_learning_rate": scheduled}
@@ -320,18 +307,3 @@ class TorchBackend:
         if not self.config.sharded:
             nn.Module.to(frozen, self.device)
         return self.updater.frozen(PackedPolicy(frozen))
-
-
-def build_learner(
-    spec: BackendSpec,
-    load_model: Callable[[], transformers.PreTrainedModel],
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    device: str | torch.device = "cpu",
-) -> TorchBackend:
-    """One learner rank. ``load_model`` is called once, and once more for the reference when the algorithm needs one and
-    the batches do not come with its log-probs."""
-    model = load_model()
-    reference = load_model() if spec.algorithm.needs_reference and not spec.reference_served else None
-    return TorchBackend(model, spec, reference=reference, rank=rank, ranks=ranks, device=device)

@@ -112,8 +112,7 @@ class SequenceParallel:
         """[count] from each rank's values [own]."""
         group = self._peers.group
         assert group is not None
-        total: torch.Tensor = _Sum.apply(part.new_zeros(count).index_copy(0, own, part), group)
-        return total
+        return _Sum.apply(part.new_zeros(count).index_copy(0, own, part), group)
 
 
 def _some_heads(

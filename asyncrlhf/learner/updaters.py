@@ -92,7 +92,8 @@ class Updater(ABC):
         ranks: int,
     ) -> None:
         self.config, self.model, self.device, self.ranks = config, model, device, ranks
-        self._callbacks: list[Callable[[], object]] = []
+        # Called each time before the parameters change: a snapshot may still be read from them.
+        self.before_update: Callable[[], object] = lambda: None
         self._lay_out(policy, critic)
 
     @abstractmethod
@@ -133,14 +134,6 @@ class Updater(ABC):
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = group["base_lr"] * factor
         return float(self.optimizers[0].param_groups[0]["lr"])
-
-    def before_update(self, callback: Callable[[], object]) -> None:
-        """Have ``callback`` called each time before the parameters change: a snapshot may still be read from them."""
-        self._callbacks.append(callback)
-
-    def _settle(self) -> None:
-        for callback in self._callbacks:
-            callback()
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """The policy's tensors by name, for publishing (tied tensors once, under their first name).
@@ -205,7 +198,7 @@ class TorchUpdater(Updater):
         broken = sum((~torch.isfinite(norm)).float() for norm in norms)
         skip = bool(all_sum(torch.as_tensor(broken), Peers(ranks=self.ranks)))
         if not skip:
-            self._settle()
+            self.before_update()
             self._scaler.step(self.optimizer)
         self._scaler.update()
         return math.nan if skip else float(norms[0])
@@ -288,13 +281,9 @@ class FsdpUpdater(TorchUpdater):
             dcp.load(found, checkpoint_id=folder / FOLDER)
         except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
             raise CheckpointError(f"{folder / FOLDER} does not hold this run's model: {error}") from error
-        set_state_dict(
-            self._together(), self.optimizer, model_state_dict=found["weights"], optim_state_dict=found["optimizer"]
-        )
+        states = {"model_state_dict": found["weights"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(nn.ModuleList(self._modules), self.optimizer, **states)
 
     def _state(self) -> dict[str, Any]:
-        weights, optimizer = get_state_dict(self._together(), self.optimizer)
+        weights, optimizer = get_state_dict(nn.ModuleList(self._modules), self.optimizer)
         return {"weights": weights, "optimizer": optimizer}
-
-    def _together(self) -> nn.Module:
-        return nn.ModuleList(self._modules)

@@ -52,12 +52,8 @@ class UserLoss:
         """The loss a token [T], with gradient. Raises AsyncRLHFError for a wrong type or shape, no gradient, and values
         that are not finite although all inputs are."""
         mask = inputs.loss_mask
-        clean = inputs._replace(
-            policy_logprobs=masked_values(inputs.policy_logprobs, mask),
-            behavior_logprobs=masked_values(inputs.behavior_logprobs, mask),
-            proximal_logprobs=masked_values(inputs.proximal_logprobs, mask),
-            advantages=masked_values(inputs.advantages, mask),
-        )
+        names = ("policy_logprobs", "behavior_logprobs", "proximal_logprobs", "advantages")
+        clean = inputs._replace(**{name: masked_values(getattr(inputs, name), mask) for name in names})
         returned = self._function(clean)
         self._check(returned, clean)
         return returned

@@ -40,7 +40,7 @@ from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.engines.groups import replica_kinds
+from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, StallError
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
-from asyncrlhf.cluster.remote import LONG_SECONDS
+from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, Runtime
 from asyncrlhf.orchestrator.annotate import Annotator
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.state import RunState

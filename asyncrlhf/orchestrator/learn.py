@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.cluster.handles import Runtime
-from asyncrlhf.cluster.remote import LONG_SECONDS
+from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime
 from asyncrlhf.errors import AsyncRLHFError
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
 from asyncrlhf.orchestrator.meters import Meters

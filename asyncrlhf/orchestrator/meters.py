@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrlhf.cluster.clock import VirtualClockLoop
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.summary import REPLICA_PREFIX

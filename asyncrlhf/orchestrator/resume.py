@@ -8,9 +8,8 @@ from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.buffer.held import group_from_json, group_to_json
-from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
-from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError

@@ -19,8 +19,7 @@ from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
-from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
-from asyncrlhf.engines.groups import replica_kinds
+from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.cluster.handles import GeneratorHandle, Runtime
-from asyncrlhf.cluster.remote import LONG_SECONDS
+from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.engines.engine import CacheMode
-from asyncrlhf.engines.groups import replica_kinds
+from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens

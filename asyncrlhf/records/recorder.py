@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from asyncrlhf.config.logging_config import LoggingConfig
+from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.types import Payload, Rollout
 

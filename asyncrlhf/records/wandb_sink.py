@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.config.logging_config import LoggingConfig
+from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.records.recorder import plain
 
 GROUPS: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.build_engine import build_engine
+from asyncrlhf.engines.engine import build_engine
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.types import Annotation, FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range, check_ranges
 
 TRANSPORTS = ("auto", "collective", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -54,11 +54,9 @@ class WeightsConfig:
     def __post_init__(self) -> None:
         check_choice("weights.transport", self.transport, TRANSPORTS)
         check_range("weights.publish_every", self.publish_every, low=1)
-        check_range("weights.bucket_mb", self.bucket_mb, low=0, exclusive_low=True)
+        check_ranges("weights", self, "bucket_mb", "timeout_seconds", low=0, exclusive_low=True)
         check_choice("weights.dtype", self.dtype, DTYPES)
-        check_range("weights.audit_every", self.audit_every, low=0)
-        check_range("weights.audit_tolerance", self.audit_tolerance, low=0)
-        check_range("weights.timeout_seconds", self.timeout_seconds, low=0, exclusive_low=True)
+        check_ranges("weights", self, "audit_every", "audit_tolerance", low=0)
         check(
             self.checksum is not False or not self.delta,
             "weights.delta=true finds what changed by the buckets' checksums; it needs weights.checksum=true.",

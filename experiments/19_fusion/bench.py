@@ -24,9 +24,9 @@ from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET
+from asyncrlhf.cluster.handles import LONG_SECONDS
 from asyncrlhf.cluster.ray_handles import START_SECONDS, RayAnnotator, RayGenerator, addressed, ask
 from asyncrlhf.cluster.ray_runtime import MALLOC
-from asyncrlhf.cluster.remote import LONG_SECONDS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import ModelConfig

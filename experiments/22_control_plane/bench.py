@@ -28,10 +28,10 @@ import numpy as np
 from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.config.logging_config import LoggingConfig
+from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.records.recorder import RunRecorder

@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.companions import ServedCritic
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.plan import plan_step
-from asyncrlhf.learner.torch_backend import UPDATERS, TorchBackend, build_learner
+from asyncrlhf.learner.torch_backend import UPDATERS, TorchBackend
 from tests.numeric import FLOAT32, assert_close
 from tests.unit.learner.worlds import VOCABULARY, llama, random_batch, samples
 
@@ -57,7 +56,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     def build(algorithm: AlgorithmConfig | None = None, **learner: object) -> TorchBackend:
         config = LearnerConfig(**({"learning_rate": 1e-2, "token_budget": 40} | SETTINGS[request.param] | learner))
         spec = BackendSpec(learner=config, algorithm=algorithm or AlgorithmConfig(), steps=20)
-        return build_learner(spec, llama)
+        return TorchBackend(llama(), spec, reference=llama() if spec.algorithm.needs_reference else None)
 
     return build
 

@@ -13,9 +13,8 @@ from asyncrlhf.data.packing import pack
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.torch_backend import build_learner
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -43,7 +42,7 @@ def test_the_learner_takes_the_same_step(tmp_path: Path) -> None:
     weights = {}
     for device in ("cpu", "cuda"):
         spec = BackendSpec(learner=LearnerConfig(learning_rate=1e-3), algorithm=AlgorithmConfig(), steps=1)
-        learner = build_learner(spec, lambda d=device: load_model(ModelConfig(), d), device=device)
+        learner = TorchBackend(load_model(ModelConfig(), device), spec, device=device)
         learner.train_step(pack(samples))
         weights[device] = {name: tensor.cpu() for name, tensor in learner.parameters().items()}
     for name, tensor in weights["cpu"].items():

@@ -15,9 +15,8 @@ import torch
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import select
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.distributed import init_process_group
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close

@@ -18,7 +18,7 @@ from asyncrlhf.cluster.local_runtime import Workers
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.engine import StepOutput
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.run import prepare

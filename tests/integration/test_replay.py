@@ -12,7 +12,7 @@ import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.backend import StepResult
+from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.types import RolloutGroup, RolloutInfo

@@ -10,8 +10,8 @@ import pytest
 
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.handles import LocalPart, Remote
 from asyncrlhf.cluster.ray_handles import SILENT_SECONDS, RayGenerator, RayPart
-from asyncrlhf.cluster.remote import LocalPart, Remote
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError, WeightSyncError
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrlhf.cluster.parts import generator_specs
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.engines.groups import replica_kinds
+from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import ConfigError
 
 

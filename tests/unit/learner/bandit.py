@@ -11,8 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from asyncrlhf.data.packing import pack
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 from tests.unit.learner.worlds import llama

@@ -16,10 +16,9 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import select
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
 from asyncrlhf.learner.distributed import init_process_group
-from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.torch_backend import TorchBackend, build_learner
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.unit.learner.worlds import random_batch, share
 
@@ -50,7 +49,8 @@ def batches(steps: int = STEPS) -> list[TrainBatch]:
 def build(rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = None, **learner: Any) -> TorchBackend:
     config = LearnerConfig(ranks=ranks, **(COMMON | learner))
     spec = BackendSpec(learner=config, algorithm=algorithm or AlgorithmConfig(), steps=STEPS)
-    return build_learner(spec, tiny, rank=rank, ranks=ranks)
+    reference = tiny() if spec.algorithm.needs_reference else None
+    return TorchBackend(tiny(), spec, reference=reference, rank=rank, ranks=ranks)
 
 
 def curve(trained: TorchBackend, given: list[TrainBatch], rank: int = 0, ranks: int = 1) -> list[dict[str, float]]:

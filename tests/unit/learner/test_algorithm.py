@@ -11,6 +11,7 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import conf_folder
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig, LossConfig
+from tests.unit.learner.worlds import needs
 
 PRESETS = sorted((conf_folder() / "algorithm").glob("*.yaml"))
 MU = {"anchor": "mu", "correction": "none"}
@@ -118,7 +119,7 @@ def test_a_preset_opens_with_what_it_needs(path: Path) -> None:
     named = re.search(r"Needs ([a-z, ]+)\.", comment)
     assert named, comment
     listed = [] if named.group(1) == "nothing else" else named.group(1).split(", ")
-    assert sorted(algorithm.needs) == sorted(listed)
+    assert sorted(needs(algorithm)) == sorted(listed)
     assert algorithm.name == path.stem
     assert re.search(r"\d{4}\.\d{4,5}|no arXiv id|as in verl", comment), comment
 

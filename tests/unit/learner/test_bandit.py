@@ -10,8 +10,7 @@ import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import Table, policy, sampled
 

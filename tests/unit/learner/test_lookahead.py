@@ -14,7 +14,7 @@ from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
 from tests.unit.learner.test_presets import preset, spans, stale_batch, step
-from tests.unit.learner.worlds import assert_same, backend, gradients, llama, plain_logprobs, random_batch
+from tests.unit.learner.worlds import assert_same, backend, gradients, llama, needs, plain_logprobs, random_batch
 
 MOVING = LearnerConfig(learning_rate=1e-2, max_grad_norm=0.0)
 
@@ -126,7 +126,7 @@ def test_impact_clips_the_ratio_with_the_samplers_part_in_it() -> None:
     """r = clamp(mu / target, 0, 2) pi / mu (RLlib's APPO), with a target that lies under half of mu on many tokens."""
     batch, model = stale_batch(), llama()
     algorithm = dataclasses.replace(preset("impact"), advantage="group_norm", epsilon=0.4, epsilon_high=0.4)
-    assert algorithm.needs == {"mu", "ema", "group"}
+    assert needs(algorithm) == {"mu", "ema", "group"}
     trained = backend(algorithm)
     assert trained.ema is not None
     trained.ema.model.load_state_dict(llama(seed=3).state_dict())

@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.bandit import ANSWERS, PROMPT, Table, V, copied, course, enumerated
 

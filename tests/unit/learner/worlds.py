@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from asyncrlhf.data.packing import pack, select, sequence_lengths, share_out
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.backend import BackendSpec
-from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 from tests.numeric import assert_close
@@ -110,3 +109,19 @@ def plain_logprobs(model: PreTrainedModel, batch: TrainBatch, temperature: float
         where = torch.from_numpy(batch.response_mask[start + 1 : start + length])
         found.append(chosen[row, : length - 1][where])
     return found
+
+
+def needs(algorithm: AlgorithmConfig) -> frozenset[str]:
+    """Which of mu, prox, ref, critic, group, ema the algorithm needs beside the policy of the pass itself."""
+    a, corrected, own_loss = algorithm, algorithm.correction != "none", bool(algorithm.loss.target)
+    found = {
+        "mu": a.anchor in ("mu", "prox_interp") or corrected or a.gate != "none" or own_loss or a.ema_ratio_cap > 0
+        or a.advantage == "vtrace" or a.lr != "none" or (a.kl != "none" and a.kl_target == "mu"),
+        "prox": a.anchor == "prox" or own_loss or a.lr != "none" or a.kl == "reward" or a.corrects_values
+        or (a.anchor != "ema" and (a.advantage == "vtrace" or (corrected and a.anchor == "self"))),
+        "ref": a.needs_reference,
+        "critic": a.needs_critic,
+        "group": a.group_relative,
+        "ema": a.anchor == "ema",
+    }  # fmt: skip
+    return frozenset(name for name, needed in found.items() if needed)

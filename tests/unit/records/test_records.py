@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from asyncrlhf.buffer.ledger import Ledger
-from asyncrlhf.config.logging_config import LoggingConfig
+from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.records.recorder import (
     ROLLOUT_SCHEMA,

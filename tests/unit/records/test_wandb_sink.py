@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrlhf.config.logging_config import LoggingConfig
+from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.records.wandb_sink import WandbSink, grouped_name
 
 

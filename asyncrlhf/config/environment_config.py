@@ -1,13 +1,16 @@
-"""Settings of the cluster: ``cluster.*`` (which parts share devices) and ``ray.*`` (which Ray)."""
+"""Settings of what is around a run: ``cluster.*`` (which parts share devices), ``ray.*`` (which Ray), and ``logging.*``
+(what is recorded and shown)."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range
 
 PLACEMENTS = ("auto", "flatten", "interleave", "separate")
+WANDB_MODES = ("offline", "online", "disabled")
+PROGRESS_MODES = ("auto", "rich", "plain", "none")
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,22 @@ class RayConfig:
     def cluster(self) -> str:
         """The address to join; empty where Ray is started for the run."""
         return self.address or os.environ.get("RAY_ADDRESS", "")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """``progress=auto``: live on a terminal, plain lines elsewhere; ``flush_every``: rows of one Parquet file."""
+
+    wandb: str = "offline"
+    wandb_project: str = "asyncrlhf"
+    wandb_group: str = ""
+    progress: str = "auto"
+    rollouts: bool = True  # write rollouts/*.parquet
+    flush_every: int = 2048
+    report: bool = True  # a finished `asyncrlhf train` writes report/index.html
+
+    def __post_init__(self) -> None:
+        check_choice("logging.wandb", self.wandb, WANDB_MODES)
+        check(self.wandb_project, "logging.wandb_project is empty; give the name of a W&B project.")
+        check_choice("logging.progress", self.progress, PROGRESS_MODES)
+        check_range("logging.flush_every", self.flush_every, low=1)
