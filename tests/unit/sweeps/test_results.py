@@ -1,0 +1,106 @@
+"""What a sweep's figures and sentences say, from made-up runs whose answers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrlhf.report.sweep import style, sweep_figures, sweep_tables
+from asyncrlhf.sweeps.results import Estimate, read_results, sentences
+
+
+def make_job(
+    folder: Path, name: str, choices: dict[str, str], seed: int, *, quality: float, staleness: float,
+    seconds: float = 10.0, mode: str = "fixed_lag", timing: str = "shared", state: str = "done",
+) -> dict[str, Any]:  # fmt: skip
+    run = folder / "jobs" / name
+    run.mkdir(parents=True)
+    lines = [{"step": s, "staleness_mean": staleness, "wall_time": seconds * s / 4} for s in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"exit_reason": "done", "heldout_accuracy": {"after": quality}, "reward": {"last": quality}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    config = {"async": {"mode": mode, "max_staleness": 4}}
+    return {
+        "name": name, "hash": name, "part": "", "timing": timing, "choices": choices, "seed": seed, "state": state,
+        "folder": f"jobs/{name}", "config": config,
+    }  # fmt: skip
+
+
+def write(folder: Path, jobs: list[dict[str, Any]]) -> None:
+    document = {"format": 1, "name": "made", "overrides": [], "git": None, "data": {}, "jobs": jobs}
+    (folder / "sweep.json").write_text(json.dumps(document))
+
+
+def quality_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Seeds differ by more than lags do, so that only pairs tell: base 0.4 and 0.6, lag 4 of grpo 0.1 below each."""
+    jobs = []
+    for seed, base in ((0, 0.4), (1, 0.6)):
+        for name, loss in (("grpo", 0.1), ("decoupled_grpo", 0.02 * seed)):
+            for lag in (0, 4):
+                choices = {"async.lag": str(lag), "algorithm": name}
+                quality = base - (loss if lag else 0.0)
+                jobs.append(
+                    make_job(folder, f"{name}-{lag}-{seed}", choices, seed, quality=quality, staleness=0.9 * lag)
+                )
+    return jobs
+
+
+def test_what_is_kept_is_told_by_pairs_of_one_seed(tmp_path: Path) -> None:
+    write(tmp_path, quality_jobs(tmp_path))
+    results = read_results(tmp_path)
+    kept = {(cell.method, cell.setting): cell.kept for cell in results.cells}
+    assert kept["grpo", "lag 0"] is None
+    grpo, other = kept["grpo", "lag 4"], kept["decoupled_grpo", "lag 4"]
+    assert grpo is not None and other is not None
+    assert grpo.mean == pytest.approx(0.8) and grpo.error == pytest.approx(0.0, abs=1e-12) and grpo.count == 2
+    assert other.mean == pytest.approx(0.98) and other.error == pytest.approx(0.02)
+    (sentence, silence) = sentences(results)
+    assert sentence.startswith(
+        "lag 4 (staleness 3.6): decoupled_grpo keeps 98 ± 2%, grpo keeps 80 ± 0% of the held-out"
+    )
+    assert silence.startswith("Nothing is said of speed")
+
+
+def test_speed_is_that_of_jobs_that_had_the_machine_alone(tmp_path: Path) -> None:
+    jobs = quality_jobs(tmp_path)  # these ran side by side, and some were quick
+    for seed, (slow, quick) in enumerate([(30.0, 20.0), (60.0, 30.0)]):
+        options: dict[str, Any] = {"timing": "exclusive", "quality": 0.5}
+        sync, free = {"async": "sync"}, {"async": "async"}
+        jobs.append(make_job(tmp_path, f"s{seed}", sync, seed, seconds=slow, staleness=0, mode="sync", **options))
+        jobs.append(make_job(tmp_path, f"a{seed}", free, seed, seconds=quick, staleness=3, mode="async", **options))
+    write(tmp_path, jobs)
+    results = read_results(tmp_path)
+    speeds = {cell.setting: cell.speedup for cell in results.cells if cell.speedup is not None}
+    assert set(speeds) == {"async, max_staleness 4"}
+    assert speeds["async, max_staleness 4"].mean == pytest.approx((1.5 + 2.0) / 2)
+    assert "trains the same steps at 1.75 ± 0.25 times the speed of sync (2 alternated pairs" in sentences(results)[-1]
+    by_lag, by_time = sweep_figures(results)
+    assert {trace.name for trace in by_lag.data if trace.name} == {"grpo", "decoupled_grpo"}
+    assert [list(trace.x) for trace in by_time.data if trace.name == "Pareto front"] == [[25.0]]
+    (table,) = sweep_tables(results)
+    assert {row[6] for row in table.rows if row[0] == "grpo"} == {"not alone"}
+
+
+def test_jobs_without_a_result_are_named_and_left_out(tmp_path: Path) -> None:
+    jobs = quality_jobs(tmp_path)
+    jobs[0]["state"] = "failed"
+    (tmp_path / jobs[1]["folder"] / "metrics.jsonl").write_text("")
+    write(tmp_path, jobs)
+    results = read_results(tmp_path)
+    assert set(results.left_out) == {"grpo-0-0", "grpo-4-0"} and len(results.cells) == 4
+    assert "Without 2 of the jobs: grpo-0-0 (failed), grpo-4-0 (unreadable" in sentences(results)[-1]
+
+
+def test_one_seed_has_no_error_and_says_none(tmp_path: Path) -> None:
+    assert Estimate.of([0.5]).text() == "0.500" and math.isnan(Estimate.of([0.5]).error)
+    write(tmp_path, [job for job in quality_jobs(tmp_path) if job["seed"] == 0])
+    assert "grpo keeps 75% of" in sentences(read_results(tmp_path))[0]
+
+
+def test_no_two_methods_look_alike() -> None:
+    looks = [style(index) for index in range(35)]
+    assert len(set(looks)) == 35 and len({color for color, _, _ in looks[:7]}) == 7
