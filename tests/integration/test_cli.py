@@ -236,7 +236,7 @@ def test_report_draws_a_finished_run(finished: Path, here: Path, capsys: pytest.
 def test_a_report_that_fails_is_said_and_fails_nothing(
     trouble: Exception, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(runs: Any) -> None:
+    def fail(*_: Any) -> None:
         raise trouble
 
     monkeypatch.setattr(html, "build_report", fail)
