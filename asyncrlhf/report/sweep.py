@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
 from asyncrlhf.report.curves import COLORS
 from asyncrlhf.report.table import MISSING, Table
-from asyncrlhf.sweeps.results import Cell, Estimate, Results
+from asyncrlhf.sweeps.results import Cell, Estimate, Point, Results
 
 # A method has a colour, a mark and a dash of its own; with more methods than colours the marks tell them apart.
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross", "triangle-down")
@@ -24,35 +24,28 @@ def style(index: int) -> tuple[str, str, str]:
 
 def sweep_figures(results: Results) -> list[go.Figure]:
     """Quality against the staleness that came about, and against wall-clock where jobs had the machine alone."""
-    quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
-    figures = [_quality_by_lag(results, quality)]
+    shared = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
+    by_lag = _quality(results, shared, lambda point: point.staleness)
+    _lay_out(by_lag, "Quality against staleness", "staleness of the trained data, policy versions", results.what)
     timed = [cell for cell in results.cells if cell.exclusive]
-    if timed:
-        figures.append(_quality_by_time(results, timed))
-    return figures
-
-
-def _quality_by_lag(results: Results, cells: Sequence[Cell]) -> go.Figure:
-    figure = go.Figure()
-    for index, method in enumerate(results.methods):
-        line = sorted((c for c in cells if c.method == method), key=lambda c: c.staleness.mean)
-        if line:
-            _add(figure, index, method, [c.staleness for c in line], [c.quality for c in line], line)
-    _lay_out(figure, "Quality against staleness", "staleness of the trained data, policy versions", results.what)
-    return figure
-
-
-def _quality_by_time(results: Results, cells: Sequence[Cell]) -> go.Figure:
-    figure = go.Figure()
-    for index, method in enumerate(results.methods):
-        line = sorted((c for c in cells if c.method == method), key=lambda c: c.seconds.mean)
-        if line:
-            _add(figure, index, method, [c.seconds for c in line], [c.quality for c in line], line)
-    front = _front(cells)
+    if not timed:
+        return [by_lag]
+    by_time = _quality(results, timed, lambda point: point.train_seconds)
+    front = _front(timed)
     x, y = [cell.seconds.mean for cell in front], [cell.quality.mean for cell in front]
-    line_style = {"color": "#888", "width": 1.3, "dash": "dot", "shape": "hv"}
-    figure.add_scatter(x=x, y=y, mode="lines", line=line_style, name="Pareto front", hoverinfo="skip")
-    _lay_out(figure, "Quality against wall-clock", "seconds of training, each job alone on the machine", results.what)
+    dotted = {"color": "#888", "width": 1.3, "dash": "dot", "shape": "hv"}
+    by_time.add_scatter(x=x, y=y, mode="lines", line=dotted, name="Pareto front", hoverinfo="skip")
+    _lay_out(by_time, "Quality against wall-clock", "seconds of training, each job alone on the machine", results.what)
+    return [by_lag, by_time]
+
+
+def _quality(results: Results, cells: Sequence[Cell], across: Callable[[Point], float]) -> go.Figure:
+    """A line a method: means with bars of one standard error, and each seed faint behind them."""
+    figure = go.Figure()
+    for index, method in enumerate(results.methods):
+        own = [cell for cell in cells if cell.method == method]
+        if own:
+            _add(figure, style(index), method, own, across)
     return figure
 
 
@@ -66,14 +59,14 @@ def _front(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _add(
-    figure: go.Figure, index: int, name: str, x: Sequence[Estimate], y: Sequence[Estimate], cells: Sequence[Cell]
+    figure: go.Figure, look: tuple[str, str, str], name: str, cells: Sequence[Cell], across: Callable[[Point], float]
 ) -> None:
-    """Means with bars of one standard error, and each seed faint behind them."""
-    color, mark, dash = style(index)
-    seeds = [point for cell in cells for point in cell.points]
-    by_time = x[0].mean == cells[0].seconds.mean and x[0].mean != cells[0].staleness.mean
+    color, mark, dash = look
+    places = {id(cell): Estimate.of([across(point) for point in cell.points]).mean for cell in cells}
+    line = sorted(cells, key=lambda cell: places[id(cell)])
+    seeds = [point for cell in line for point in cell.points]
     figure.add_scatter(
-        x=[point.train_seconds if by_time else point.staleness for point in seeds],
+        x=[across(point) for point in seeds],
         y=[point.quality for point in seeds],
         text=[point.name for point in seeds],
         mode="markers",
@@ -83,10 +76,10 @@ def _add(
         showlegend=False,
     )
     figure.add_scatter(
-        x=[estimate.mean for estimate in x],
-        y=[estimate.mean for estimate in y],
-        error_y=_bars(y),
-        text=[cell.setting for cell in cells],
+        x=[places[id(cell)] for cell in line],
+        y=[cell.quality.mean for cell in line],
+        error_y=_bars([cell.quality for cell in line]),
+        text=[cell.setting for cell in line],
         mode="lines+markers",
         line={"color": color, "width": 2.2, "dash": dash},
         marker={"color": color, "symbol": mark, "size": 9},
