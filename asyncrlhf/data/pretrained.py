@@ -55,7 +55,7 @@ def resolve(path: str) -> str:
 
 def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with a pad token (its eos where it has none)."""
-    # AutoTokenizer imports every model's code, three seconds that each process pays; the packaged one needs none of it.
+    # AutoTokenizer imports what models are built of, three seconds that each process pays; this one needs none of it.
     kind = transformers.PreTrainedTokenizerFast if config.path == "tiny" else transformers.AutoTokenizer
     tokenizer = _load(kind, config)
     if tokenizer.eos_token_id is None:

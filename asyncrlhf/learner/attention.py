@@ -86,7 +86,7 @@ class PackedLayout:
         scaling: float | None = None,
         sliding_window: int | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """As :func:`packed_attention`; whoever has a part of the packed tokens alone puts another way in this place."""
+        """As :func:`packed_attention`; a layout of some packed tokens only overrides this."""
         rows = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
         if self.slots is not None:
             grid = (self.tokens, self.slots, self.copied_slots, self.copied_tokens)

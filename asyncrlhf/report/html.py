@@ -74,15 +74,18 @@ def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     ConfigError when nothing can.
     """
     unread: dict[str, str] = {}
-    runs = load_runs(run_dirs, unread)
+    sweeps = {Path(path): read_results(Path(path)) for path in run_dirs if is_sweep(path)}
+    # Of a sweep its finished jobs: its folder holds attempts that failed, too.
+    runs = load_runs(
+        [run for path in map(Path, run_dirs) for run in (sweeps[path].runs if path in sweeps else [path])], unread
+    )
     single = run_dirs[0] if len(run_dirs) == 1 and is_sweep(run_dirs[0]) else runs[0].path if len(runs) == 1 else None
     folder = Path(out) if out is not None else Path("report") if single is None else Path(single) / "report"
     groups = group_runs(runs)
-    sweeps = [read_results(Path(path)) for path in run_dirs if is_sweep(path)]
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "index.html"
     temporary = page.with_suffix(".tmp")
-    temporary.write_text(render(runs, groups, sweeps, unread), encoding="utf-8")
+    temporary.write_text(render(runs, groups, list(sweeps.values()), unread), encoding="utf-8")
     os.replace(temporary, page)
     return page
 

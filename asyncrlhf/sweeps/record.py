@@ -19,13 +19,15 @@ from asyncrlhf.sweeps.plan import Job, SweepPlan, data_fingerprint
 
 SWEEP_FILE, LOCK_FILE, JOBS_FOLDER = "sweep.json", ".lock", "jobs"
 FORMAT = 1
-STATES = ("pending", "running", "done", "failed", "interrupted")
 
 
 @dataclass
 class JobRecord:
-    """One job's line in ``sweep.json``. ``folder`` is that of the last attempt, below the sweep's; ``seconds`` are the
-    wall-clock seconds of the last attempt, start-up included; ``note`` says why it failed."""
+    """One job's line in ``sweep.json``.
+
+    ``state``: pending, running, done, failed or interrupted. ``folder`` is that of the last attempt, below the sweep's;
+    ``seconds`` are the last attempt's, start-up included; ``note`` says why it did not end well.
+    """
 
     name: str
     hash: str

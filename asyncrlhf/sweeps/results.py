@@ -34,7 +34,6 @@ class Point:
 
     name: str
     path: Path
-    part: str
     exclusive: bool
     method: str
     setting: str
@@ -92,12 +91,15 @@ class Cell:
 class Results:
     """``left_out``: jobs without a result, with their state. ``what``: the name of the quality."""
 
-    folder: Path
     name: str
     cells: tuple[Cell, ...]
     left_out: dict[str, str]
     what: str
-    overrides: tuple[str, ...]
+
+    @property
+    def runs(self) -> list[Path]:
+        """The run directories behind the figures: of each finished job its last attempt."""
+        return [point.path for cell in self.cells for point in cell.points]
 
     @property
     def methods(self) -> list[str]:
@@ -118,7 +120,7 @@ def read_results(folder: Path) -> Results:
             left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
     what = "held-out accuracy" if heldout else "reward of the last tenth of the steps"
     cells = _with_speed(_with_kept(_cells(points)))
-    return Results(folder, document["name"], tuple(cells), left_out, what, tuple(document["overrides"]))
+    return Results(document["name"], tuple(cells), left_out, what)
 
 
 def _heldout(run_dir: Path) -> float | None:
@@ -139,7 +141,6 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool) -> Point:
     return Point(
         row["name"],
         path,
-        row["part"],
         row["timing"] == "exclusive",
         _words({key: value for key, value in choices.items() if key not in STALENESS_KEYS}) or ONLY_METHOD,
         setting,
@@ -204,7 +205,11 @@ def _with_speed(cells: Sequence[Cell]) -> list[Cell]:
 def sentences(results: Results) -> list[str]:
     """What the sweep found, for the terminal and the head of its report."""
     quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
-    said = [sentence for setting in dict.fromkeys(c.setting for c in quality) if (sentence := _kept(results, setting))]
+    said = [
+        sentence
+        for setting in dict.fromkeys(c.setting for c in quality)
+        if (sentence := _kept(quality, results.what, setting))
+    ]
     timed = [cell for cell in results.cells if cell.speedup is not None]
     for cell in timed:
         assert cell.speedup is not None
@@ -221,9 +226,9 @@ def sentences(results: Results) -> list[str]:
     return said
 
 
-def _kept(results: Results, setting: str) -> str:
+def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
     """One setting's sentence: what each method keeps of its own quality without staleness, the best first."""
-    cells = [c for c in results.cells if c.setting == setting and c.kept is not None]
+    cells = [c for c in quality if c.setting == setting and c.kept is not None]
     if not cells:
         return ""
     cells.sort(key=lambda cell: -cell.kept.mean)  # type: ignore[union-attr]
@@ -231,6 +236,6 @@ def _kept(results: Results, setting: str) -> str:
     parts = [f"{cell.method} keeps {cell.kept.text(100, 0, '%')}" for cell in cells if cell.kept is not None]
     seeds = min(cell.kept.count for cell in cells if cell.kept is not None)
     return (
-        f"{setting} (staleness {stale:.1f}): {', '.join(parts)} of the {results.what} without staleness "
+        f"{setting} (staleness {stale:.1f}): {', '.join(parts)} of the {what} without staleness "
         f"({seeds} seed{'s' * (seeds != 1)})."
     )

@@ -76,7 +76,7 @@ class Sweeper:
             log = self._record.folder / record.folder / LOG_FILE
             shared = job.config.runtime == "ray" and not (job.exclusive or job.config.ray.cluster)
             address = self._ray_address() if shared else ""
-            threads = 0 if job.exclusive else 1
+            threads = int(self._cores) if job.exclusive else 1
             order = Order((*job.overrides, *QUIET, *extra), self._config_dir, str(log), address, threads)
             self._idle_worker().give(order, job)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ _ORDER = {"running": 0, "failed": 1, "interrupted": 2, "pending": 3, "done": 4}
 
 
 class SweepTable:
-    """``live`` draws a table on a terminal; otherwise a line is printed as each job ends."""
+    """A table on a terminal; elsewhere a line as each job ends."""
 
-    def __init__(self, total: int, done: int, console: Console | None = None, clock: Callable[[], float] = time.time):
+    def __init__(self, total: int, done: int, console: Console | None = None):
         self._console = console if console is not None else Console()
-        self._total, self._done_before, self._clock = total, done, clock
-        self._began = clock()
+        self._total, self._done_before, self._began = total, done, time.monotonic()
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=2)
@@ -71,7 +69,7 @@ class SweepTable:
 
     def _eta(self, ended: int) -> str:
         new = ended - self._done_before
-        return "?" if new <= 0 else duration((self._clock() - self._began) / new * (self._total - ended))
+        return "?" if new <= 0 else duration((time.monotonic() - self._began) / new * (self._total - ended))
 
 
 def _counts(jobs: list[JobRecord], shown: list[JobRecord]) -> list[str]:

@@ -24,7 +24,7 @@ END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
 @dataclass(frozen=True)
 class Order:
     """One job for a worker. ``ray``: the address of the sweep's Ray, for a job that runs on one. ``threads``: of torch
-    in the worker itself; 0 leaves torch's own number."""
+    in the worker itself, whatever an earlier job had."""
 
     overrides: tuple[str, ...]
     config_dir: str | None
@@ -157,8 +157,7 @@ def _train(order: Order) -> tuple[str, str]:
     from asyncrlhf.orchestrator.run import train
     from asyncrlhf.records.summary import plain_words
 
-    if order.threads:
-        torch.set_num_threads(order.threads)
+    torch.set_num_threads(order.threads)
     if order.ray and not ray.is_initialized():
         ray.init(address=order.ray, log_to_driver=False, logging_level=logging.ERROR)
     elif not order.ray:

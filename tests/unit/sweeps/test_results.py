@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrlhf.report.html import build_report
 from asyncrlhf.report.sweep import style, sweep_figures, sweep_tables
 from asyncrlhf.sweeps.results import Estimate, read_results, sentences
 
@@ -93,6 +94,14 @@ def test_jobs_without_a_result_are_named_and_left_out(tmp_path: Path) -> None:
     results = read_results(tmp_path)
     assert set(results.left_out) == {"grpo-0-0", "grpo-4-0"} and len(results.cells) == 4
     assert "Without 2 of the jobs: grpo-0-0 (failed), grpo-4-0 (unreadable" in sentences(results)[-1]
+
+
+def test_a_report_draws_finished_jobs_and_no_attempt_that_failed(tmp_path: Path) -> None:
+    jobs = quality_jobs(tmp_path)
+    make_job(tmp_path, "grpo-0-0.attempt-2", {}, 0, quality=0.0, staleness=9.0)
+    write(tmp_path, jobs)
+    page = build_report([tmp_path]).read_text()
+    assert "8 runs, drawn" in page and "attempt-2" not in page
 
 
 def test_one_seed_has_no_error_and_says_none(tmp_path: Path) -> None:
