@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -279,11 +280,12 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
     tokenizer = load_tokenizer(spec.model)
     device = "cuda" if spec.generator.gpus > 0 else "cpu"
 
+    @lru_cache(maxsize=4096)
+    def encoded(text: str) -> IntArray:
+        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+
     def answer_ids(request: GenerationRequest) -> IntArray | None:
-        answer = request.prompt.answer
-        if answer is None:
-            return None
-        return np.array(tokenizer.encode(answer, add_special_tokens=False), dtype=np.int64)
+        return None if request.prompt.answer is None else encoded(request.prompt.answer)
 
     engine = build_engine(
         spec.generator,

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from asyncrlhf.cluster.handles import AnnotatorHandle, WorkerLostError
@@ -113,9 +114,20 @@ class Annotator:
         if batch and not full and wait_ms > 0 and any(r.in_flight for r in self._state.replicas):
             await asyncio.sleep(wait_ms / 1000)
             batch, _ = self._batch(worker)
-        taken = {w.rollout_id for w in batch}
-        self._ready = deque(w for w in self._ready if self._wants(w) and w.rollout_id not in taken)
+        self._remove({w.rollout_id for w in batch})
         return batch
+
+    def _remove(self, taken: set[int]) -> None:
+        """These leave the queue, and what nobody wants any more as far as it lies before them or at the front. What
+        lies behind is not looked at: a call costs the same however long the queue is."""
+        kept: list[RolloutInfo] = []
+        while self._ready and (taken or not self._wants(self._ready[0])):
+            info = self._ready.popleft()
+            if info.rollout_id in taken:
+                taken.remove(info.rollout_id)
+            elif self._wants(info):
+                kept.append(info)
+        self._ready.extendleft(reversed(kept))
 
     def _batch(self, worker: AnnotatorHandle) -> tuple[list[RolloutInfo], bool]:
         """The oldest that this worker may be asked for now, as many as one call may hold and at least one; and whether
@@ -232,11 +244,9 @@ class Rewards(Annotator):
             return []
         return held
 
-    def _cost(self, worker: AnnotatorHandle, info: RolloutInfo) -> int:
-        return 1
-
-    def _room(self, worker: AnnotatorHandle, wanted: Sequence[RolloutInfo], costs: Sequence[int]) -> int:
-        return self._budget
+    def _batch(self, worker: AnnotatorHandle) -> tuple[list[RolloutInfo], bool]:
+        batch = list(islice(self._wanted(worker), self._budget))
+        return batch, len(batch) == self._budget
 
     def _accept(self, info: RolloutInfo, annotation: Annotation) -> None:
         """Raises RewardError for a rollout without a score where ``reward.on_failure`` is ``stop``."""

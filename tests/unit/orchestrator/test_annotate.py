@@ -410,6 +410,36 @@ def test_a_reward_waits_for_what_fusion_says_but_not_for_what_failed_or_was_drop
     assert run_virtual(main()) == expected[granularity]
 
 
+def test_a_call_costs_the_same_however_many_rollouts_wait() -> None:
+    def looks(waiting: int) -> float:
+        """At the assembly, of one rollout, until a queue of this length is empty; every third is wanted no more."""
+        asked: list[int] = []
+
+        class Paper:
+            def awaits(self, info: RolloutInfo) -> bool:
+                asked.append(info.rollout_id)
+                return info.rollout_id % 3 != 0
+
+            def annotated(self, *annotation: Any) -> None:
+                pass
+
+        async def main() -> None:
+            world, worker = World(*LOCAL), PaperWorker("reward", seconds=0.01)
+            rewards = Rewards(world.state, Paper(), [worker])  # type: ignore[arg-type, list-item]
+            rewards.arrived([world.info(i) for i in range(waiting)])
+            asked.clear()
+            serving = asyncio.create_task(rewards.serve(worker))  # type: ignore[arg-type]
+            await asyncio.sleep(waiting)
+            assert [i for call in worker.calls for i in call] == [i for i in range(waiting) if i % 3]
+            assert max(map(len, worker.calls)) == world.state.config.fusion.max_batch
+            serving.cancel()
+
+        run_virtual(main())
+        return len(asked) / waiting
+
+    assert looks(4096) < 1.2 * looks(256)
+
+
 async def _young_before_old(world: World) -> None:
     await world.publish(0)
     world.finish(4, 0, 5, 1)
