@@ -26,8 +26,9 @@ import yaml
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import CheckpointConfig
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model, load_tokenizer
+from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints

@@ -1,31 +1,32 @@
-"""Reward, reference and critic workers, which say something of finished rollouts, and the Ray actor around one."""
+"""What says something of finished rollouts: the protocol of its workers, the Ray actor around one, the reward worker.
+
+The workers that hold a model are in :mod:`asyncrlhf.actors.model_annotators`, so that rewards by rule need no torch.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-
-from asyncrlhf.actors.messages import Address, ArrayBundle, annotated, resolved
+from asyncrlhf.actors.messages import Address, ArrayBundle, resolved
 from asyncrlhf.actors.part import PartActor
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import load_model, load_policy, load_tokenizer
-from asyncrlhf.learner.companions import ServedCritic
-from asyncrlhf.learner.forward import use_float32_head
-from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
 from asyncrlhf.readahead.owners import Chunk, Prefilled
-from asyncrlhf.readahead.readers import ReadingModel, ReadingReference, read_ahead
 from asyncrlhf.rewards.build_scorer import build_scorer
 from asyncrlhf.rewards.reward import Scorer
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.build_task import build_task
-from asyncrlhf.transport.build_transport import build_receiver
 from asyncrlhf.transport.protocol import Ticket
-from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import Annotation, Rollout
+
+if TYPE_CHECKING:
+    from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
+    from asyncrlhf.readahead.readers import ReadingModel
 
 ANSWER_SECONDS = 450.0  # what the default of stall_timeout_seconds gives
 
@@ -76,6 +77,10 @@ class RewardSpec:
         tokenizer = load_tokenizer(self.model)
         task = partial(build_task, self.task, tokenizer)
         scorer = build_scorer(self.settings, tokenizer, task, self.max_completion_length)
+        if not self.cache_tokens:
+            return RewardWorker(scorer)
+        from asyncrlhf.readahead.readers import read_ahead
+
         return RewardWorker(scorer, read_ahead(scorer, self.cache_tokens, self.settings.max_batch_tokens))
 
 
@@ -100,107 +105,15 @@ class RewardWorker:
         return Prefilled(bool(answers), sorted({i for answer in answers for i in answer.evicted}))
 
 
-@dataclass(frozen=True)
-class ReferenceSpec:
-    """``precision``: ``learner.mixed_precision``, which
-    goes with ``float32_head``, the learner's."""
-
-    settings: ReferenceConfig
-    model: ModelConfig
-    temperature: float
-    precision: str
-    float32_head: bool = False
-    cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
-    answer_seconds: float = ANSWER_SECONDS
-
-    kind: ClassVar[str] = "reference"
-
-    def build(self, name: str) -> ReferenceWorker:
-        return ReferenceWorker(self)
-
-    @property
-    def fingerprint(self) -> dict[str, str | float]:
-        """What decides over the log-probs: others than a checkpoint's are computed anew when a run goes on."""
-        dtype = self.precision + ", float32 head" * self.float32_head
-        dtype = dtype if self.settings.dtype == "auto" else self.settings.dtype
-        return {"model": self.model.path, "temperature": self.temperature, "dtype": dtype}
-
-
-class ReferenceWorker(ReadingReference):
-    """The frozen start model, never a resumed policy, and without the adapter of a LoRA run, which begins as the model
-    itself."""
-
-    def __init__(self, spec: ReferenceSpec) -> None:
-        own = spec.settings
-        device = "cuda" if own.gpus > 0 else "cpu"
-        dtype = torch.float32 if own.dtype == "auto" else getattr(torch, own.dtype)
-        model = load_model(spec.model, device, dtype=dtype)
-        if spec.float32_head and own.dtype == "auto":
-            use_float32_head(model)
-        super().__init__(
-            model,
-            temperature=spec.temperature,
-            precision=spec.precision if own.dtype == "auto" else "none",
-            token_budget=own.token_budget,
-            cache_tokens=spec.cache_tokens,
-        )
-
-    def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], ArrayBundle]:
-        """The reference log-probs [L] of each rollout, or the reason why it has none."""
-        return annotated("ref_logprobs", rollouts, self.answer(rollouts))
-
-
-@dataclass(frozen=True)
-class CriticSpec:
-    """``precision``: ``learner.mixed_precision``."""
-
-    settings: CriticConfig
-    model: ModelConfig
-    precision: str
-    runtime: str
-    weights: WeightsConfig
-    answer_seconds: float = ANSWER_SECONDS
-
-    kind: ClassVar[str] = "critic"
-
-    def build(self, name: str) -> CriticWorker:
-        return CriticWorker(self, name)
-
-
-class CriticWorker:
-    """A copy of the learner's critic. Each call brings the ticket of the version that is to answer it, so that versions
-    change between two calls and a worker that was started again lacks nothing."""
-
-    def __init__(self, spec: CriticSpec, name: str) -> None:
-        own = spec.settings
-        device = "cuda" if own.gpus > 0 else "cpu"
-        self._critic = ServedCritic(
-            load_policy(spec.model, device, dtype=torch.float32),
-            precision=spec.precision,
-            token_budget=own.token_budget,
-        )
-        self._receiver = build_receiver(spec.weights.beside_the_policy(spec.runtime), spec.runtime, device)
-        self._receiver.connect("", 1, 2, 0, name)
-
-    def annotate(
-        self, rollouts: Sequence[Rollout], ticket: Ticket | None = None
-    ) -> tuple[list[Annotation], ArrayBundle]:
-        """The values [L] of each rollout by the critic behind ``ticket``, or the reason why it has none.
-
-        Raises WeightSyncError when the version cannot be had: the learner that holds it is gone.
-        """
-        assert ticket is not None, "a critic is asked by version"
-        if self._critic.version != ticket.version:
-            self._critic.load(ticket.version, self._receiver.receive(ticket))
-        return annotated("values", rollouts, self._critic.answer(rollouts), ticket.version)
-
-    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Nothing is read ahead: the critic that will answer is not known before a rollout ends."""
-        return Prefilled(False)
-
-
 def build_annotator(spec: AnnotatorSpec, name: str) -> AnnotatorWorker:
     return spec.build(name)
+
+
+def limit_threads(threads: int) -> None:
+    """Of torch's kernels, be torch imported already or later, by a user's reward function."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
 
 
 class AnnotatorActor(PartActor):
@@ -208,7 +121,7 @@ class AnnotatorActor(PartActor):
 
     def __init__(self, spec: AnnotatorSpec, name: str) -> None:
         if spec.settings.threads:
-            torch.set_num_threads(spec.settings.threads)
+            limit_threads(spec.settings.threads)
         self._worker: AnnotatorWorker = spec.build(name)
 
     def annotate(

@@ -18,9 +18,10 @@ import torch
 from asyncrlhf.actors.messages import Address, Offer, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.where import keep_to, name_interface
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
-from asyncrlhf.data.pretrained import load_policy, load_tokenizer
+from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.torch_backend import TorchBackend

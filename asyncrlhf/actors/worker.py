@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.actors.messages import Collected, RolloutBundle
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model, load_tokenizer
+from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput, build_engine
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError

@@ -68,7 +68,7 @@ def head_size(config: RunConfig) -> int | None:
     """Of the model's attention; None where that cannot be read, which the run itself will say better."""
     from transformers import AutoConfig
 
-    from asyncrlhf.data.pretrained import resolve
+    from asyncrlhf.data.checkpoint_folder import resolve
 
     try:
         model = AutoConfig.from_pretrained(resolve(config.model.path))

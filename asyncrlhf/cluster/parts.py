@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrlhf.actors.annotator import CriticSpec, ReferenceSpec, RewardSpec
+from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from asyncrlhf.actors.annotator import AnnotatorSpec, CriticSpec, ReferenceSpec, RewardSpec
+from asyncrlhf.actors.annotator import AnnotatorSpec, RewardSpec
 from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.errors import ConfigError
 

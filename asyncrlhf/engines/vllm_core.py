@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
 from asyncrlhf.rewards.judge import starting_vllm

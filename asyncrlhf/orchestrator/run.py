@@ -18,7 +18,8 @@ from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
-from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer
+from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer
+from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss

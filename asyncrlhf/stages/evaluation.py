@@ -12,8 +12,9 @@ import transformers
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import ANSWERS
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import check_model, load_model, load_tokenizer
+from asyncrlhf.data.pretrained import check_model, load_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.rewards.model import same_tokens

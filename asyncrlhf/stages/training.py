@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import TrainerConfig
 from asyncrlhf.data.adapter import peft_settings
-from asyncrlhf.data.pretrained import check_model, context_length, load_tokenizer, resolve
+from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer, resolve
+from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.checkpoint import FOLDER, find_checkpoint
 from asyncrlhf.records.recorder import RecordMarker, refuse_used_folder, writing_to

@@ -17,7 +17,7 @@ from asyncrlhf.bench.measure import show, spread, write
 from asyncrlhf.bench.overlap import QUIET, WARM_UP
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.data.pretrained import resolve
+from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.recorder import read_metrics

@@ -29,8 +29,8 @@ from asyncrlhf.cluster.ray_handles import START_SECONDS, RayAnnotator, RayGenera
 from asyncrlhf.cluster.ray_runtime import MALLOC
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.annotate import Collector, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly

@@ -260,10 +260,12 @@ def start(commands: list[Command], folder: Path, *overrides: str) -> Command:
     return commands[-1]
 
 
-@pytest.mark.usefixtures("ray_local")
-def test_an_interrupted_command_resumes_with_its_totals(tmp_path: Path, commands: list[Command]) -> None:
-    """Interrupted once; resumed, stopped by SIGTERM while a generator hangs, and cut off by an interrupt on top; then
-    resumed to the end. The checkpoint that all of it stands on is the first interrupt's."""
+def test_an_interrupted_command_resumes_with_its_totals(
+    tmp_path: Path, commands: list[Command], ray_local: Any
+) -> None:
+    """Interrupted once, with a Ray of its own; resumed on the tests' Ray, stopped by SIGTERM while a generator hangs,
+    and cut off by an interrupt on top; then resumed to the end. The checkpoint that all of it stands on is the first
+    interrupt's."""
     folder = tmp_path / "run"
     options = ("steps=60", "async.mode=one_step", "checkpoint.resume=auto")
     command = start(commands, folder, *options)
@@ -274,7 +276,8 @@ def test_an_interrupted_command_resumes_with_its_totals(tmp_path: Path, commands
     assert first["exit_reason"] == "interrupted" and first["ledger"]["adds_up"]
     assert (folder / f"checkpoints/step-{first['steps']:08d}/controller.json").is_file()
 
-    command = start(commands, folder, *options)
+    address = ray_local.get_runtime_context().gcs_address
+    command = start(commands, folder, *options, f"ray.address={address}")
     command.until_steps(first["steps"] + 2)
     (generator,) = [p for p in part_processes() if p.cmdline()[0].startswith("ray::GeneratorActor")]
     generator.send_signal(STOP)

@@ -14,8 +14,8 @@ from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalRuntime, fetch_
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.readahead.readers import ReadingModel

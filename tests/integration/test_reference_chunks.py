@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from asyncrlhf.actors.annotator import ReferenceWorker
 from asyncrlhf.actors.messages import resolved
+from asyncrlhf.actors.model_annotators import ReferenceWorker
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, fetch_local
 from asyncrlhf.cluster.ray_handles import RayAnnotator, addressed
 from asyncrlhf.config.compose import load_config

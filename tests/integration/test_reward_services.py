@@ -17,8 +17,8 @@ from transformers import LlamaModel
 from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.cluster.ray_handles import RayAnnotator
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, RewardError
 from asyncrlhf.rewards.reward import StuckError
 from asyncrlhf.rewards.reward_config import RewardConfig

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import resolve
 from asyncrlhf.engines import vllm_core
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments

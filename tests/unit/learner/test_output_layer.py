@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GraniteConfig
 
-from asyncrlhf.actors import annotator as reference_worker
+from asyncrlhf.actors import model_annotators as reference_worker
 from asyncrlhf.algorithms import logprobs
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.sampling import sample_tokens

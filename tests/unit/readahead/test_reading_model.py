@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrlhf.actors.annotator import RewardWorker
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import RewardError
 from asyncrlhf.readahead.outlook import reward_outlook
 from asyncrlhf.readahead.owners import Chunk

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
 from asyncrlhf.readahead.owners import Chunk
 from asyncrlhf.readahead.readers import ReadingModel

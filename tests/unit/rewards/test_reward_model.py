@@ -27,8 +27,8 @@ from transformers import (
     OPTForSequenceClassification,
 )
 
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model import ModelSource, chat_ids, padded_batches, policy_ids, score_batch, text_ids
 from asyncrlhf.rewards.reward_config import RewardModelConfig

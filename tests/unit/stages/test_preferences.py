@@ -17,8 +17,8 @@ import yaml
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.stage_config import PreferencesConfig
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.stages import preferences as stage
 from asyncrlhf.stages.preference_data import PairEncoder

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import load_model, load_tokenizer
+from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
-from asyncrlhf.data.pretrained import load_tokenizer
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.prompts import PromptsTask

@@ -1,0 +1,122 @@
+"""The annotators that hold a model: the reference worker and the critic worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from asyncrlhf.actors.annotator import ANSWER_SECONDS
+from asyncrlhf.actors.messages import ArrayBundle, annotated
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.pretrained import load_model, load_policy
+from asyncrlhf.learner.companions import ServedCritic
+from asyncrlhf.learner.forward import use_float32_head
+from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
+from asyncrlhf.readahead.owners import Chunk, Prefilled
+from asyncrlhf.readahead.readers import ReadingReference
+from asyncrlhf.transport.build_transport import build_receiver
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.weights_config import WeightsConfig
+from asyncrlhf.types import Annotation, Rollout
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """``precision``: ``learner.mixed_precision``, which
+    goes with ``float32_head``, the learner's."""
+
+    settings: ReferenceConfig
+    model: ModelConfig
+    temperature: float
+    precision: str
+    float32_head: bool = False
+    cache_tokens: int = 0  # for chunks (fusion.granularity=chunk); 0: it reads whole rollouts
+    answer_seconds: float = ANSWER_SECONDS
+
+    kind: ClassVar[str] = "reference"
+
+    def build(self, name: str) -> ReferenceWorker:
+        return ReferenceWorker(self)
+
+    @property
+    def fingerprint(self) -> dict[str, str | float]:
+        """What decides over the log-probs: others than a checkpoint's are computed anew when a run goes on."""
+        dtype = self.precision + ", float32 head" * self.float32_head
+        dtype = dtype if self.settings.dtype == "auto" else self.settings.dtype
+        return {"model": self.model.path, "temperature": self.temperature, "dtype": dtype}
+
+
+class ReferenceWorker(ReadingReference):
+    """The frozen start model, never a resumed policy, and without the adapter of a LoRA run, which begins as the model
+    itself."""
+
+    def __init__(self, spec: ReferenceSpec) -> None:
+        own = spec.settings
+        device = "cuda" if own.gpus > 0 else "cpu"
+        dtype = torch.float32 if own.dtype == "auto" else getattr(torch, own.dtype)
+        model = load_model(spec.model, device, dtype=dtype)
+        if spec.float32_head and own.dtype == "auto":
+            use_float32_head(model)
+        super().__init__(
+            model,
+            temperature=spec.temperature,
+            precision=spec.precision if own.dtype == "auto" else "none",
+            token_budget=own.token_budget,
+            cache_tokens=spec.cache_tokens,
+        )
+
+    def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], ArrayBundle]:
+        """The reference log-probs [L] of each rollout, or the reason why it has none."""
+        return annotated("ref_logprobs", rollouts, self.answer(rollouts))
+
+
+@dataclass(frozen=True)
+class CriticSpec:
+    """``precision``: ``learner.mixed_precision``."""
+
+    settings: CriticConfig
+    model: ModelConfig
+    precision: str
+    runtime: str
+    weights: WeightsConfig
+    answer_seconds: float = ANSWER_SECONDS
+
+    kind: ClassVar[str] = "critic"
+
+    def build(self, name: str) -> CriticWorker:
+        return CriticWorker(self, name)
+
+
+class CriticWorker:
+    """A copy of the learner's critic. Each call brings the ticket of the version that is to answer it, so that versions
+    change between two calls and a worker that was started again lacks nothing."""
+
+    def __init__(self, spec: CriticSpec, name: str) -> None:
+        own = spec.settings
+        device = "cuda" if own.gpus > 0 else "cpu"
+        self._critic = ServedCritic(
+            load_policy(spec.model, device, dtype=torch.float32),
+            precision=spec.precision,
+            token_budget=own.token_budget,
+        )
+        self._receiver = build_receiver(spec.weights.beside_the_policy(spec.runtime), spec.runtime, device)
+        self._receiver.connect("", 1, 2, 0, name)
+
+    def annotate(
+        self, rollouts: Sequence[Rollout], ticket: Ticket | None = None
+    ) -> tuple[list[Annotation], ArrayBundle]:
+        """The values [L] of each rollout by the critic behind ``ticket``, or the reason why it has none.
+
+        Raises WeightSyncError when the version cannot be had: the learner that holds it is gone.
+        """
+        assert ticket is not None, "a critic is asked by version"
+        if self._critic.version != ticket.version:
+            self._critic.load(ticket.version, self._receiver.receive(ticket))
+        return annotated("values", rollouts, self._critic.answer(rollouts), ticket.version)
+
+    def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
+        """Nothing is read ahead: the critic that will answer is not known before a rollout ends."""
+        return Prefilled(False)
