@@ -46,6 +46,8 @@ NOT_IN_ALGORITHMS = ("ray", "hydra", "omegaconf", "os", "io", "pathlib", "json",
 BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
     "asyncrlhf/records/wandb_sink.py": (1, "W&B is another process; a run does not end for it"),
+    "asyncrlhf/cli/main.py": (1, "whatever ends a command is one sentence, and its trace is kept"),
+    "asyncrlhf/orchestrator/run.py": (1, "a part that fails to close keeps no other from closing, and hides no cause"),
     "asyncrlhf/plugins.py": (1, "importing runs the user's own code; it becomes a ConfigError"),
     "asyncrlhf/sweeps/worker.py": (1, "whatever ends one job of a sweep stops no other"),
     "asyncrlhf/rewards/model_thread.py": (1, "a call's error goes to its caller"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from asyncrlhf import __version__
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
@@ -64,6 +67,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        sys.stdout = Unbreakable(sys.stdout)  # type: ignore[assignment]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -86,3 +91,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("asyncrlhf: interrupted.", file=sys.stderr)
         return 130
+    except Exception as error:
+        return _unforeseen(error)
+
+
+def _unforeseen(error: Exception) -> int:
+    """One sentence for what nobody foresaw, and the trace in a file: a fault of ours, or of a user's own code."""
+    where = " ".join(getattr(error, "__notes__", ()))  # of a run, which has written it to its own folder
+    if not where:
+        with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
+            file.writelines(traceback.format_exception(error))
+        where = f"The trace is in {file.name}."
+    first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+    print(f"asyncrlhf: {type(error).__name__}: {first}. {where}", file=sys.stderr)
+    return 1
+
+
+class Unbreakable:
+    """A standard stream whose reader may go away (``asyncrlhf train | head -1``): what is written afterwards is lost,
+    and nothing else is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._lose()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._lose()
+
+    def _lose(self) -> None:
+        """Whatever the process or a library writes to the descriptor from now on goes nowhere, too."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

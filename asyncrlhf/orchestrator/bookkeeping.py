@@ -82,6 +82,7 @@ class Bookkeeping:
     recorder: RunRecorder
     view: RunView
     accuracies: list[float] = field(default_factory=list)
+    _asking: asyncio.Task[float | None] | None = None  # an evaluation under way
 
     def is_boundary(self, step: int) -> bool:
         """Whether the step after ``step`` must wait for this one's evaluation or checkpoint, which read its weights."""
@@ -105,15 +106,28 @@ class Bookkeeping:
             await self.save()
 
     async def evaluate(self) -> float | None:
-        """Held-out accuracy of the weights that the replicas hold; None where it cannot be measured."""
+        """Held-out accuracy of the weights that the replicas hold; None where it cannot be measured, or was given up
+        because the run is stopping."""
+        if self.state.stopping:
+            return None
         # A share for a replica that is held back would have the run wait for it alone.
         brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
         asked = brisk or self.state.replicas
-        accuracy = await self.heldout.accuracy(asked, self.state)
+        self._asking = asyncio.ensure_future(self.heldout.accuracy(asked, self.state))
+        try:
+            await asyncio.wait([self._asking])
+        finally:
+            self._asking.cancel()
+        accuracy = None if self._asking.cancelled() else self._asking.result()
         if accuracy is not None:
             self.accuracies.append(accuracy)
             self.state.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")
         return accuracy
+
+    def give_up_evaluation(self) -> None:
+        """End an evaluation under way without a figure; without effect where there is none."""
+        if self._asking is not None:
+            self._asking.cancel()
 
     async def save(self) -> None:
         """Write a checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that a resumed run

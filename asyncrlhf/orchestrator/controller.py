@@ -120,16 +120,24 @@ class Controller:
         )  # fmt: skip
         self._annotators: list[Annotator] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting: asyncio.Task[Any] | None = None  # until the first weights are published
 
-    def stop(self) -> None:
-        """End after the step under way, with a checkpoint (the first Ctrl-C)."""
+    def stop(self) -> str:
+        """End after the step under way, with a checkpoint (the first Ctrl-C); an evaluation is given up, and so is a
+        start, which leaves nothing to save. Returns a sentence that says which."""
         self.state.stopping = True
+        if self._starting is not None:
+            self._starting.cancel()
+            return "Stopping while the run starts: no step was trained, and no checkpoint is written."
+        self._bookkeeping.give_up_evaluation()
         self.state.changed.notify()
+        return "Finishing the step under way and writing a checkpoint."
 
     async def run(self) -> Outcome:
         """Raises what made a loop fail; the parts are left to the caller's ``runtime.close()``."""
         state = self.state
         gc.set_threshold(*GC_THRESHOLDS)
+        self._starting = asyncio.current_task()
         await self._runtime.start()
         if self._runtime.sharing:
             names = ", ".join(sorted(self._runtime.sharing))
@@ -142,6 +150,7 @@ class Controller:
             restore(state, saved, self._source, self._log, self._runtime)
         self._publisher.publish(state.version)
         await self._publisher.idle()
+        self._starting = None
         await self._bookkeeping.evaluate()
         state.progressed()
         learn = LearnLoop(
@@ -193,19 +202,24 @@ class Controller:
         """Train to the end or to the interruption, and leave everything in order."""
         await learn.run()
         if self.state.version < self.config.steps:
-            await self._bookkeeping.save()
-            self.state.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
-            return "interrupted"
+            return await self._interrupted()
         await learn.settle()
         if self.config.checkpoint.every:
             await self._bookkeeping.save()
         await self._bookkeeping.evaluate()
+        if self.state.stopping:
+            return await self._interrupted()
         self._assembly.abandon(sorted(self.state.groups), "shutdown")
         self._assembly.clear_buffer()
         self._log.mark()
         await self._log.flush()
         self.state.ledger.check()
         return "done"
+
+    async def _interrupted(self) -> str:
+        await self._bookkeeping.save()
+        self.state.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
+        return "interrupted"
 
     def _spawn(self, loop: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.add(asyncio.create_task(loop, name=name))

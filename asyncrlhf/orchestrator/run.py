@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import traceback
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
+from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.records.progress import RunView
@@ -38,6 +41,7 @@ from asyncrlhf.types import SamplingParams
 from asyncrlhf.validation import check
 
 RUNS = Path("runs")
+ERROR_FILE = "error.txt"
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,14 @@ def new_run_dir(name: str) -> Path:
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run to the end; returns the summary. Raises ConfigError before anything starts, or what made the run fail,
-    in which case the summary on disk has the cause."""
+    """Run to the end; returns the summary. Raises ConfigError before anything starts, KeyboardInterrupt where a signal
+    ended it at once or before it trained, or what made the run fail, in which case the summary on disk has the cause
+    and ``error.txt`` beside it the trace."""
+    with like_ctrl_c():
+        return _train(config)
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
     check_truncation(config.generator)
     prepared = prepare(config)
     plain = to_plain(config)
@@ -172,21 +182,42 @@ def train(config: RunConfig) -> dict[str, Any]:
     job = _Job(prepared, recorder, view)
     runner: Callable[[Coroutine[Any, Any, Outcome]], Outcome]
     runner = run_virtual if config.runtime == "local" else asyncio.run
-    summary: dict[str, Any] = {}
+    cause: BaseException | None = None
     try:
         outcome = runner(job.main())
         summary = job.summary(outcome.reason, outcome)
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        cause = error
         summary = job.summary("interrupted", None)
-        raise
+        raise KeyboardInterrupt from error
     except BaseException as error:
+        cause = error
         summary = job.summary(f"failed: {failure_sentence(error)}", None)
         raise
     finally:
-        view.stop()
-        recorder.finish(summary)
-        wandb.finish(summary, 0 if summary.get("exit_reason") == "done" else 1)
+        exit_code = 0 if cause is None and summary["exit_reason"] == "done" else 1
+        ends = (view.stop, partial(recorder.finish, summary), partial(wandb.finish, summary, exit_code))
+        _end_all(ends, cause, prepared.run_dir)
     return summary
+
+
+def _end_all(ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path) -> None:
+    """Close everything, whatever of it fails. A failure here is raised only where the run had none: the first cause is
+    the one that counts."""
+    failures: list[BaseException] = []
+    for end in ends:
+        try:
+            end()
+        except Exception as error:
+            failures.append(error)
+    traces = [error for error in (cause, *failures) if error is not None and not isinstance(error, KeyboardInterrupt)]
+    if traces:
+        with suppress(OSError):
+            text = "\n".join("".join(traceback.format_exception(error)) for error in traces)
+            (run_dir / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+            traces[0].add_note(f"The trace is in {run_dir / ERROR_FILE}.")
+    if failures and cause is None:
+        raise failures[0]
 
 
 class _Job:
@@ -215,12 +246,10 @@ class _Job:
             vocab_size=len(prepared.tokenizer),
             saved=prepared.saved,
         )
-        restore = _on_interrupt(controller, self._view) if config.runtime == "ray" else None
         try:
-            return await controller.run()
+            with in_order(controller.stop, self._view.message):
+                return await controller.run()
         finally:
-            if restore is not None:
-                restore()
             self._taking_turns = runtime.sharing
             await controller.close()
             await runtime.close()
@@ -239,17 +268,3 @@ class _Job:
             heldout_after=outcome.heldout_after if outcome is not None else None,
         )
         return {**summary, "taking_turns": sorted(self._taking_turns)}
-
-
-def _on_interrupt(controller: Controller, view: RunView) -> Any:
-    """The first Ctrl-C ends the run in order; a second one ends it at once."""
-    loop = asyncio.get_running_loop()
-
-    def first() -> None:
-        view.message("Finishing the step under way and writing a checkpoint; Ctrl-C again ends at once.")
-        controller.stop()
-        loop.remove_signal_handler(signal.SIGINT)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, first)
-    return lambda: [loop.remove_signal_handler(n) for n in (signal.SIGINT, signal.SIGTERM)]

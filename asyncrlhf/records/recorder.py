@@ -25,6 +25,7 @@ import yaml
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.records.run_lock import RunLock
 from asyncrlhf.types import Payload, Rollout
 
 METRICS_FILE = "metrics.jsonl"
@@ -106,7 +107,7 @@ class RunRecorder:
     no I/O. Not thread-safe, but for ``log_step`` and ``sync_metrics``, which may run in one other thread.
 
     With ``resume_from`` the files are first cut back to that marker. Without it a folder that already holds a run is a
-    ConfigError: nothing is overwritten by accident.
+    ConfigError: nothing is overwritten by accident; so is a folder that another process writes.
     """
 
     def __init__(
@@ -120,6 +121,9 @@ class RunRecorder:
         self._logging = logging
         self._folder = self.run_dir / ROLLOUTS_FOLDER
         metrics_path = self.run_dir / METRICS_FILE
+        with writing_to(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.run_dir)
         if resume_from is None:
             refuse_used_folder(self.run_dir)
             resume_from = RecordMarker()
@@ -195,12 +199,23 @@ class RunRecorder:
         return marker
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Bring everything to disk, then write summary.json. The recorder is closed afterwards."""
-        self.close()
-        write_atomically(self.run_dir / SUMMARY_FILE, json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")
+        """Bring everything to disk and write summary.json, which is written in any case. The recorder is closed
+        afterwards."""
+        try:
+            self._end_writing()
+        finally:
+            text = json.dumps(plain(summary), indent=2, allow_nan=False)
+            write_atomically(self.run_dir / SUMMARY_FILE, text + "\n")
+            self._lock.release()
 
     def close(self) -> None:
         """Bring everything to disk and end the writer; a second call does nothing."""
+        try:
+            self._end_writing()
+        finally:
+            self._lock.release()
+
+    def _end_writing(self) -> None:
         if self._metrics.closed:
             return
         self._metrics.close()

@@ -1,0 +1,56 @@
+"""What SIGINT (Ctrl-C), SIGTERM and SIGHUP do to a run: the first ends it in order, the second at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def like_ctrl_c() -> Iterator[None]:
+    """Inside, each of the signals raises KeyboardInterrupt. Without effect in any thread but the main one, which alone
+    may set handlers, and on a signal that the process was started to ignore (``nohup``)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in heeded:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])
+
+
+@contextmanager
+def in_order(stop: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the first signal calls ``stop`` and says what it answers; the next one, of any kind, raises
+    KeyboardInterrupt. For the running loop of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    heeded = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def first() -> None:
+        end_at_once()
+        say(f"{stop()} A second signal (Ctrl-C) ends at once.")
+
+    def end_at_once() -> None:
+        for number in heeded:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.default_int_handler)
+
+    for number in heeded:
+        loop.add_signal_handler(number, first)
+    try:
+        yield
+    finally:
+        end_at_once()

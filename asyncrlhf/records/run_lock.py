@@ -1,0 +1,50 @@
+"""One process writes a run directory at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from datetime import datetime
+from pathlib import Path
+
+from asyncrlhf.errors import ConfigError
+
+LOCK_FILE = ".lock"
+
+
+class RunLock:
+    """Held from its making to :meth:`release`, or to the end of the process: the kernel's lock (``flock``) goes with
+    its owner, however that one ends, so that no dead owner's lock must be taken over by guessing.
+
+    The file names the owner for the sentence that refuses a second process (ConfigError), and stays in the folder.
+    On a network file system the lock holds between machines where that carries ``flock`` (NFS since Linux 2.6.12).
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = self._owner()
+            self._file.close()
+            raise ConfigError(
+                f"run_dir={run_dir} is being written by {owner}; wait for its end, or give another run_dir."
+            ) from None
+        self._file.truncate(0)
+        since = datetime.now().isoformat(sep=" ", timespec="seconds")
+        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": since}, self._file)
+        self._file.flush()
+
+    def _owner(self) -> str:
+        self._file.seek(0)
+        try:
+            owner = json.loads(self._file.read())
+            return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+        except (ValueError, KeyError, TypeError):  # it has just begun, or the file is no lock of ours
+            return "another process"
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        self._file.close()
