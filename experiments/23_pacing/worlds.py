@@ -104,7 +104,7 @@ class Generator:
         self.outbox.put(done, now)
         self.tokens += len(done)
         if not self._running:
-            return StepOutput(done, wake_at=now + 1e9)
+            return StepOutput(done, wake_at=now)
         return StepOutput(done, wake_at=self._running[0][0] if self._world.iteration is None else self._next)
 
     def _take_done(self, until: float) -> list[Any]:
