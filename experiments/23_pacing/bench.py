@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
 import sys
-import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from asyncrlhf.bench.measure import spread, write
-from asyncrlhf.config.compose import load_config
-from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.sweeps.record import read_sweep
 
 worlds = importlib.import_module("experiments.23_pacing.worlds")
 World = worlds.World
@@ -27,20 +27,20 @@ WORLDS = {
         (*SIBLINGS, "batch_size=128", "generator.slots=128"), iteration=(0.0025, 0.00003), train=lambda version: 0.1,
         jitter=0.1, hiccup=0.02,
     ),
-    # Every 50th rollout takes three steps and every eighth group has one of them.
+    # Every 50th rollout takes 2.3 steps and every seventh group has one of them.
     "tail": World((*SIBLINGS, "batch_size=64", "generator.slots=32", "generator.replicas=4"), tail=0.02),
     # Three replicas and one that is 30 times slower.
     "slow": World(
         (*SIBLINGS, "batch_size=64", "generator.slots=32", "generator.replicas=4"), slow={"generator-3": 30.0}
     ),
 }  # fmt: skip
-REAL = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
 PACINGS = ("fill", "just_in_time")
+COLUMNS = ["group_id", "admitted_at", "generated_at", "consumed_at_version"]
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """``--rounds`` seeds of each bound and world, the two pacings in turn. ``--worlds real`` is the default run on Ray;
-    other arguments are overrides."""
+    """``--rounds`` seeds of each bound and world on the virtual clock, the two pacings in turn; other arguments are
+    overrides. ``--sweep FOLDER`` reads real runs instead."""
     parser = argparse.ArgumentParser(prog="asyncrlhf bench pacing", description=__doc__)
     parser.add_argument("--worlds", default=",".join(WORLDS))
     parser.add_argument("--bounds", default="1,2,4,8")
@@ -48,8 +48,12 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--warm-up", type=int, default=40, help="steps left out at the beginning")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--sweep", type=Path, default=None)
     options, overrides = parser.parse_known_args(list(arguments))
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {} if options.sweep is None else of_sweep(options.sweep, options.warm_up)
+    if options.sweep is not None:
+        show(result)
+        return write(result, options.out)
     for world in options.worlds.split(","):
         for bound in map(int, options.bounds.split(",")):
             rounds = []
@@ -65,16 +69,24 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def measured(world: str, overrides: list[str], seed: int, warm_up: int) -> dict[str, float]:
-    if world in WORLDS:
-        return dict(worlds.figures(*worlds.imitate(WORLDS[world], *overrides, seed=seed), warm_up))
-    with tempfile.TemporaryDirectory() as folder:
-        train(load_config([f"run_dir={folder}/run", f"seed={seed}", *REAL, *overrides]))
-        metrics = [row for row in read_metrics(Path(folder) / "run" / "metrics.jsonl") if "step" in row]
-        rows = pq.read_table(
-            Path(folder) / "run" / "rollouts",
-            columns=["group_id", "admitted_at", "generated_at", "consumed_at_version"],
-        ).to_pylist()
-    return dict(worlds.figures(metrics, rows, warm_up))
+    return dict(worlds.figures(*worlds.imitate(WORLDS[world], *overrides, seed=seed), warm_up))
+
+
+def of_sweep(folder: Path, warm_up: int) -> dict[str, Any]:
+    """The same figures of a sweep over ``async.max_staleness`` and ``async.pacing``, a round a seed that both ended."""
+    found: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(dict)
+    for job in read_sweep(folder)["jobs"]:
+        if job["state"] == "done":
+            path = folder / job["folder"]
+            metrics = [row for row in read_metrics(path / "metrics.jsonl") if "step" in row]
+            rows = pq.read_table(path / "rollouts", columns=COLUMNS).to_pylist()
+            own = dict(worlds.figures(metrics, rows, warm_up))
+            own["reward"] = statistics.fmean(row["reward_mean"] for row in metrics[-20:])
+            key = (int(job["choices"]["async.max_staleness"]), job["seed"])
+            found[key][job["choices"]["async.pacing"]] = own
+    bounds = sorted({bound for bound, _ in found})
+    rounds = {b: [pair for (of, _), pair in sorted(found.items()) if of == b and len(pair) == 2] for b in bounds}
+    return {f"default run, bound {b}": {**summed(each), "rounds": each} for b, each in rounds.items() if each}
 
 
 def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:

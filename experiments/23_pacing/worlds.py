@@ -50,7 +50,7 @@ class World:
     tail: float = 0.0
     tail_ratio: float = 8.0
     iteration: tuple[float, float] | None = None
-    train: Callable[[int], float] = lambda version: 0.25
+    train: Callable[[int], float] = lambda version: 0.35
     jitter: float = 0.05
     hiccup: float = 0.01
     transfer: float = 0.02
