@@ -4,14 +4,14 @@ Whenever the learner is free and asks for the batch of version v, the *need* of 
 
     need = (v - loaded version) * groups a batch  +  groups under way  +  groups that may begin but have not
 
-Begun so far ahead, exactly one batch would have been ready. The lead in force is the 0.9 quantile of the last 20
+Begun so far ahead, exactly one batch would have been ready. The lead in force is the 0.8 quantile of the last 20
 needs, never over the staleness bound; before there are 8 the bound alone holds, as under ``fill``.
 
 The need is what latencies and the learner's rhythm come to. Groups begin when weights are loaded, P seconds after a
 step, and the learner asks every T seconds, so a share ``sum over i >= 1 of P(latency > i T - P)`` of a batch is under
 way when it asks: the tail of the whole group's latency, to the score of its slowest sibling. Counted at that moment it
 holds for any distribution, for what never ends (a frozen replica) and for what a dead one held; a learner that gets
-faster asks earlier and finds more under way, two such steps in 20 are enough to lead further.
+faster asks earlier and finds more under way, five such steps in 20 are enough to lead further.
 
 Nothing is gained by beginning later than right after a load: until the next load all that begins has one version. The
 mean staleness is the lead itself, in batches.
@@ -27,7 +27,7 @@ from asyncrlhf.orchestrator.state import RunState
 
 REMEMBERED = 20  # needs
 LEAST = 8  # needs before the first judgement
-QUANTILE = 0.9
+QUANTILE = 0.8
 
 
 class Lead:
