@@ -16,6 +16,7 @@ BENCHMARKS = {
     "fusion": "experiments.19_fusion.bench",
     "generation": "experiments.17_generation.bench",
     "overlap": "asyncrlhf.bench.overlap",
+    "pacing": "experiments.23_pacing.bench",
     "replicas": "experiments.18_slow_replica.bench",
     "straggler": "experiments.15_stragglers.bench",
     "trl": "experiments.13_against_trl.bench",

@@ -28,7 +28,7 @@ class StalenessGate:
     the buffer counts them (:meth:`follow`), those of later ones as planned. Where a later batch finds less to replay
     it trains more fresh groups than planned, sooner than the bound asks, and ``follow`` gives those places back: so
     neither the bound nor the supply depends on what replay finds. A bound that shrinks only closes admission until
-    enough was trained or dropped.
+    enough was trained or dropped. :meth:`pace` may close it earlier than the bound does, never later.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class StalenessGate:
         self._max_reuse = max_reuse
         self._steps = steps
         self._places = 0
+        self._lead: int | None = None
 
     def room(self, replica_version: int) -> int:
         """Rollouts that may start on a replica that holds ``replica_version``, a multiple of ``num_generations``."""
@@ -60,6 +61,8 @@ class StalenessGate:
             steps = min(steps, self._steps + self._max_reuse - 1)
         planned = self._replay_groups * max(0, steps - max(self._version + 1, self._warmup_steps))
         free = steps * self._groups_per_step - self._replayed - planned - self._places
+        if self._lead is not None:
+            free = min(free, self._lead - self.ahead(replica_version + 1))
         return max(0, free // self._max_reuse) * self._num_generations
 
     def admit(self, replica_version: int) -> int | None:
@@ -80,6 +83,14 @@ class StalenessGate:
         """The learner is at ``version``; ``replayed`` places of the batches up to that version's own are replay's;
         fresh rollouts are asked for up to ``max_staleness``, the bound in force or less."""
         self._version, self._replayed, self._max_staleness = version, replayed, max_staleness
+
+    def ahead(self, version: int) -> int:
+        """Places taken beyond the batches before ``version``."""
+        return self._places - version * self._groups_per_step
+
+    def pace(self, lead: int | None) -> None:
+        """Replicas that hold version h begin at most ``lead`` groups beyond batch h; None: as the bound lets."""
+        self._lead = lead
 
     def state_dict(self) -> dict[str, Any]:
         return {"places": self._places}

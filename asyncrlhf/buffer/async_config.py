@@ -9,6 +9,7 @@ from asyncrlhf.validation import check, check_choice, check_range, check_ranges
 MODES = ("sync", "one_step", "async", "fixed_lag")
 OVER_STALE = ("drop", "mask", "wait", "downweight")
 ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight")
+PACING = ("auto", "just_in_time", "fill")
 SAMPLING = ("fifo", "lifo", "uniform", "priority")
 PRIORITIES = ("reward_spread", "advantage", "age")
 
@@ -17,10 +18,13 @@ PRIORITIES = ("reward_spread", "advantage", "age")
 class AsyncConfig:
     """How generation and training overlap: ``max_staleness`` bounds ``mode=async``, ``lag`` is ``fixed_lag``'s.
 
-    ``adaptive`` moves the bound in force between ``min_staleness`` and ``max_staleness``, by ``ess_fraction_seq``."""
+    ``adaptive`` moves the bound in force between ``min_staleness`` and ``max_staleness``, by ``ess_fraction_seq``.
+    ``pacing``: ``fill`` begins all that the bound allows; ``just_in_time`` what makes the learner's batch just ready;
+    ``auto`` is ``just_in_time`` where the buffer is a plain queue (fifo, each group trained once), else ``fill``."""
 
     mode: str = "async"
     max_staleness: int = 2
+    pacing: str = "auto"
     lag: int = 1
     on_weight_update: str = "in_flight"
     over_stale: str = "drop"
@@ -33,6 +37,7 @@ class AsyncConfig:
     def __post_init__(self) -> None:
         check_choice("async.mode", self.mode, MODES)
         check_ranges("async", self, "max_staleness", "lag", "min_staleness", low=0)
+        check_choice("async.pacing", self.pacing, PACING)
         check_choice("async.on_weight_update", self.on_weight_update, ON_WEIGHT_UPDATE)
         check_choice("async.over_stale", self.over_stale, OVER_STALE)
         check_range("async.ess_floor", self.ess_floor, low=0, high=1, exclusive_low=True)
@@ -98,6 +103,11 @@ class BufferConfig:
     @property
     def replays(self) -> bool:
         return self.replay_fraction > 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a queue: nothing is chosen, and each group is trained once."""
+        return self.sampling == "fifo" and self.max_reuse == 1 and not self.replays
 
     @property
     def places(self) -> int:

@@ -44,6 +44,12 @@ def validate_flow(
 def _validate_free(
     config: AsyncConfig, buffer: BufferConfig, batch_size: int, capacity: int, publish_every: int
 ) -> None:
+    check(
+        config.pacing != "just_in_time" or buffer.plain,
+        f"async.pacing=just_in_time keeps nothing ready beyond the next batch, and leaves "
+        f"buffer.sampling={buffer.sampling} with max_reuse={buffer.max_reuse} nothing to choose from; "
+        "allowed: pacing=fill, or buffer=fifo.",
+    )
     name, bound = config.least_bound
     fresh = buffer.admission_bound(bound)
     half = " (buffer.replay_fraction keeps half of it for replay)" if buffer.replays else ""
@@ -110,6 +116,11 @@ def _validate_scheduled(
     config: AsyncConfig, buffer: BufferConfig, batch_size: int, capacity: int, publish_every: int
 ) -> None:
     mode, lag = config.mode, config.bound
+    check(
+        config.pacing == "auto",
+        f"async.pacing={config.pacing} has nothing to pace in async.mode={mode}, where the version of each batch is "
+        "fixed; allowed: auto, or mode=async.",
+    )
     check(
         publish_every == 1,
         f"weights.publish_every={publish_every} breaks the exact schedule of async.mode={mode}; allowed: 1.",

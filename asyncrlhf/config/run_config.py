@@ -93,6 +93,12 @@ class RunConfig:
         check_agreement(self)
 
     @property
+    def just_in_time(self) -> bool:
+        """Whether admission is paced by the learner's asking, see ``orchestrator/lead.py``."""
+        free = self.async_.fixed_lag is None
+        return free and self.buffer.plain and self.async_.pacing in ("auto", "just_in_time")
+
+    @property
     def reference_served(self) -> bool:
         """Whether workers of their own compute the reference's log-probs: where the algorithm needs any."""
         return self.reference.where == "service" and self.algorithm.needs_reference

@@ -13,6 +13,7 @@ from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
+from asyncrlhf.orchestrator.lead import Lead
 from asyncrlhf.orchestrator.meters import Meters
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
@@ -40,6 +41,7 @@ class LearnLoop:
     def __post_init__(self) -> None:
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(self.state, self.publisher)
+        self._lead = Lead(self.state)
         self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1
@@ -48,6 +50,7 @@ class LearnLoop:
     async def run(self) -> None:
         while self.state.version < self.state.config.steps:
             started = self.state.now()
+            self._lead.asked()
             taken = await self._next_batch()
             if taken is None:
                 break
@@ -113,7 +116,7 @@ class LearnLoop:
         state.version = version + 1
         self._retire()
         await self._publish_if_due()
-        metrics = self._meters.step(version, taken, result, waited + begun - started, trained)
+        metrics = self._meters.step(version, taken, result, waited + begun - started, trained) | self._lead.figures
         self._adapt(result.metrics)
         state.progressed()
         self._unlogged = metrics

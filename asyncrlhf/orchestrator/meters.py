@@ -101,8 +101,11 @@ class Meters:
         rollouts = [r for t in taken for r in t.rollouts]
         total = np.array([r.staleness(version) for r in rollouts])
         flight = np.array([r.staleness_in_flight() for r in rollouts])
+        p50, p90 = np.percentile(total, [50, 90])
         return {
             "staleness_mean": float(total.mean()),
+            "staleness_p50": float(p50),
+            "staleness_p90": float(p90),
             "staleness_max": int(total.max()),
             "staleness_in_flight_mean": float(flight.mean()),
             "staleness_in_queue_mean": float((total - flight).mean()),

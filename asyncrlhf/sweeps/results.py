@@ -135,7 +135,7 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool) -> Point:
         raise ConfigError(f"{path} has no summary or no steps.")
     choices, asynchrony = row["choices"], row["config"]["async"]
     setting = _words({key: value for key, value in choices.items() if key in STALENESS_KEYS}) or asynchrony["mode"]
-    if setting == "async":
+    if setting in ("async", "fill"):  # the free-running groups of conf/async
         setting = f"async, max_staleness {asynchrony['max_staleness']}"
     quality = summary["heldout_accuracy"]["after"] if heldout else summary["reward"]["last"]
     return Point(

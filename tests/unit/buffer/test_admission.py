@@ -40,6 +40,17 @@ def test_an_old_replica_gets_less_room() -> None:
     assert [gate.room(v) for v in (0, 1, 2)] == [8, 12, 16]
 
 
+def test_a_lead_closes_the_gate_before_the_bound_and_never_opens_it_beyond() -> None:
+    gate = StalenessGate(8, 3, num_generations=2)
+    gate.pace(6)  # a batch and a half
+    assert [gate.room(v) for v in (0, 1)] == [20, 28]
+    for _ in range(10):
+        gate.admit(0)
+    assert gate.ahead(0) == 10 and gate.ahead(1) == 6 and gate.room(0) == 0 and gate.room(1) == 8
+    gate.pace(100)
+    assert gate.room(0) == 32 - 20, "the bound's"
+
+
 def test_lost_groups_free_their_places_and_reuse_takes_several() -> None:
     gate = StalenessGate(4, 2, max_reuse=3)
     assert gate.room(0) == 4
