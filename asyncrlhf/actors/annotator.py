@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from asyncrlhf.actors.messages import Address, ArrayBundle, annotated, resolved
+from asyncrlhf.actors.messages import Address, ArrayBundle, Told, annotated, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import load_model, load_policy, load_tokenizer
@@ -18,6 +19,7 @@ from asyncrlhf.learner.forward import use_float32_head
 from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.readahead.readers import ReadingModel, ReadingReference, read_ahead
+from asyncrlhf.records.spans import Lane, SpanBatch
 from asyncrlhf.rewards.build_scorer import build_scorer
 from asyncrlhf.rewards.reward import Scorer
 from asyncrlhf.rewards.reward_config import RewardConfig
@@ -209,12 +211,23 @@ class AnnotatorActor(PartActor):
     def __init__(self, spec: AnnotatorSpec, name: str) -> None:
         if spec.settings.threads:
             torch.set_num_threads(spec.settings.threads)
-        self._worker: AnnotatorWorker = spec.build(name)
+        self._lane = Lane(name)
+        with self._lane.during("load"):
+            self._worker: AnnotatorWorker = spec.build(name)
 
     def annotate(
         self, addresses: Sequence[Address], ticket: Ticket | None, *bundles: Any
-    ) -> tuple[list[Annotation], ArrayBundle | None]:
-        return self._worker.annotate(resolved(addresses, bundles), ticket)
+    ) -> tuple[Told[list[Annotation]], ArrayBundle | None]:
+        asked, rollouts = time.monotonic(), resolved(addresses, bundles)
+        size = len(rollouts), sum(len(r.response_ids) for r in rollouts)
+        with self._lane.during("score", None if ticket is None else ticket.version, *size):
+            annotations, arrays = self._worker.annotate(rollouts, ticket)
+        return Told(annotations, [self._lane.take(asked)]), arrays
 
     def prefill(self, released: Sequence[int], addresses: Sequence[Address], *bundles: Any) -> Prefilled:
-        return self._worker.prefill(released, resolved(addresses, bundles))
+        chunks = resolved(addresses, bundles)
+        with self._lane.during("score", None, 0, sum(len(chunk.token_ids) for chunk in chunks)):
+            return self._worker.prefill(released, chunks)
+
+    def close(self) -> list[SpanBatch]:
+        return [*super().close(), self._lane.take()]

@@ -40,6 +40,7 @@ class LearnLoop:
     def __post_init__(self) -> None:
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(self.state, self.publisher)
+        self.log.begin()
         self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1

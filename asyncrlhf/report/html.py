@@ -11,6 +11,7 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from asyncrlhf.report import rollouts, timeline
 from asyncrlhf.report.curves import (
     DASHES,
     Axis,
@@ -54,6 +55,9 @@ th { background: #f6f6f6; } th:first-child, td:first-child { text-align: left; }
 <span><i style="background:{{ color }}"></i>{{ label }}</span>{% endfor %}</p>
 {% for heading, figures in sections %}<h2>{{ heading }}</h2>
 <div class="grid">{% for figure in figures %}<div>{{ figure | safe }}</div>{% endfor %}</div>
+{% endfor %}
+{% for heading, html in extras %}<h2>{{ heading }}</h2>
+{{ html | safe }}
 {% endfor %}
 <h2>Summary</h2>
 {% for table in tables %}<h3>{{ table.title }}</h3><div class="scroll"><table>
@@ -115,10 +119,19 @@ def render(
             findings=[sentence for found in sweeps for sentence in sentences(found)],
             legend=legend,
             sections=sections,
+            extras=_extras(runs),
             tables=[table for found in sweeps for table in sweep_tables(found)] + build_tables(runs, groups),
             unread=unread or {},
         )
     )
+
+
+def _extras(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """(heading, HTML) of what is shown run by run: timelines, then rollouts."""
+    found = [(f"Timeline of {run.label}", timeline.section(run)) for run in runs]
+    room = rollouts.MAX_BYTES // len(runs)
+    found += [(f"Rollouts of {run.label}", rollouts.section(run, room)) for run in runs]
+    return [(heading, html) for heading, html in found if html]
 
 
 def _html(figure: go.Figure) -> str:

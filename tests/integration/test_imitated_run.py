@@ -48,6 +48,10 @@ class Generator:
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         return [i for i in rollout_ids if self.due.pop(i, None)] + self.outbox.withdraw(rollout_ids)
 
+    @property
+    def running(self) -> int:
+        return len(self.due)
+
     def has_work(self) -> bool:
         return bool(self.due)
 
@@ -88,7 +92,7 @@ class Learner:
     async def transfer(self, ticket: Any) -> None:
         await asyncio.sleep(TRANSFER)
 
-    async def train(self, chosen: Sequence[Any], *bundles: Any) -> StepResult:
+    async def train(self, chosen: Sequence[Any], *bundles: Any, **recorded: Any) -> StepResult:
         await asyncio.sleep(TRAIN)
         self.version += 1
         return StepResult({"loss": 0.0})
