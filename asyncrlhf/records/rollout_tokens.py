@@ -130,6 +130,7 @@ class TokenRecord:
             self._pieces = Pieces(self._tokenizer())
         for row in rows:
             row["tokens"] = self._pieces(row["response_ids"])
+            row["prompt"] = row["prompt"].encode(errors="replace").decode()  # Parquet holds no halves of characters
         temporary = target.with_suffix(".tmp")
         columns = {name: [row[name] for row in rows] for name in TOKENS_SCHEMA.names}
         pq.write_table(pa.table(columns, schema=TOKENS_SCHEMA), temporary, compression="zstd")

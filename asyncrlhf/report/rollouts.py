@@ -106,7 +106,8 @@ _BODY = """<div class="bar"><input type="search" placeholder="search prompts and
 <label>sort by <select class="sort"><option value="s">step</option><option value="r">reward</option>
 <option value="a">age (versions)</option><option value="w">mean weight</option></select></label>
 <label><input class="down" type="checkbox" style="flex:none"> largest first</label>
-<label>colour <select class="color"><option value="x">importance weight</option><option value="v">policy version</option>
+<label>colour <select class="color"><option value="x">importance weight</option>
+<option value="v">policy version</option>
 <option value="">none</option></select></label></div>
 <p class="note count"></p><p class="key"></p><div class="cards"></div><button class="more">Show more</button>"""
 
@@ -158,9 +159,11 @@ _SCRIPT = """<script>
     if (r.t.length < r.n) make(text, 'span', 'prompt', ' ... ' + (r.n - r.t.length) + ' more tokens');
   }
   function draw() {
-    const asked = pick('input[type="search"]').value.toLowerCase(), by = pick('.sort').value, how = pick('.color').value;
-    const sign = pick('.down').checked ? -1 : 1, found = data.rollouts.filter((r) => r.text.includes(asked));
-    found.sort((one, other) => (one[by] === null) - (other[by] === null) || sign * (one[by] - other[by]) || one.i - other.i);
+    const asked = pick('input[type="search"]').value.toLowerCase(), by = pick('.sort').value;
+    const how = pick('.color').value, sign = pick('.down').checked ? -1 : 1;
+    const found = data.rollouts.filter((r) => r.text.includes(asked));
+    const order = (one, other) => sign * (one[by] - other[by]) || one.i - other.i;
+    found.sort((one, other) => (one[by] === null) - (other[by] === null) || order(one, other));
     const shown = Math.min(limit, found.length);
     pick('.count').textContent = shown + ' of ' + found.length + (asked ? ' that match' : '') + ' listed; '
       + data.rollouts.length + ' of ' + data.recorded + ' recorded rollouts shown in this page.';
