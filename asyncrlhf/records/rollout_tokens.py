@@ -46,7 +46,7 @@ TOKENS_SCHEMA = pa.schema(
 def sampled(rollout_ids: Sequence[int], count: int, seed: int) -> list[int]:
     """``count`` of a batch's rollouts, or all of fewer: those whose hash with the seed is smallest, so that the choice
     depends on neither their order nor how they are dealt out to ranks."""
-    mixed = np.array(rollout_ids, np.int64).astype(np.uint64) + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = np.array(rollout_ids, np.int64).astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     order = np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")[:count]
