@@ -30,14 +30,15 @@ _HOVER = "%{customdata[0]}<br>%{base:.3f} s to %{customdata[1]:.3f} s<br>version
 _HOVER += "%{customdata[3]} rollouts, %{customdata[4]} tokens<extra></extra>"
 
 
-def section(run: Run) -> str:
-    """One run's timeline as HTML that needs plotly.js on its page; empty where the run has no spans."""
+def section(run: Run, max_bars: int = MAX_BARS) -> str:
+    """One run's timeline as HTML that needs plotly.js on its page, of at most ``max_bars`` spans; empty where the run
+    has none."""
     table = read_spans(run)
     if table is None:
         return ""
     lanes = sorted({str(name) for name in table["part"]}, key=_place)
     shown = lanes[:MAX_LANES]
-    rows = _window({name: column[np.isin(table["part"], shown)] for name, column in table.items()})
+    rows = _window({name: column[np.isin(table["part"], shown)] for name, column in table.items()}, max_bars)
     said = []
     if len(shown) < len(lanes):
         said.append(f"{len(shown)} of {len(lanes)} parts shown.")
@@ -71,12 +72,12 @@ def _place(lane: str) -> tuple[int, str, int]:
     return place, kind, int(number) if number.isdigit() else 0
 
 
-def _window(table: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """At most ``MAX_BARS`` spans that begin one after the other, from the middle of the run."""
-    spare = len(table["start"]) - MAX_BARS
+def _window(table: dict[str, np.ndarray], most: int) -> dict[str, np.ndarray]:
+    """At most ``most`` spans that begin one after the other, from the middle of the run."""
+    spare = len(table["start"]) - most
     if spare <= 0:
         return table
-    return {name: column[spare // 2 : spare // 2 + MAX_BARS] for name, column in table.items()}
+    return {name: column[spare // 2 : spare // 2 + most] for name, column in table.items()}
 
 
 def _figure(rows: dict[str, np.ndarray], lanes: list[str]) -> go.Figure:
