@@ -49,6 +49,7 @@ class GeneratorActor(PartActor):
         self._worker: GeneratorWorker
         self._lane = Lane(spec.name)
         self._told_at = -math.inf
+        self._timed = False  # the engine makes tokens by the clock, and has no iterations (the fake one)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chunks = spec.chunk_tokens > 0
         self._collected_at = -math.inf  # when results were last handed on
@@ -107,7 +108,9 @@ class GeneratorActor(PartActor):
         pause = 0.0 if output.wake_at is None else max(0.0, output.wake_at - now)
         busy = now - started + pause
         self._worker.busy_seconds += busy
-        self._lane.count(len(output.finished), output.tokens, 1, sequences, busy)
+        self._timed = self._timed or output.wake_at is not None
+        iterations = (0, 0) if self._timed else (1, sequences)
+        self._lane.count(len(output.finished), output.tokens, *iterations, busy)
         if self._chunks and now >= self._chunks_due:
             self._worker.send_chunks()
             self._chunks_due = now + self.CHUNK_SECONDS
