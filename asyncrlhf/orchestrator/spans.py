@@ -63,7 +63,7 @@ class SpanLog:
             clock.hear(batch, sent, heard)
         shift = clock.offset - self._began
         for span in batch.spans:
-            if (end := span.end + shift) >= self._first:
+            if (end := span.end + shift) > self._first:
                 moved = span._replace(start=max(span.start + shift, self._first), end=end)
                 self._take(SpanRow(batch.part, moved, clock.error))
         if batch.lost:
@@ -73,11 +73,14 @@ class SpanLog:
     def _take(self, row: SpanRow) -> None:
         last = self._open.get(row.part)
         if last is not None:
-            one, other = last.span, row.span
-            if (one.kind, one.version) == (other.kind, other.version) and abs(one.end - other.start) < 1e-9:
-                self._open[row.part] = SpanRow(row.part, one.joined(other), max(last.clock_error, row.clock_error))
+            one, other, error = last.span, row.span, max(last.clock_error, row.clock_error)
+            # Another machine's clock is known better at one time than at the other.
+            follows = abs(one.end - other.start) <= 1e-9 + 2 * error and one.end <= other.end
+            if follows and (one.kind, one.version) == (other.kind, other.version):
+                self._open[row.part] = SpanRow(row.part, one.joined(other), error)
                 return
             self._ended.append(last)
+            row = row._replace(span=other._replace(start=one.end)) if follows else row
         self._open[row.part] = row
 
     def step(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,11 @@ class Pieces:
     def _text(self, ids: list[int]) -> str:
         return self._decode([*self._anchor, *ids])[self._cut :]
 
-    def __call__(self, ids: Iterable[int]) -> list[str]:
+    def __call__(self, ids: Sequence[int]) -> list[str]:
         """One text a token, empty for special ones. A character of several tokens stands at the first of them."""
         found: list[str] = []
         run: list[int] = []  # tokens that make no whole character yet
-        for token in ids:
-            token = int(token)
+        for token in map(int, ids):
             if token not in self._known:
                 self._known[token] = self._text([token])
             if run or UNFINISHED in self._known[token]:
@@ -84,7 +83,10 @@ class Pieces:
                     run = []
             else:
                 found.append(self._known[token])
-        return found + ([self._text(run), *[""] * (len(run) - 1)] if run else [])
+        found += [self._text(run), *[""] * (len(run) - 1)] if run else []
+        if found and found[0][:1] == " " and not self._decode([int(i) for i in ids]).startswith(" "):
+            found[0] = found[0][1:]
+        return found
 
 
 class TokenRecord:

@@ -104,8 +104,6 @@ def test_a_resumed_run_counts_nothing_twice(tmp_path: Path) -> None:
     interrupt_after(tmp_path, 7, *options)
     before = sorted((tmp_path / "spans").glob("*.parquet"))
     # What a killed run leaves behind: rows beyond the checkpoint that the next one goes on from.
-    extra = pd.read_parquet(before[-1])
-    assert extra.end.max() <= 8 * TRAIN * 4
     (tmp_path / "spans" / "part-00999.parquet").write_bytes(before[-1].read_bytes())
     tokens = sorted((tmp_path / "rollout_tokens").glob("*.parquet"))[-1]
     (tmp_path / "rollout_tokens" / "steps-0000008-0000009-rank-0.parquet").write_bytes(tokens.read_bytes())
@@ -139,9 +137,9 @@ def test_the_recorded_tokens_are_those_of_the_rollouts(tmp_path: Path) -> None:
         other = trained.loc[row.rollout_id]
         assert "".join(row.tokens) == other.response and row.prompt == other.prompt
         assert len(row.tokens) == len(row.response_ids) == len(other.behavior_logprobs)
-        assert list(row.policy_versions) == list(other.policy_versions) and row.reward == other.reward
+        assert list(row.policy_versions) == list(other.policy_versions) and row.reward == pytest.approx(other.reward)
         np.testing.assert_array_equal(row.behavior_logprobs, other.behavior_logprobs)
         assert row.step - 1 in other.consumed_at_version
     fresh = rows[rows.step == 1]
-    drift = np.concatenate([p - b for p, b in zip(fresh.policy_logprobs, fresh.behavior_logprobs, strict=True)])
+    drift = np.concatenate([p - b for p, b in zip(fresh.proximal_logprobs, fresh.behavior_logprobs, strict=True)])
     assert np.abs(drift).max() < 1e-3, "the first step's tokens were sampled by the policy that trains on them"
