@@ -27,6 +27,7 @@ class RolloutLog:
         self._spans = SpanLog(state, recorder)
         if state.config.logging.spans:
             runtime.told = self._spans.hear
+            recorder.before_closing(self._spans.step)
 
     def begin(self) -> None:
         """The learner's loop begins: from here on the timeline is recorded."""

@@ -140,6 +140,7 @@ class RunRecorder:
             self._metrics = metrics_path.open("a", encoding="utf-8")
         self._lines = resume_from.metrics_lines
         self._elapsed = 0.0
+        self._before_closing: Callable[[], None] = lambda: None
         self._rows: list[RolloutRow] = []
         self._payloads: list[Payload | None] = []
         self._parts = resume_from.parts  # numbers given out; on disk once they are no longer pending
@@ -153,6 +154,10 @@ class RunRecorder:
         """Have all further parts written by ``submit``, which returns at once. Without this a thread writes rows that
         are complete."""
         self._submit = submit
+
+    def before_closing(self, tell: Callable[[], None]) -> None:
+        """Have ``tell`` called when the recorder closes, for what comes while the run's parts end."""
+        self._before_closing = tell
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; NaN and infinity become null. Raises ValueError without a ``step``."""
@@ -220,6 +225,7 @@ class RunRecorder:
             return
         self._metrics.close()
         try:
+            self._before_closing()
             self._put(len(self._rows))
             self._pending += self._spans.put()
         finally:

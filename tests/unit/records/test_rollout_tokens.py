@@ -82,9 +82,8 @@ def test_the_sample_and_its_rows_are_the_same_with_one_rank_and_with_two() -> No
     halves = [recorded(backend(AlgorithmConfig()), share(batch, rank, 2), ids) for rank in range(2)]
     assert all(halves) and sorted(whole) == sorted([*halves[0], *halves[1]]) == ids
     for i, row in (halves[0] | halves[1]).items():
-        for name in ("policy_logprobs", "importance_weight", "behavior_logprobs", "response_ids", "loss_mask"):
+        for name in ("policy_logprobs", "importance_weight", "behavior_weight", "response_ids", "loss_mask"):
             assert_close(np.asarray(row[name], np.float32), np.asarray(whole[i][name], np.float32), atol=FLOAT32)
-        assert row["behavior_weight"] is None and row["ref_logprobs"] is None
 
 
 def test_samples_are_spread_over_a_batch_whatever_its_ids() -> None:
@@ -127,7 +126,8 @@ def test_the_pieces_of_a_text_joined_are_the_text() -> None:
 def test_the_tokens_out_of_the_loss_are_marked() -> None:
     batch = random_batch(2, 3, seed=1)
     batch.loss_mask[np.flatnonzero(batch.response_mask)[::3]] = False
-    rows = recorded(backend(AlgorithmConfig()), batch)
+    rows = recorded(backend(AlgorithmConfig(correction="none")), batch)
+    assert all(row["behavior_weight"] is None and row["ref_logprobs"] is None for row in rows.values())
     assert sum(int((~row["loss_mask"]).sum()) for row in rows.values()) == int(
         (batch.response_mask & ~batch.loss_mask).sum()
     )

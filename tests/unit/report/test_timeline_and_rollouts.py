@@ -52,6 +52,7 @@ def write_tokens(folder: Path, count: int, text: str = "abc", prompt: str = "1+1
     """Rollout i has reward i, age i % 3 and the weight 2^-(i % 5)."""
     record = TokenRecord(folder / "rollout_tokens", 0, Characters)
     ids, ones = [ord(letter) for letter in text], np.ones(len(text), np.float32)
+    rows = []
     for i in range(count):
         row: dict[str, Any] = {
             "rollout_id": i, "group_id": i, "reward": float(i), "weight": 1.0, "prompt": prompt,
@@ -60,7 +61,8 @@ def write_tokens(folder: Path, count: int, text: str = "abc", prompt: str = "1+1
             "ref_logprobs": None, "importance_weight": ones * 0.5 ** (i % 5), "behavior_weight": None,
             "advantages": ones,
         }  # fmt: skip
-        record.add(10, [row])
+        rows.append(row)
+    record.add(10, rows)
     record.close()
 
 
