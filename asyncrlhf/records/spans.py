@@ -173,7 +173,8 @@ class Lane:
     def _span(self, now: float) -> Span:
         seconds = now - self._since
         busy = 0.0 if self._kind == "wait" else min(self._busy or seconds - self._paused, seconds)
-        return Span(self._kind, self._since, now, self.version, *self._counts, max(0.0, busy))
+        rollouts, tokens, iterations, sequences = self._counts
+        return Span(self._kind, self._since, now, self.version, rollouts, tokens, iterations, sequences, max(0.0, busy))
 
 
 class SpanRow(NamedTuple):
