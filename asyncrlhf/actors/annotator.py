@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from asyncrlhf.actors.messages import Address, ArrayBundle, resolved
+from asyncrlhf.actors.messages import Address, ArrayBundle, Told, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.readahead.owners import Chunk, Prefilled
+from asyncrlhf.records.spans import Lane, SpanBatch
 from asyncrlhf.rewards.build_scorer import build_scorer
 from asyncrlhf.rewards.reward import Scorer
 from asyncrlhf.rewards.reward_config import RewardConfig
@@ -122,12 +124,23 @@ class AnnotatorActor(PartActor):
     def __init__(self, spec: AnnotatorSpec, name: str) -> None:
         if spec.settings.threads:
             limit_threads(spec.settings.threads)
-        self._worker: AnnotatorWorker = spec.build(name)
+        self._lane = Lane(name)
+        with self._lane.during("load"):
+            self._worker: AnnotatorWorker = spec.build(name)
 
     def annotate(
         self, addresses: Sequence[Address], ticket: Ticket | None, *bundles: Any
-    ) -> tuple[list[Annotation], ArrayBundle | None]:
-        return self._worker.annotate(resolved(addresses, bundles), ticket)
+    ) -> tuple[Told[list[Annotation]], ArrayBundle | None]:
+        asked, rollouts = time.monotonic(), resolved(addresses, bundles)
+        size = len(rollouts), sum(len(r.response_ids) for r in rollouts)
+        with self._lane.during("score", None if ticket is None else ticket.version, *size):
+            annotations, arrays = self._worker.annotate(rollouts, ticket)
+        return Told(annotations, [self._lane.take(asked)]), arrays
 
     def prefill(self, released: Sequence[int], addresses: Sequence[Address], *bundles: Any) -> Prefilled:
-        return self._worker.prefill(released, resolved(addresses, bundles))
+        chunks = resolved(addresses, bundles)
+        with self._lane.during("score", None, 0, sum(len(chunk.token_ids) for chunk in chunks)):
+            return self._worker.prefill(released, chunks)
+
+    def close(self) -> list[SpanBatch]:
+        return [*super().close(), self._lane.take()]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.records.spans import Lane, SpanBatch
 from asyncrlhf.types import GenerationRequest, Rollout
 
 T = TypeVar("T")
@@ -38,12 +40,16 @@ class GeneratorActor(PartActor):
     # Between two answers with results: a message costs both sides some milliseconds. A lone result is sent at once.
     RESULT_SECONDS = 0.03
     LINGER_SECONDS = 0.003  # for what finishes at the same moment
+    SPAN_SECONDS = 0.5  # between two answers that tell what the replica did
     CHUNK_SECONDS = 0.1  # between two looks for chunks: a hint may wait, and a message costs both sides
 
     def __init__(self, spec: GeneratorSpec) -> None:
         if spec.generator.gpus == 0:
             os.nice(YIELD)
         self._worker: GeneratorWorker
+        self._lane = Lane(spec.name)
+        self._told_at = -math.inf
+        self._timed = False  # the engine makes tokens by the clock, and has no iterations (the fake one)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chunks = spec.chunk_tokens > 0
         self._collected_at = -math.inf  # when results were last handed on
@@ -58,7 +64,8 @@ class GeneratorActor(PartActor):
         more threads than cores and no longer spins between kernels, which cost vLLM a quarter of its speed."""
         if spec.generator.threads:
             torch.set_num_threads(spec.generator.threads)
-        self._worker = build_worker(spec)
+        with self._lane.during("load"):
+            self._worker = build_worker(spec)
 
     def _run(self) -> None:
         self._execute(None)  # the call that builds the worker
@@ -66,6 +73,8 @@ class GeneratorActor(PartActor):
             wait: float | None = None
             while self._execute(wait):
                 wait = self._advance() if self._worker.has_work() else None
+                if wait is None:
+                    self._lane.enter("wait")
         except BaseException as error:
             self._died = error
             raise
@@ -92,11 +101,16 @@ class GeneratorActor(PartActor):
 
     def _advance(self) -> float:
         """One step of the engine; returns the seconds to wait before the next."""
-        started = time.monotonic()
+        self._lane.enter("decode")
+        started, sequences = time.monotonic(), self._worker.running
         output = self._worker.step()
         now = time.monotonic()
         pause = 0.0 if output.wake_at is None else max(0.0, output.wake_at - now)
-        self._worker.busy_seconds += now - started + pause
+        busy = now - started + pause
+        self._worker.busy_seconds += busy
+        self._timed = self._timed or output.wake_at is not None
+        iterations = (0, 0) if self._timed else (1, sequences)
+        self._lane.count(len(output.finished), output.tokens, *iterations, busy)
         if self._chunks and now >= self._chunks_due:
             self._worker.send_chunks()
             self._chunks_due = now + self.CHUNK_SECONDS
@@ -123,11 +137,17 @@ class GeneratorActor(PartActor):
         run = super().call
         if method in self.BESIDE:
             return run(method, *arguments, **keywords)
+        if method == "load":
+            return self._between_steps(lambda: self._load(*arguments))
         return self._between_steps(lambda: run(method, *arguments, **keywords))
+
+    def _load(self, version: int, *arguments: Any) -> None:
+        with self._lane.during("load", version):
+            self._worker.load(version, *arguments)
 
     def collect(self) -> tuple[Any, ...]:
         """The facts and the payload, which stays in the object store; with ``chunk_tokens`` the chunks as a third."""
-        worker, box = self._worker, self._worker.outbox
+        asked, worker, box = time.monotonic(), self._worker, self._worker.outbox
         with box.changed:
             box.changed.wait_for(
                 lambda: box.has_results or box.has_chunks or self._died is not None, self.COLLECT_SECONDS
@@ -138,6 +158,8 @@ class GeneratorActor(PartActor):
         facts, rollouts, chunks = box.take(worker.busy_seconds, worker.tokens, time.monotonic())
         if facts.finished or facts.failed:
             self._collected_at = time.monotonic()
+        if time.monotonic() - self._told_at >= self.SPAN_SECONDS:
+            facts, self._told_at = replace(facts, spans=self._lane.take(asked)), time.monotonic()
         return (facts, rollouts, chunks) if self._chunks else (facts, rollouts)
 
     def _linger(self, now: float) -> float:
@@ -154,7 +176,8 @@ class GeneratorActor(PartActor):
                 self._raise_if_dead()
         return done
 
-    def close(self) -> None:
+    def close(self) -> list[SpanBatch]:
         self._commands.put(None)
         self._thread.join(timeout=5)
         super().close()
+        return [self._lane.take()]

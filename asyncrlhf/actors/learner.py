@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import ray
 import torch
 
-from asyncrlhf.actors.messages import Address, Offer, resolved
+from asyncrlhf.actors.messages import Address, Offer, Told, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
@@ -24,14 +25,18 @@ from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
+from asyncrlhf.learner.plan import StepPlan
+from asyncrlhf.learner.token_facts import token_facts
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.records.rollout_tokens import TokenRecord, sampled
+from asyncrlhf.records.spans import SHORT_WAIT, Lane, SpanBatch
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
 from asyncrlhf.transport.manifest import ShardedParams, take_part
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
-from asyncrlhf.types import TrainSample
+from asyncrlhf.types import Rollout, RolloutInfo, TrainSample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,14 @@ class LearnerSpec(BackendSpec):
     runtime: str
     weights: WeightsConfig
     seed: int
+    tokens_folder: Path | None = None  # of rollout_tokens/*.parquet; None: they are not written
+    tokens_sampled: int = 0  # rollouts a step that are written there, of all ranks together
+
+    def recorded(self, rollouts: Sequence[RolloutInfo]) -> dict[str, list[int]]:
+        """What :meth:`LearnerWorker.train` is to be told of a batch, whoever trains which part of it."""
+        if self.tokens_folder is None:
+            return {}
+        return {"recorded": sampled([r.rollout_id for r in rollouts], self.tokens_sampled, self.seed)}
 
 
 class LearnerWorker:
@@ -71,17 +84,35 @@ class LearnerWorker:
             self.sender = build_sender(spec.weights, spec.runtime, self._offered())
             self.backend.updater.before_update = lambda: self._fence()
         self._fence_seconds = 0.0
+        self._tokens: TokenRecord | None = None
+        if spec.tokens_folder is not None and self.backend.sequence_peers.rank == 0:
+            self._tokens = TokenRecord(spec.tokens_folder, rank, partial(load_tokenizer, spec.model))
 
-    def train(self, chosen: Sequence[tuple[Address, float, float, int]], *bundles: Any) -> StepResult:
+    @property
+    def version(self) -> int:
+        """The policy's."""
+        return self.backend.policy_version
+
+    def train(
+        self, chosen: Sequence[tuple[Address, float, float, int]], *bundles: Any, recorded: Collection[int] = ()
+    ) -> StepResult:
         """One learner step. ``chosen``: (address, reward, weight, masked_before_version) of each rollout of this rank's
         share of the batch; none where there are fewer groups than shares. ``bundles``: of rollouts, and of the arrays
-        that services computed of them, which are joined here."""
+        that services computed of them, which are joined here. ``recorded``: ids of the rollouts whose tokens are
+        written down by the ranks that train them."""
         rollouts = resolved([address for address, *_ in chosen], bundles)
         samples = [
             TrainSample(rollout, reward, weight, masked)
             for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
         ]
+        self.backend.observe = partial(self._record, {i: r for r in rollouts if (i := r.rollout_id) in recorded})
         return self.backend.train_step(pack(samples) if samples else self._no_share)
+
+    def _record(self, rollouts: Mapping[int, Rollout], plan: StepPlan) -> None:
+        if self._tokens is not None and rollouts:
+            rows = token_facts(plan, self.backend.algorithm, rollouts)
+            texts = ({"prompt": rollouts[row["rollout_id"]].prompt.text} for row in rows)
+            self._tokens.add(self.version, [row | text for row, text in zip(rows, texts, strict=True)])
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         """Copy the present weights for publishing, beside the next step's passes: its update waits for it.
@@ -149,6 +180,8 @@ class LearnerWorker:
 
     def save(self, folder: Path) -> None:
         """With the tokenizer, so that ``folder/model`` is a checkpoint that any ``from_pretrained`` reads."""
+        if self._tokens is not None:  # a part ends with each checkpoint
+            self._tokens.flush()
         self.backend.save(folder)
         if self.rank == 0:
             load_tokenizer(self._model).save_pretrained(folder / "model")
@@ -159,9 +192,37 @@ class LearnerWorker:
         self.backend.load(folder)
 
     def close(self) -> None:
+        if self._tokens is not None:
+            self._tokens.close()
         for sender in (self.sender, self._critic_sender):
             if sender is not None:
                 sender.close()
+
+
+class LearnerLanes:
+    """What a rank's time goes to; and on rank 0, under the part ``publisher``, that of the transfers, which run beside
+    its steps."""
+
+    KINDS = frozenset(("train", "snapshot", "save"))  # methods, and the kinds of their spans
+
+    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic, short_wait: float = SHORT_WAIT) -> None:
+        self._steps = Lane(f"learner-{rank}", clock, short_wait)
+        self._transfers = Lane("publisher", clock, short_wait) if rank == 0 else None
+
+    @contextmanager
+    def during(self, method: str, worker: Any, arguments: Sequence[Any]) -> Iterator[None]:
+        """The worker runs ``method`` inside."""
+        if method == "transfer" and self._transfers is not None:
+            with self._transfers.during("transfer", arguments[0].version):
+                yield
+        elif method in self.KINDS:
+            with self._steps.during(method, worker.version, len(arguments[0]) if method == "train" else 0):
+                yield
+        else:
+            yield
+
+    def take(self, asked: float | None = None) -> list[SpanBatch]:
+        return [lane.take(asked) for lane in (self._steps, self._transfers) if lane is not None]
 
 
 class LearnerActor(PartActor):
@@ -173,6 +234,7 @@ class LearnerActor(PartActor):
         self._worker: LearnerWorker
         self._snapshots = 0
         self._snapshot_made = threading.Condition()
+        self._lanes = LearnerLanes(rank)
 
     def rendezvous(self) -> str:
         """``host:port`` on this rank's machine, where the ranks' process group can meet."""
@@ -195,9 +257,19 @@ class LearnerActor(PartActor):
             self._snapshot_made.wait_for(lambda: self._snapshots >= snapshots)
         torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
         try:
-            return super().call(method, *arguments, **keywords)
+            with self._lanes.during(method, self._worker, arguments):
+                return super().call(method, *arguments, **keywords)
         finally:
             if method == "snapshot":
                 with self._snapshot_made:
                     self._snapshots += 1
                     self._snapshot_made.notify_all()
+
+    def step(self, *arguments: Any, snapshots: int, **keywords: Any) -> Told[StepResult]:
+        """As :meth:`call` of ``train``; what the rank did since its step before comes with the answer."""
+        asked = time.monotonic()
+        result = self.call("train", *arguments, snapshots=snapshots, **keywords)
+        return Told(result, self._lanes.take(asked))
+
+    def close(self) -> list[SpanBatch]:
+        return [*super().close(), *self._lanes.take()]

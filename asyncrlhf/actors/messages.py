@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from asyncrlhf.readahead.owners import ChunkInfo
+from asyncrlhf.records.spans import SpanBatch
 from asyncrlhf.types import (
     Annotation,
     FloatArray,
@@ -25,6 +26,7 @@ from asyncrlhf.types import (
 ARRAYS = ("response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts")
 FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version")
 _facts = attrgetter(*FACTS)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Collected:
     tokens: int = 0
     ages: list[float] = field(default_factory=list)
     chunks: list[ChunkInfo] = field(default_factory=list)
+    spans: SpanBatch | None = None  # of the replica, now and then
 
 
 class RolloutBundle(Sequence[Rollout]):
@@ -157,3 +160,11 @@ class Offer:
 
     seconds: float
     probe_logprobs: list[FloatArray] | None = None
+
+
+@dataclass(frozen=True)
+class Told(Generic[R]):
+    """An answer, and with it what the part has done since it told last."""
+
+    answer: R
+    spans: Sequence[SpanBatch]

@@ -9,6 +9,7 @@ from typing import Any
 from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.records.recorder import RolloutRow, write_part
+from asyncrlhf.records.spans import SpanBatch
 
 
 class PartActor:
@@ -27,11 +28,12 @@ class PartActor:
         """The worker's answer. Arguments that were object references arrive as the objects."""
         return getattr(self._worker, method)(*arguments, **keywords)
 
-    def close(self) -> None:
-        """Close the worker, if it holds anything open."""
+    def close(self) -> list[SpanBatch]:
+        """Close the worker, if it holds anything open. Returns what the part did since it told last, where it does."""
         close = getattr(self._worker, "close", None)
         if close is not None:
             close()
+        return []
 
 
 class RecordActor:

@@ -182,6 +182,11 @@ class GeneratorWorker:
         self._sent: dict[int, int] = {}  # response tokens that went out in chunks, of what is in flight
         self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
 
+    @property
+    def running(self) -> int:
+        """Sequences that the next step brings forward."""
+        return min(len(self._requests), self.engine.slots)
+
     def has_work(self) -> bool:
         """Whether a step would bring tokens nearer: what is in flight in an engine that is awake."""
         return bool(self._requests) and not self.engine.asleep

@@ -19,6 +19,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
 from asyncrlhf.records.recorder import RolloutRow
+from asyncrlhf.records.spans import SpanBatch
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 P = ParamSpec("P")
@@ -29,6 +30,14 @@ W_co = TypeVar("W_co", covariant=True)
 # For a call that may rightly take hours (a train step, an evaluation, a checkpoint), or that waits for time-outs of its
 # own (a weight transfer). If such a call hangs, the run's watch ends the run long before, after stall_timeout_seconds.
 LONG_SECONDS = 24 * 3600.0
+
+
+# Takes what a part told of its time, and when the request left and its answer came, by the loop's clock.
+Hear = Callable[[SpanBatch, float, float], None]
+
+
+def ignore(batch: SpanBatch, sent: float, heard: float) -> None:
+    """Nobody records the timeline."""
 
 
 class Remote(Protocol[W_co]):
@@ -139,7 +148,8 @@ class Runtime(Protocol):
     """Starts the parts and wires their transport; the controller sees nothing below this line.
 
     ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
-    ``sharing``: names of the generators on the learner's devices, which take turns with it.
+    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``told`` is given what
+    parts tell of their time.
     """
 
     generators: list[GeneratorHandle]
@@ -148,6 +158,7 @@ class Runtime(Protocol):
     critics: list[AnnotatorHandle]
     learner: LearnerHandle
     sharing: Collection[str]
+    told: Hear = staticmethod(ignore)  # set it before ``start``
 
     async def start(self) -> None: ...
 

@@ -13,37 +13,52 @@ from typing import Any, Concatenate
 import numpy as np
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
-from asyncrlhf.actors.learner import LearnerSpec, LearnerWorker
+from asyncrlhf.actors.learner import LearnerLanes, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, located
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, LocalPart, P, R, Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Hear, LocalPart, P, R, Runtime
 from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.records.recorder import RolloutRow, write_part
+from asyncrlhf.records.spans import Lane, SpanBatch
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
+
+
+def hear(told: Hear, *batches: SpanBatch) -> None:
+    """Hand on what a part did: all parts share the loop's clock."""
+    for batch in batches:
+        told(batch, batch.told, batch.told)
 
 
 class LocalGenerator(LocalPart[GeneratorWorker]):
     """Steps its worker whenever there is work; one step costs ``virtual_step_seconds`` unless the engine says itself
     when it wants to be looked at again (the fake engine)."""
 
-    def __init__(self, spec: GeneratorSpec, worker: GeneratorWorker) -> None:
+    def __init__(self, spec: GeneratorSpec, worker: GeneratorWorker, told: Hear) -> None:
         super().__init__(spec.name, worker)
+        self._told, self._lane = told, Lane(spec.name, asyncio.get_running_loop().time, 0.0)
         self._spec, self.slots = spec, spec.generator.slots
         self._changed = Signal()
         self._killed: str | None = None
         self._task = asyncio.create_task(self._run(), name=f"engine {spec.name}")
 
     async def _run(self) -> None:
-        loop, worker = asyncio.get_running_loop(), self.worker
+        loop, worker, timed = asyncio.get_running_loop(), self.worker, False
         while True:
+            if not worker.has_work():
+                self._lane.enter("wait")
             await self._changed.wait_for(worker.has_work)
-            started = loop.time()
+            self._lane.enter("decode")
+            started, sequences = loop.time(), worker.running
             output = worker.step()
+            timed = timed or output.wake_at is not None  # it makes tokens by the clock, and a step takes no time
+            self._lane.count(len(output.finished), output.tokens, 0 if timed else 1, 0 if timed else sequences)
+            if timed and not worker.has_work():
+                self._lane.enter("wait")
             if self._spec.chunk_tokens:
                 worker.send_chunks()
             if output.finished or worker.outbox.has_chunks:
@@ -75,7 +90,11 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         self, seconds: float, method: Callable[Concatenate[GeneratorWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         self._check()
-        answer = await super().call(seconds, method, *args, **kwargs)
+        if method.__name__ == "load":
+            with self._lane.during("load", args[0]):  # type: ignore[arg-type]
+                answer = await super().call(seconds, method, *args, **kwargs)
+        else:
+            answer = await super().call(seconds, method, *args, **kwargs)
         self._changed.notify()
         return answer
 
@@ -87,6 +106,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         await self._changed.wait_for(lambda: box.has_results or box.has_chunks or self._ended())
         self._check()
         now = asyncio.get_running_loop().time()
+        hear(self._told, self._lane.take())
         return located(*box.take(self.worker.busy_seconds, self.worker.tokens, now), now)
 
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
@@ -105,6 +125,8 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         return done
 
     async def close(self) -> None:
+        if not self._ended():
+            hear(self._told, self._lane.take())
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await super().close()
@@ -118,35 +140,56 @@ def fetch_local(payloads: Sequence[Payload]) -> list[Rollout]:
 class LocalAnnotator(LocalPart[AnnotatorWorker]):
     """A reward, reference or critic worker."""
 
-    def __init__(self, name: str, worker: AnnotatorWorker, answer_seconds: float) -> None:
+    def __init__(self, name: str, worker: AnnotatorWorker, answer_seconds: float, told: Hear) -> None:
         super().__init__(name, worker)
         self._answer_seconds = answer_seconds
+        self._told, self._lane = told, Lane(name, asyncio.get_running_loop().time, 0.0)
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
         rollouts = fetch_local(payloads)
-        return placed(*await self.call(self._answer_seconds, AnnotatorWorker.annotate, rollouts, ticket))
+        size = len(rollouts), sum(len(r.response_ids) for r in rollouts)
+        with self._lane.during("score", None if ticket is None else ticket.version, *size):
+            answer = await self.call(self._answer_seconds, AnnotatorWorker.annotate, rollouts, ticket)
+        hear(self._told, self._lane.take())
+        return placed(*answer)
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
         pieces = [chunk.payload.ref[chunk.payload.index] for chunk in chunks]
-        return await self.call(self._answer_seconds, AnnotatorWorker.prefill, released, pieces)
+        with self._lane.during("score", None, 0, sum(len(piece.token_ids) for piece in pieces)):
+            return await self.call(self._answer_seconds, AnnotatorWorker.prefill, released, pieces)
+
+    async def close(self) -> None:
+        hear(self._told, self._lane.take())
+        await super().close()
 
 
 class LocalLearner(LocalPart[LearnerWorker]):
     """One rank; a step costs ``virtual_step_seconds``, during which everything else goes on."""
 
-    def __init__(self, spec: LearnerSpec, worker: LearnerWorker) -> None:
+    def __init__(self, spec: LearnerSpec, worker: LearnerWorker, told: Hear) -> None:
         super().__init__("learner-0", worker)
-        self._step_seconds = spec.learner.virtual_step_seconds
+        self._spec, self._step_seconds = spec, spec.learner.virtual_step_seconds
+        self._told, self._lanes = told, LearnerLanes(0, asyncio.get_running_loop().time, 0.0)
+
+    async def call(
+        self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        with self._lanes.during(method.__name__, self.worker, args):
+            answer = await super().call(seconds, method, *args, **kwargs)
+            if method.__name__ == "train":
+                await asyncio.sleep(self._step_seconds)
+        return answer
 
     async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
         chosen = [(((0, i),), r.reward, r.weight, r.masked_before_version) for i, r in enumerate(rollouts)]
         fetched = fetch_local([r.payload for r in rollouts])
-        result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, fetched)
-        await asyncio.sleep(self._step_seconds)
+        result = await self.call(LONG_SECONDS, LearnerWorker.train, chosen, fetched, **self._spec.recorded(rollouts))
+        hear(self._told, *self._lanes.take())
         return result
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
-        answer: Any = self.worker.snapshot(probe)  # at once, and not when the answer is awaited
+        with self._lanes.during("snapshot", self.worker, ()):
+            answer: Any = self.worker.snapshot(probe)  # at once, and not when the answer is awaited
         if inspect.isawaitable(answer):
             return asyncio.ensure_future(answer)
         offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
@@ -158,6 +201,10 @@ class LocalLearner(LocalPart[LearnerWorker]):
 
     async def load(self, folder: Path) -> None:
         await self.call(LONG_SECONDS, LearnerWorker.load, folder)
+
+    async def close(self) -> None:
+        hear(self._told, *self._lanes.take())
+        await super().close()
 
 
 @dataclass(frozen=True)
@@ -184,7 +231,7 @@ class LocalRuntime(Runtime):
         self.learner: LocalLearner
 
     async def start(self) -> None:
-        self.learner = LocalLearner(self._specs.learner, self._workers.learner(self._specs.learner))
+        self.learner = LocalLearner(self._specs.learner, self._workers.learner(self._specs.learner), self.told)
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
@@ -193,10 +240,12 @@ class LocalRuntime(Runtime):
         if spec is None:
             return []
         names = [f"{spec.kind}-{i}" for i in range(spec.settings.workers)]
-        return [LocalAnnotator(name, self._workers.annotator(spec, name), spec.answer_seconds) for name in names]
+        made = self._workers.annotator
+        return [LocalAnnotator(name, made(spec, name), spec.answer_seconds, self.told) for name in names]
 
     def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
-        return LocalGenerator(spec, self._workers.generator(spec, asyncio.get_running_loop().time))
+        worker = self._workers.generator(spec, asyncio.get_running_loop().time)
+        return LocalGenerator(spec, worker, self.told)
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
         self._epoch += 1
@@ -224,7 +273,8 @@ class LocalRuntime(Runtime):
 
     async def close(self) -> None:
         self._records.shutdown()
-        for generator in self.generators:
-            await generator.close()
+        services: list[Any] = [*self.rewards, *self.references, *self.critics] if hasattr(self, "rewards") else []
+        for part in (*self.generators, *services):
+            await part.close()
         if hasattr(self, "learner"):
             await self.learner.close()

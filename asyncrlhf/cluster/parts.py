@@ -16,6 +16,7 @@ from asyncrlhf.cluster.placement import Plan, Specs, make_plan, parts_of
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.transport.weights_config import WeightsConfig, resolve_dtype
 from asyncrlhf.validation import check
 
@@ -96,9 +97,12 @@ def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
 
 
 def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Workers | None = None) -> Runtime:
-    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints will go. ``workers``: others than
-    the real ones, for ``runtime=local``."""
+    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints and ranks' records will go.
+    ``workers``: others than the real ones, for ``runtime=local``."""
     wanted = specs(config, wire_settings(config, run_dir))
+    if run_dir is not None and config.logging.rollout_tokens:
+        written = {"tokens_folder": run_dir.resolve() / TOKENS_FOLDER, "tokens_sampled": config.logging.rollout_tokens}
+        wanted = replace(wanted, learner=replace(wanted.learner, **written))
     if config.runtime == "local":
         from asyncrlhf.cluster.local_runtime import LocalRuntime
 

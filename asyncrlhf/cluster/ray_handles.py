@@ -15,15 +15,16 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from asyncrlhf.actors.annotator import AnnotatorActor, AnnotatorSpec, AnnotatorWorker
 from asyncrlhf.actors.generator import GeneratorActor
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Address, Collected, Offer, placed
+from asyncrlhf.actors.messages import Address, Collected, Offer, Told, placed
 from asyncrlhf.actors.where import Where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
-from asyncrlhf.cluster.handles import LONG_SECONDS, P, R, W, WorkerLostError, within
+from asyncrlhf.cluster.handles import LONG_SECONDS, Hear, P, R, W, WorkerLostError, ignore, within
 from asyncrlhf.cluster.ray_placement import free_in_ray
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
+from asyncrlhf.records.spans import SpanBatch
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
@@ -72,7 +73,14 @@ class RayPart(Generic[W]):
     def __init__(self, name: str, actor: Any, start_seconds: float = START_SECONDS) -> None:
         self.name = name
         self.actor = actor
+        self.told: Hear = ignore
         self._start_seconds = start_seconds
+
+    def hear(self, batches: Sequence[SpanBatch], sent: float) -> None:
+        """Hand on what the part told in an answer that has just come, to a request sent at ``sent``."""
+        now = asyncio.get_running_loop().time()
+        for batch in batches:
+            self.told(batch, sent, now)
 
     async def ready(self) -> None:
         """Wait until the worker is built. Raises ReplicaError when it cannot be, or not in time."""
@@ -95,8 +103,9 @@ class RayPart(Generic[W]):
 
     async def close(self) -> None:
         """Let the worker close what it holds open, then end its process in any case."""
+        sent = asyncio.get_running_loop().time()
         with suppress(ReplicaError, RayError):  # it is gone already, hangs, or failed to close
-            await within(CLOSE_SECONDS, self.name, "close", self.actor.close.remote())
+            self.hear(await within(CLOSE_SECONDS, self.name, "close", self.actor.close.remote()), sent)
         ray.kill(self.actor)
 
 
@@ -129,11 +138,13 @@ class RayGenerator(RayPart[GeneratorWorker]):
     async def collect(self) -> Collected:
         """The payload is a return value of its own: its owner is this process, so it outlives the replica."""
         submitted, self._submitted = self._submitted, []
-        values = 3 if self.spec.chunk_tokens else 2
+        values, sent = 3 if self.spec.chunk_tokens else 2, asyncio.get_running_loop().time()
         facts, rollouts, *chunks = self.actor.collect.options(num_returns=values).remote()
         collected: Collected = await ask(self.name, facts, SILENT_SECONDS, "collect")
         for reference in submitted:
             await ask(self.name, reference, SILENT_SECONDS, "submit")
+        if collected.spans is not None:
+            self.hear([collected.spans], sent)
         return located(collected, rollouts, next(iter(chunks), None), asyncio.get_running_loop().time())
 
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
@@ -154,6 +165,16 @@ class RayRank(RayPart[LearnerWorker]):
         self._snapshots += verb == "snapshot"
         return sent
 
+    def train(self, *arguments: Any, **keywords: Any) -> Awaitable[StepResult]:
+        """The rank's part in a step, which is sent before this returns."""
+        sent = asyncio.get_running_loop().time()
+        return self._trained(self.actor.step.remote(*arguments, snapshots=self._snapshots, **keywords), sent)
+
+    async def _trained(self, asked: Any, sent: float) -> StepResult:
+        told: Told[StepResult] = await ask(self.name, asked, LONG_SECONDS, "train")
+        self.hear(told.spans, sent)
+        return told.answer
+
 
 class RayLearner:
     """All ranks take part in every step; rank 0 alone sends weights, and answers where one answer is enough."""
@@ -161,7 +182,7 @@ class RayLearner:
     def __init__(self, spec: LearnerSpec, options: Sequence[Options], start_seconds: float) -> None:
         """``options``: of each rank."""
         self.ranks = [RayRank(spec, rank, own, start_seconds) for rank, own in enumerate(options)]
-        self.name = self.ranks[0].name
+        self.name, self._spec = self.ranks[0].name, spec
         self._sharded, self._shares = spec.learner.sharded, spec.learner.shares
         self._start_seconds = start_seconds
         self._host = ""
@@ -208,7 +229,7 @@ class RayLearner:
         steps = []
         for number, rank in enumerate(self.ranks):
             chosen, references = shares[number // size]
-            steps.append(ask(rank.name, rank.send("train", chosen, *references), LONG_SECONDS, "train"))
+            steps.append(rank.train(chosen, *references, **self._spec.recorded(rollouts)))
         return await _first(steps)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
@@ -248,6 +269,7 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
         self._spec = spec
         self._options = options
         self._deaths = 0  # since the last answer
+        self._asked = 0  # calls under way
         self._replaced: ReplicaError | None = None  # a death that no caller heard of
         name = f"{spec.kind}-{number}"
         super().__init__(name, self._start(name), start_seconds)
@@ -259,24 +281,26 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
     async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
         """The first death may have any cause: the call is made once more before its rollouts are blamed."""
         addresses, bundles = addressed(payloads)
-        arrays: Any = None
+        arrays, sent = None, asyncio.get_running_loop().time()
 
         def call() -> Any:
             # The arrays' owner is this process, so they outlive the worker.
             nonlocal arrays
-            annotations, arrays = self.actor.annotate.options(num_returns=2).remote(addresses, ticket, *bundles)
-            return annotations
+            told, arrays = self.actor.annotate.options(num_returns=2).remote(addresses, ticket, *bundles)
+            return told
 
         try:
-            annotations = await self._once("annotate", call)
+            told: Told[list[Annotation]] = await self._once("annotate", call)
         except WorkerLostError:
             raise
         except ReplicaError as error:
             if self._deaths > 1:
                 raise
-            annotations = await self._once("annotate", call)
+            sent = asyncio.get_running_loop().time()
+            told = await self._once("annotate", call)
             self._replaced = error
-        return placed(annotations, arrays)
+        self.hear(told.spans, sent)
+        return placed(told.answer, arrays)
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
         if self._replaced is not None:  # the chunks' beginnings are gone
@@ -287,11 +311,14 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
 
     async def _once(self, verb: str, call: Callable[[], Any]) -> Any:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
+        self._asked += 1
         try:
             answer = await ask(self.name, call(), self._spec.answer_seconds, verb)
         except ReplicaError as error:
             await self._revive(error)
             raise
+        finally:
+            self._asked -= 1
         self._deaths = 0
         return answer
 
@@ -307,5 +334,8 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
             raise WorkerLostError(f"{failure} It had died before: {error}") from failure
 
     async def close(self) -> None:
-        """End its process at once: a worker holds nothing that must be closed."""
-        ray.kill(self.actor)
+        """End its process at once where it is at work: a worker holds nothing that must be closed."""
+        if self._asked:
+            ray.kill(self.actor)
+        else:
+            await super().close()

@@ -145,6 +145,8 @@ class RayRuntime(Runtime):
         options = self._placer.options
         ranks = [options(f"learner-{i}") for i in range(self._specs.learner.learner.ranks)]
         self.learner = RayLearner(self._specs.learner, ranks, seconds)
+        for rank in self.learner.ranks:
+            rank.told = self.told
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
@@ -159,10 +161,17 @@ class RayRuntime(Runtime):
         if spec is None:
             return []
         options, seconds = self._placer.options, self._cluster.start_timeout_seconds
-        return [RayAnnotator(spec, i, options(f"{spec.kind}-{i}"), seconds) for i in range(spec.settings.workers)]
+        numbers = range(spec.settings.workers)
+        workers: list[AnnotatorHandle] = []
+        for worker in (RayAnnotator(spec, i, options(f"{spec.kind}-{i}"), seconds) for i in numbers):
+            worker.told = self.told
+            workers.append(worker)
+        return workers
 
     def _generator(self, spec: GeneratorSpec) -> RayGenerator:
-        return RayGenerator(spec, self._placer.options(spec.name), self._cluster.start_timeout_seconds)
+        fresh = RayGenerator(spec, self._placer.options(spec.name), self._cluster.start_timeout_seconds)
+        fresh.told = self.told
+        return fresh
 
     async def _check_run_dir(self) -> None:
         """The learner's ranks write checkpoints themselves: better to know now than at the first one."""

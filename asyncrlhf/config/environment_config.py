@@ -60,6 +60,8 @@ class LoggingConfig:
     wandb_group: str = ""
     progress: str = "auto"
     rollouts: bool = True  # write rollouts/*.parquet
+    spans: bool = True  # write spans/*.parquet, the timeline
+    rollout_tokens: int = 16  # rollouts a learner step of which rollout_tokens/*.parquet has every token; 0: none
     flush_every: int = 2048
     report: bool = True  # a finished `asyncrlhf train` writes report/index.html
 
@@ -68,3 +70,4 @@ class LoggingConfig:
         check(self.wandb_project, "logging.wandb_project is empty; give the name of a W&B project.")
         check_choice("logging.progress", self.progress, PROGRESS_MODES)
         check_range("logging.flush_every", self.flush_every, low=1)
+        check_range("logging.rollout_tokens", self.rollout_tokens, low=0)

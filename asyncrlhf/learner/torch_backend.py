@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +95,7 @@ class TorchBackend:
         self.policy_version = 0  # completed learner steps
         self._skipped_in_a_row = 0
         self._critic_served = spec.critic_served
+        self.observe: Callable[[StepPlan], None] = lambda plan: None  # what the step knew, once its updates are made
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """As :meth:`Updater.parameters`."""
@@ -137,6 +138,7 @@ class TorchBackend:
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = self._metrics(plan, losses) | rates
         metrics |= {"grad_norm": norms[-1], "skipped_updates": float(skipped)}
+        self.observe(plan)
         self._guard(skipped == len(norms))
         return StepResult(metrics, skipped=skipped == len(norms), seconds=time.perf_counter() - started)
 

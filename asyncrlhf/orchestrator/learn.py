@@ -42,6 +42,7 @@ class LearnLoop:
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(self.state, self.publisher)
         self._lead = Lead(self.state)
+        self.log.begin()
         self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1

@@ -7,6 +7,7 @@ from concurrent.futures import Future, wait
 
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.orchestrator.spans import SpanLog
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.recorder import MAX_WAITING, RecordMarker, RolloutRow, RunRecorder
 from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
@@ -23,6 +24,14 @@ class RolloutLog:
         self._rows: list[RolloutRow] = []
         self._payloads: list[Payload | None] = []
         recorder.write_with(runtime.write_part)
+        self._spans = SpanLog(state, recorder)
+        if state.config.logging.spans:
+            runtime.told = self._spans.hear
+            recorder.before_closing(self._spans.step)
+
+    def begin(self) -> None:
+        """The learner's loop begins: from here on the timeline is recorded."""
+        self._spans.begin()
 
     def discard(self, rollout_id: int, group_id: int, info: RolloutInfo | None, state: str, reason: str) -> None:
         """A rollout that will never train (again); the row goes out with the next :meth:`hand_over`."""
@@ -67,11 +76,13 @@ class RolloutLog:
     async def hand_over(self) -> None:
         """Send what has ended on its way to the records; waits only when those are far behind."""
         self._record()
+        self._spans.step()
         await self._written(self._recorder.unwritten(MAX_WAITING))
 
     def mark(self) -> RecordMarker:
         """Where the records stand with all that has ended; they are on disk after :meth:`flush`."""
         self._record()
+        self._spans.step()
         return self._recorder.mark()
 
     async def flush(self) -> None:

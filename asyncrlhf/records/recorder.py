@@ -1,4 +1,4 @@
-"""Writes a run's directory: config.yaml, metrics.jsonl, rollouts/*.parquet and summary.json.
+"""Writes a run's directory: config.yaml, metrics.jsonl, rollouts/*.parquet, spans/*.parquet and summary.json.
 
 A crash loses no metrics line, since each one is flushed as it is written. Rollout rows are written elsewhere (a thread,
 an actor), in whole files that appear under their name only when complete. :meth:`RunRecorder.mark` returns a marker; a
@@ -25,7 +25,9 @@ import yaml
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.records.rollout_tokens import cut_tokens
 from asyncrlhf.records.run_lock import RunLock
+from asyncrlhf.records.spans import SPANS_FOLDER, SpanParts, SpanRow
 from asyncrlhf.types import Payload, Rollout
 
 METRICS_FILE = "metrics.jsonl"
@@ -100,6 +102,7 @@ class RecordMarker:
 
     metrics_lines: int = 0
     parts: int = 0
+    span_parts: int = 0
 
 
 class RunRecorder:
@@ -129,6 +132,10 @@ class RunRecorder:
             resume_from = RecordMarker()
         with writing_to(self.run_dir):
             self._folder.mkdir(parents=True, exist_ok=True)
+            spans = self.run_dir / SPANS_FOLDER
+            spans.mkdir(exist_ok=True)
+            _cut_parts(spans, resume_from.span_parts)
+            cut_tokens(self.run_dir, resume_from.metrics_lines)
             _cut_metrics(metrics_path, resume_from.metrics_lines)
             _cut_parts(self._folder, resume_from.parts)
             (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
@@ -136,6 +143,8 @@ class RunRecorder:
             write_atomically(self.run_dir / CONFIG_FILE, text)
             self._metrics = metrics_path.open("a", encoding="utf-8")
         self._lines = resume_from.metrics_lines
+        self._elapsed = 0.0
+        self._before_closing: Callable[[], None] = lambda: None
         self._rows: list[RolloutRow] = []
         self._payloads: list[Payload | None] = []
         self._parts = resume_from.parts  # numbers given out; on disk once they are no longer pending
@@ -143,11 +152,16 @@ class RunRecorder:
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
         self._submit: SubmitPart = lambda target, rows, _: self._pool.submit(write_part, target, rows)
+        self._spans = SpanParts(spans, logging.flush_every, resume_from.span_parts, self._pool.submit)
 
     def write_with(self, submit: SubmitPart) -> None:
         """Have all further parts written by ``submit``, which returns at once. Without this a thread writes rows that
         are complete."""
         self._submit = submit
+
+    def before_closing(self, tell: Callable[[], None]) -> None:
+        """Have ``tell`` called when the recorder closes, for what comes while the run's parts end."""
+        self._before_closing = tell
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; NaN and infinity become null. Raises ValueError without a ``step``."""
@@ -171,7 +185,13 @@ class RunRecorder:
         """Where the records stand, with all rows so far in numbered parts. They are on disk once the ``unwritten`` are
         done."""
         self._put(len(self._rows))
-        return RecordMarker(metrics_lines=self._lines, parts=self._parts)
+        self._pending += self._spans.put(self._elapsed)
+        return RecordMarker(metrics_lines=self._lines, parts=self._parts, span_parts=self._spans.parts)
+
+    def record_spans(self, rows: Sequence[SpanRow], elapsed: float) -> None:
+        """Keep spans for the next Parquet part, which holds none that ended after ``elapsed``, seconds of the run."""
+        self._elapsed = elapsed
+        self._pending += self._spans.add(rows, elapsed)
 
     def unwritten(self, allowed: int = 0) -> list[Future[None]]:
         """The parts that must be written before at most ``allowed`` are not."""
@@ -183,7 +203,7 @@ class RunRecorder:
             self._error = self._error or self._pending.popleft().exception()
         if self._error is not None:
             raise AsyncRLHFError(
-                f"rollout records could not be written to {self._folder}: {self._error}"
+                f"rollout records could not be written to {self.run_dir}: {self._error}"
             ) from self._error
 
     def sync_metrics(self) -> None:
@@ -220,7 +240,9 @@ class RunRecorder:
             return
         self._metrics.close()
         try:
+            self._before_closing()
             self._put(len(self._rows))
+            self._pending += self._spans.put()
         finally:
             wait(self._pending)
             self._pool.shutdown(wait=True)

@@ -11,6 +11,7 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from asyncrlhf.report import rollouts, timeline
 from asyncrlhf.report.curves import (
     DASHES,
     Axis,
@@ -36,7 +37,7 @@ _PAGE = """<!doctype html>
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; color: #222; }
 body { margin: 2rem auto; max-width: 1400px; padding: 0 1.2rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; }
-h2 { font-size: 1.15rem; margin: 2rem 0 .4rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .4rem; } summary h2 { display: inline-block; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
 .note { color: #666; margin: .2rem 0; } .finding { margin: .4rem 0; }
 .runs span { display: inline-block; margin-right: 1.4rem; }
@@ -54,6 +55,10 @@ th { background: #f6f6f6; } th:first-child, td:first-child { text-align: left; }
 <span><i style="background:{{ color }}"></i>{{ label }}</span>{% endfor %}</p>
 {% for heading, figures in sections %}<h2>{{ heading }}</h2>
 <div class="grid">{% for figure in figures %}<div>{{ figure | safe }}</div>{% endfor %}</div>
+{% endfor %}
+{% for heading, html in extras %}<details{{ " open" if extras | length <= 4 }}
+ontoggle="this.querySelectorAll('.js-plotly-plot').forEach((chart) => Plotly.Plots.resize(chart))">
+<summary><h2>{{ heading }}</h2></summary>{{ html | safe }}</details>
 {% endfor %}
 <h2>Summary</h2>
 {% for table in tables %}<h3>{{ table.title }}</h3><div class="scroll"><table>
@@ -115,10 +120,19 @@ def render(
             findings=[sentence for found in sweeps for sentence in sentences(found)],
             legend=legend,
             sections=sections,
+            extras=_extras(runs),
             tables=[table for found in sweeps for table in sweep_tables(found)] + build_tables(runs, groups),
             unread=unread or {},
         )
     )
+
+
+def _extras(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """(heading, HTML) of what is shown run by run: timelines, then rollouts."""
+    bars, room = timeline.MAX_BARS // min(len(runs), 10), rollouts.MAX_BYTES // len(runs)
+    found = [(f"Timeline of {run.label}", timeline.section(run, bars)) for run in runs]
+    found += [(f"Rollouts of {run.label}", rollouts.section(run, room)) for run in runs]
+    return [(heading, html) for heading, html in found if html]
 
 
 def _html(figure: go.Figure) -> str:

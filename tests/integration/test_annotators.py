@@ -153,8 +153,8 @@ def test_what_a_worker_sends_is_its_arrays_alone() -> None:
     spec: Any = reference_spec(config)
     rollouts = [sample.rollout for sample in samples(groups=8, size=4)]
     actor = AnnotatorActor(spec, "reference-0")
-    annotations, arrays = actor.annotate([((0, i),) for i in range(len(rollouts))], None, rollouts)
-    assert [a.rollout_id for a in annotations] == [r.rollout_id for r in rollouts] and arrays is not None
+    told, arrays = actor.annotate([((0, i),) for i in range(len(rollouts))], None, rollouts)
+    assert [a.rollout_id for a in told.answer] == [r.rollout_id for r in rollouts] and arrays is not None
     numbers, places = sum(len(r.response_ids) for r in rollouts), len(rollouts)
     assert len(pickle.dumps(arrays)) < 4 * numbers + 8 * places + 600
 

@@ -24,6 +24,7 @@ from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout
+from tests.integration.test_spans import assert_tiled, lanes_of
 from tests.loop import FAKE, QUIET
 
 SAMPLE, TRANSFER, LOAD, TRAIN = 2.0, 0.5, 0.25, 4.0  # seconds that each costs
@@ -47,6 +48,10 @@ class Generator:
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         return [i for i in rollout_ids if self.due.pop(i, None)] + self.outbox.withdraw(rollout_ids)
+
+    @property
+    def running(self) -> int:
+        return len(self.due)
 
     def has_work(self) -> bool:
         return bool(self.due)
@@ -88,7 +93,7 @@ class Learner:
     async def transfer(self, ticket: Any) -> None:
         await asyncio.sleep(TRANSFER)
 
-    async def train(self, chosen: Sequence[Any], *bundles: Any) -> StepResult:
+    async def train(self, chosen: Sequence[Any], *bundles: Any, **recorded: Any) -> StepResult:
         await asyncio.sleep(TRAIN)
         self.version += 1
         return StepResult({"loss": 0.0})
@@ -153,3 +158,14 @@ def test_the_steps_of_an_imitated_run_take_what_their_parts_cost(
     ends = [row["wall_time"] for row in metrics]
     assert np.diff(ends)[1:] == pytest.approx(step_seconds)
     assert all(row["train_seconds"] == pytest.approx(TRAIN) for row in metrics)
+    lanes = lanes_of(tmp_path)
+    costs = {"train": TRAIN, "transfer": TRANSFER, "load": LOAD}
+    costs |= {kind: seconds for kind, seconds in ANNOTATE.items() if f"{kind}-0" in lanes and kind != "reward"}
+    for part, lane in lanes.items():
+        assert_tiled(lane)
+        for kind, seconds in costs.items():
+            found = lane[(lane.kind == kind) | ((lane.kind == "score") & part.startswith(kind))]
+            np.testing.assert_allclose(found.end - found.start, seconds, atol=1e-9, err_msg=f"{part} {kind}")
+    assert len(lanes["learner-0"].query("kind == 'train'")) == STEPS
+    assert len(lanes["publisher"].query("kind == 'transfer'")) == STEPS
+    assert ("reference-0" in lanes) == (SERVED[0] in mode)

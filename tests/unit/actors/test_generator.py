@@ -114,6 +114,7 @@ class OneAStep:
     """An engine that finishes one request a step, and waits before every step for leave."""
 
     asleep = False
+    slots = 4
 
     def __init__(self) -> None:
         self.ids: list[int] = []

@@ -12,6 +12,8 @@ from asyncrlhf.actors.learner import LearnerActor
 
 
 class Worker:
+    version = 0
+
     def __init__(self) -> None:
         self.done: list[str] = []
 
@@ -21,9 +23,9 @@ class Worker:
         self.done.append("snapshot")
         return "offer"
 
-    def train(self, step: int) -> int:
-        self.done.append(f"train {step}")
-        return step
+    def train(self, chosen: list[int]) -> int:
+        self.done.append(f"train {len(chosen)}")
+        return len(chosen)
 
 
 @pytest.fixture
@@ -38,8 +40,8 @@ def actor() -> LearnerActor:
 def test_a_step_waits_for_the_snapshots_asked_for_before_it(actor: LearnerActor, probe: str | None) -> None:
     """A snapshot that fails holds nobody up."""
     with ThreadPoolExecutor(2) as pool:
-        assert actor.call("train", 1, snapshots=0) == 1
-        step = pool.submit(actor.call, "train", 2, snapshots=1)
+        assert actor.call("train", [1], snapshots=0) == 1
+        step = pool.submit(actor.call, "train", [2, 2], snapshots=1)
         with pytest.raises(TimeoutError):
             step.result(timeout=0.2)
         wait([pool.submit(actor.call, "snapshot", probe, snapshots=0)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrlhf.actors.messages import Told
 from asyncrlhf.cluster import ray_handles
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import WorkerLostError
@@ -49,7 +50,7 @@ class Scripted(RayAnnotator):
                 raise ReplicaError("reward-0 died.")
             if found == FROZEN:
                 await asyncio.sleep(1e9)
-            return found
+            return Told(found, []) if isinstance(found, list) else found
 
         return answer()
 

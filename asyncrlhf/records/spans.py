@@ -1,0 +1,222 @@
+"""Spans: who did what from when to when. A :class:`Lane` measures one part; :class:`SpanParts` writes the files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SPANS_FOLDER = "spans"
+LANE_LIMIT = 2048  # spans that wait for a message; further ones are counted as lost
+SHORT_WAIT = 0.001  # seconds: a shorter pause within one activity is no span of its own
+
+SPAN_SCHEMA = pa.schema(
+    [
+        ("part", pa.string()),
+        ("kind", pa.string()),
+        ("start", pa.float64()),
+        ("end", pa.float64()),
+        ("version", pa.int64()),
+        ("rollouts", pa.int64()),
+        ("tokens", pa.int64()),
+        ("iterations", pa.int64()),
+        ("sequence_iterations", pa.int64()),
+        ("busy_seconds", pa.float64()),
+        ("clock_error", pa.float64()),
+    ]
+)
+
+
+class Span(NamedTuple):
+    """One row of ``spans/*.parquet``, but for its part; times are seconds of the clock that measured it.
+
+    ``kind``: ``decode``, ``load``, ``score``, ``train``, ``snapshot``, ``transfer``, ``save`` or ``wait``.
+    """
+
+    kind: str
+    start: float
+    end: float
+    version: int = -1  # of the weights in use, loaded or sent; of the policy that a step trains; -1: of none
+    rollouts: int = 0
+    tokens: int = 0
+    iterations: int = 0
+    sequence_iterations: int = 0  # the sequences of each iteration, added up
+    busy_seconds: float = 0.0  # at most end - start
+
+    def joined(self, later: Span) -> Span:
+        """One span of two that follow each other."""
+        sums = (a + b for a, b in zip(self[4:], later[4:], strict=True))
+        return Span(self.kind, self.start, later.end, self.version, *sums)  # type: ignore[arg-type]
+
+
+class SpanBatch(NamedTuple):
+    """The spans of one part that travel with a message; ``asked`` and ``told``: when the request came in and the
+    answer left, by the clock of ``host``."""
+
+    part: str
+    spans: Sequence[Span]
+    asked: float
+    told: float
+    host: str
+    lost: int = 0  # spans that found no room
+
+
+@cache
+def host() -> str:
+    """This machine since it was started: all its processes share one monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+class Lane:
+    """What one part does, measured where it does it: at any time exactly one kind, so that its spans follow each other
+    without a gap and never overlap. Safe to use from several threads."""
+
+    def __init__(self, part: str, clock: Callable[[], float] = time.monotonic, short_wait: float = SHORT_WAIT) -> None:
+        """``short_wait``: seconds; a shorter wait between two spans of one kind and version joins them."""
+        self.part = part
+        self.version = -1
+        self._clock, self._short_wait = clock, short_wait
+        self._lock = threading.RLock()
+        self._done: list[Span] = []
+        self._lost = 0
+        self._open("wait", clock())
+        # Inside of a ``during``: what is entered afterwards, and counted then.
+        self._covered, self._after, self._later = False, "wait", [0, 0, 0, 0]
+
+    def _open(self, kind: str, since: float) -> None:
+        self._kind, self._since = kind, since
+        self._counts = [0, 0, 0, 0]
+        self._busy, self._paused = 0.0, 0.0
+
+    def enter(self, kind: str, version: int | None = None) -> None:
+        """From now on the part does ``kind``, with the weights of ``version`` (None: those it had)."""
+        with self._lock:
+            if self._covered:
+                self._after = kind
+                return
+            if kind == self._kind and version in (None, self.version):
+                return
+            now = self._clock()
+            last, pause = self._done[-1] if self._done else None, now - self._since
+            short = self._kind == "wait" and pause < self._short_wait
+            if short and last and last.kind == kind and last.version == (self.version if version is None else version):
+                self._open(kind, last.start)
+                self._counts = list(last[4:8])
+                self._done.pop()
+                self._paused = last.end - last.start - last.busy_seconds + pause
+                self._busy = last.busy_seconds if kind == "decode" else 0.0
+                return
+            self._cut(now, over=True)
+            self._open(kind, now)
+            if kind != "wait":
+                self._counts, self._later = self._later, [0, 0, 0, 0]
+            self.version = self.version if version is None else version
+
+    @contextmanager
+    def during(self, kind: str, version: int | None = None, rollouts: int = 0, tokens: int = 0) -> Iterator[None]:
+        """Inside, the part does ``kind`` with so much, whatever it enters; afterwards that, or what it did before."""
+        if self._covered:
+            yield
+            return
+        with self._lock:
+            before = self._kind
+            self.enter(kind, version)
+            self.count(rollouts, tokens)
+            self._covered, self._after = True, before
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._covered = False
+                self.enter(self._after)
+
+    def count(self, rollouts: int, tokens: int, iterations: int = 0, sequences: int = 0, busy: float = 0.0) -> None:
+        """Of the present span, or of the next where a ``during`` covers it; ``sequences``: of these iterations, added
+        up; ``busy``: seconds (0: all of it)."""
+        with self._lock:
+            added = (rollouts, tokens, iterations, sequences)
+            counts = self._later if self._covered else self._counts
+            counts[:] = [a + b for a, b in zip(counts, added, strict=True)]
+            self._busy += 0.0 if self._covered else busy
+
+    def take(self, asked: float | None = None) -> SpanBatch:
+        """All up to now; the present span goes on in the next batch. ``asked``: when the request for it came in."""
+        with self._lock:
+            now = self._clock()
+            self._cut(now, over=False)
+            taken, self._done = self._done, []
+            lost, self._lost = self._lost, 0
+        return SpanBatch(self.part, taken, now if asked is None else asked, now, host(), lost)
+
+    def _cut(self, now: float, over: bool) -> None:
+        """End the present span and begin another of its kind. What took no time is kept if it was something."""
+        if now > self._since or (over and self._kind not in ("wait", "decode")) or any(self._counts):
+            if len(self._done) < LANE_LIMIT:
+                self._done.append(self._span(now))
+            else:
+                self._lost += 1
+        self._open(self._kind, now)
+
+    def _span(self, now: float) -> Span:
+        seconds = now - self._since
+        busy = 0.0 if self._kind == "wait" else min(self._busy or seconds - self._paused, seconds)
+        rollouts, tokens, iterations, sequences = self._counts
+        return Span(self._kind, self._since, now, self.version, rollouts, tokens, iterations, sequences, max(0.0, busy))
+
+
+class SpanRow(NamedTuple):
+    """A span on the run's clock. ``clock_error``: seconds by which its times may be off against other parts'."""
+
+    part: str
+    span: Span
+    clock_error: float = 0.0
+
+
+class SpanParts:
+    """Numbered Parquet files of spans, which ``submit`` has written in another thread."""
+
+    def __init__(
+        self, folder: Path, rows_of_a_part: int, parts: int, submit: Callable[[Callable[[], None]], Future[None]]
+    ) -> None:
+        self._folder, self._rows_of_a_part, self._submit = folder, rows_of_a_part, submit
+        self.parts = parts  # numbers given out
+        self._rows: list[SpanRow] = []
+
+    def add(self, rows: Sequence[SpanRow], until: float) -> list[Future[None]]:
+        """Keep rows; where enough have ended by ``until`` they go into a part. Returns what is written then."""
+        self._rows += rows
+        return self.put(until) if len(self._rows) >= self._rows_of_a_part else []
+
+    def put(self, until: float = float("inf")) -> list[Future[None]]:
+        """One part of all rows that had ended by ``until``, a time of the run: no part that a checkpoint counts on
+        holds anything that the resumed run does again."""
+        ended = [row for row in self._rows if row.span.end <= until]
+        if not ended:
+            return []
+        self._rows = [row for row in self._rows if row.span.end > until]
+        target = self._folder / f"part-{self.parts:05d}.parquet"
+        self.parts += 1
+        return [self._submit(lambda: write_spans(target, ended))]
+
+
+def write_spans(target: Path, rows: Sequence[SpanRow]) -> None:
+    """One Parquet file, which appears whole."""
+    columns: dict[str, list[Any]] = {"part": [row.part for row in rows]}
+    columns |= {name: [getattr(row.span, name) for row in rows] for name in Span._fields}
+    columns["clock_error"] = [row.clock_error for row in rows]
+    temporary = target.with_suffix(".tmp")
+    pq.write_table(pa.table(columns, schema=SPAN_SCHEMA), temporary, compression="zstd")
+    os.replace(temporary, target)

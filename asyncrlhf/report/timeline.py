@@ -1,0 +1,132 @@
+"""The report's timeline: who generated, scored, trained, published, loaded and waited, from ``spans/*.parquet``."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+import plotly.graph_objects as go
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrlhf.records.spans import SPANS_FOLDER
+from asyncrlhf.report.load import Run
+
+MAX_BARS = 1500
+MAX_LANES = 32
+# Kind to its colour and what it is in words, in the order of the legend.
+KINDS = {
+    "decode": ("#4c78a8", "generating"),
+    "score": ("#54a24b", "scoring"),
+    "train": ("#e45756", "training"),
+    "snapshot": ("#b279a2", "copying weights"),
+    "transfer": ("#f58518", "publishing weights"),
+    "load": ("#eeca3b", "loading weights"),
+    "save": ("#9d755d", "saving a checkpoint"),
+    "wait": ("#e4e4e4", "waiting"),
+}
+_ORDER = ("publisher", "learner", "reward", "reference", "critic")  # from below; generators stand on top
+_HOVER = "%{customdata[0]}<br>%{base:.3f} s to %{customdata[1]:.3f} s<br>version %{customdata[2]}<br>"
+_HOVER += "%{customdata[3]} rollouts, %{customdata[4]} tokens<extra></extra>"
+
+
+def section(run: Run, max_bars: int = MAX_BARS) -> str:
+    """One run's timeline as HTML that needs plotly.js on its page, of at most ``max_bars`` spans; empty where the run
+    has none."""
+    table = read_spans(run)
+    if table is None:
+        return ""
+    lanes = sorted({str(name) for name in table["part"]}, key=_place)
+    shown = lanes[:MAX_LANES]
+    rows = _window({name: column[np.isin(table["part"], shown)] for name, column in table.items()}, max_bars)
+    said = []
+    if len(shown) < len(lanes):
+        said.append(f"{len(shown)} of {len(lanes)} parts shown.")
+    if len(rows["start"]) < len(table["start"]):
+        first, last = rows["start"].min(), rows["end"].max()
+        said.append(f"{len(rows['start']):,} of {len(table['start']):,} spans shown: {first:.1f} s to {last:.1f} s.")
+    note = " ".join([*said, "A lane shows one part; drag to zoom, double-click for all."])
+    chart = _figure(rows, shown).to_html(
+        include_plotlyjs=False,
+        full_html=False,
+        config={"displaylogo": False, "responsive": True},
+        default_height=f"{130 + 26 * len(shown)}px",
+    )
+    return f'<p class="note">{escape(note)}</p>{chart}{_shares(table, shown)}'
+
+
+def read_spans(run: Run) -> dict[str, np.ndarray] | None:
+    """The columns of all of a run's span files, in the order of their starts; None without any."""
+    files = sorted((run.path / SPANS_FOLDER).glob("part-*.parquet"))
+    if not files:
+        return None
+    table = pa.concat_tables([pq.read_table(file) for file in files])
+    columns = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
+    order = np.argsort(columns["start"], kind="stable")
+    return {name: column[order] for name, column in columns.items()}
+
+
+def _place(lane: str) -> tuple[int, str, int]:
+    kind, _, number = lane.rpartition("-")
+    place = next((i for i, name in enumerate(_ORDER) if lane.startswith(name)), len(_ORDER))
+    return place, kind, int(number) if number.isdigit() else 0
+
+
+def _window(table: dict[str, np.ndarray], most: int) -> dict[str, np.ndarray]:
+    """At most ``most`` spans that begin one after the other, from the middle of the run."""
+    spare = len(table["start"]) - most
+    if spare <= 0:
+        return table
+    return {name: column[spare // 2 : spare // 2 + most] for name, column in table.items()}
+
+
+def _figure(rows: dict[str, np.ndarray], lanes: list[str]) -> go.Figure:
+    place = {lane: i for i, lane in enumerate(lanes)}
+    figure = go.Figure()
+    for kind, (color, words) in KINDS.items():
+        here = rows["kind"] == kind
+        if not here.any():
+            continue
+        facts = [rows[name][here] for name in ("end", "version", "rollouts", "tokens")]
+        custom = [[words, round(float(end), 4), *map(int, rest)] for end, *rest in zip(*facts, strict=True)]
+        loads = [f"v{version}" for version in rows["version"][here]] if kind == "load" else None
+        figure.add_bar(
+            x=np.round(rows["end"][here] - rows["start"][here], 5),
+            base=np.round(rows["start"][here], 5),
+            y=np.array([place[part] for part in rows["part"][here]], np.int16),
+            orientation="h",
+            name=words,
+            marker={"color": color, "line": {"width": 0}},
+            width=0.8,
+            text=loads,
+            textposition="inside" if loads else None,
+            customdata=custom,
+            hovertemplate=_HOVER,
+        )
+    figure.update_layout(
+        barmode="overlay",
+        template="plotly_white",
+        margin={"l": 10, "r": 10, "t": 10, "b": 44},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
+        font={"size": 12},
+        bargap=0.2,
+    )
+    figure.update_xaxes(title="seconds of the run")
+    figure.update_yaxes(tickvals=list(range(len(lanes))), ticktext=lanes, automargin=True)
+    return figure
+
+
+def _shares(table: dict[str, np.ndarray], lanes: list[str]) -> str:
+    """What each part's time went to in the whole run, in per cent of the time from its first span to its last."""
+    kinds = [kind for kind in KINDS if (table["kind"] == kind).any()]
+    seconds = table["end"] - table["start"]
+    head = "".join(f"<th>{KINDS[kind][1]}</th>" for kind in kinds)
+    lines = []
+    for lane in reversed(lanes):
+        mine = table["part"] == lane
+        total = max(float(seconds[mine].sum()), 1e-9)
+        cells = "".join(
+            f"<td>{100 * seconds[mine & (table['kind'] == kind)].sum() / total:.0f}%</td>" for kind in kinds
+        )
+        lines.append(f"<tr><td>{escape(lane)}</td>{cells}</tr>")
+    return f'<div class="scroll"><table><tr><th>share of its time</th>{head}</tr>{"".join(lines)}</table></div>'
