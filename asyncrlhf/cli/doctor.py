@@ -24,6 +24,14 @@ from asyncrlhf.config.compose import load_config
 if TYPE_CHECKING:
     from asyncrlhf.config.run_config import RunConfig
 
+HELP = """asyncrlhf doctor [overrides]: what this machine offers, and what would fail of `asyncrlhf train [overrides]`
+
+  asyncrlhf doctor                                    of the default run
+  asyncrlhf doctor generator=vllm learner.ranks=2     of this one
+  asyncrlhf doctor ray.address=auto generator.gpus=1  on a cluster, which it joins to see what is free
+
+It imports what the run needs in processes of their own, starts nothing and changes nothing.
+Exit codes: 0 the run should work here, 1 it would fail, 2 no machine would take these settings."""
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
 GIB = 2**30
@@ -35,6 +43,9 @@ SHARED_MEMORY_WANTED = GIB // 2  # the object store of the default run
 def run(arguments: Sequence[str] = ()) -> int:
     """Print the table and the verdict on the run that ``asyncrlhf train`` would make of the same arguments; 0 unless
     it would fail on this machine, then 1. Raises ConfigError for arguments that no machine would take."""
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
     findings = examine(load_config(list(arguments)))
     console = Console()
     table = Table("what", Column("found", overflow="fold"), "verdict", title="asyncrlhf doctor", title_justify="left")

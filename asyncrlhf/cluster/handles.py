@@ -139,7 +139,8 @@ class Runtime(Protocol):
     """Starts the parts and wires their transport; the controller sees nothing below this line.
 
     ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
-    ``sharing``: names of the generators on the learner's devices, which take turns with it.
+    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``tell`` is called with how
+    far the start is.
     """
 
     generators: list[GeneratorHandle]
@@ -148,6 +149,7 @@ class Runtime(Protocol):
     critics: list[AnnotatorHandle]
     learner: LearnerHandle
     sharing: Collection[str]
+    tell: Callable[[str], None]
 
     async def start(self) -> None: ...
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from asyncrlhf.data.adapter import add_adapter
-from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig, refuse_missing_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check_package
 
@@ -39,17 +39,10 @@ def resolve(path: str) -> str:
         return str(resources.files("asyncrlhf") / "assets" / "tiny-arithmetic")
     if path == "smollm2":
         return str(_smollm2())
+    refuse_missing_model(path)
     local = Path(path).expanduser()
     if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise ConfigError(
-                f"model.path={path} holds no config.json; a checkpoint in transformers' format is needed."
-            )
         return str(local)
-    if local.exists():
-        raise ConfigError(f"model.path={path} is a file; give the folder of a checkpoint in transformers' format.")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/"):
-        raise ConfigError(f"model.path={path} does not exist; allowed: tiny, smollm2, a local folder or a hub name.")
     return path
 
 
