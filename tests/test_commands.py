@@ -1,7 +1,7 @@
 """Every command of README and docs: all are resolved without a start, a handful runs; `make docs-full` runs the rest.
 
-A command is a line of a code block that begins with ``asyncrlhf``, ``make`` or ``ray job submit``. It runs as written, in
-the page's own folder and after the commands above it, plus a suffix from ``SUFFIXES`` that makes it short.
+A command is a line of a code block that begins with ``asyncrlhf``, ``make`` or ``ray job submit``. It runs as written,
+in the page's own folder and after the commands above it, plus a suffix from ``SUFFIXES`` that makes it short.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from pathlib import Path
 
 from asyncrlhf.config.run_config import RunConfig
@@ -37,9 +35,3 @@ def say(config: RunConfig, text: str) -> None:
     """A line before the run's own display stands."""
     if config.logging.progress != "none":
         print(text, flush=True)
-
-
-def quiet_libraries() -> None:
-    """Byte-compiling a library for the first time warns of its own code, between the lines of the run."""
-    if not sys.warnoptions:
-        warnings.filterwarnings("ignore", category=SyntaxWarning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"asyncrlhf: {arguments[0]} is no command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     module, function = COMMANDS[arguments[0]]
+    if not sys.warnoptions:  # byte-compiling a library for the first time warns of its code, between our lines
+        warnings.filterwarnings("ignore", category=SyntaxWarning)
     try:
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except AsyncRLHFError as error:

@@ -132,6 +132,7 @@ def _smollm2() -> Path:
 
 def _convert_gguf(source: Path, file: str, out: Path) -> None:
     """Write a GGUF checkpoint as plain bfloat16 safetensors; 4-bit weights lose nothing that matters by it."""
+    os.environ["TQDM_DISABLE"] = "1"  # its bars come between the lines of a run
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source, gguf_file=file, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
     )
