@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
+from contextlib import redirect_stderr
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,8 @@ def _smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".smollm2-"))
     try:
-        _convert_gguf(Path(package.submodule_search_locations[0]), SMOLLM2_FILE, scratch)
+        with redirect_stderr(io.StringIO()):  # bars of the conversion would come between the lines of the run
+            _convert_gguf(Path(package.submodule_search_locations[0]), SMOLLM2_FILE, scratch)
         scratch.rename(folder)
     except OSError:
         # Another process was first: its conversion is the same, and a folder that is not empty cannot be replaced.
@@ -132,7 +135,6 @@ def _smollm2() -> Path:
 
 def _convert_gguf(source: Path, file: str, out: Path) -> None:
     """Write a GGUF checkpoint as plain bfloat16 safetensors; 4-bit weights lose nothing that matters by it."""
-    os.environ["TQDM_DISABLE"] = "1"  # its bars come between the lines of a run
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source, gguf_file=file, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
     )

@@ -36,7 +36,11 @@ def modes() -> str:
             [(0.8 * i, 0.8, max(0, math.floor(0.8 * i) - 1)) for i in range(12)],
             [(i + 1, 1, max(0, math.floor(0.8 * i) - 1)) for i in range(9)],
         ),
-        ("fixed_lag, lag=3: 3", [(i, 1, max(0, i - 1)) for i in range(9)], [(i + 1, 1, max(0, i - 3)) for i in range(9)]),
+        (
+            "fixed_lag, lag=3: 3",
+            [(i, 1, max(0, i - 1)) for i in range(9)],
+            [(i + 1, 1, max(0, i - 3)) for i in range(9)],
+        ),
     ]
     parts, y = [], 14
     for title, generated, trained in rows:
