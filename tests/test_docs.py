@@ -128,7 +128,7 @@ def test_the_core_can_be_read_in_an_afternoon() -> None:
 
 
 def test_names_of_other_frameworks_are_theirs() -> None:
-    """Where `make install` put their sources: each flag of OpenRLHF and each last word of verl's keys stands in them."""
+    """Where `make install` put their sources: each flag of OpenRLHF and the end of each of verl's keys is in them."""
     references = Path(sys.prefix) / "references"
     theirs = references / "openrlhf" / "cli" / "train_ppo_ray.py"
     if not theirs.is_file():
