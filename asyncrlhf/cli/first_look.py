@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import refuse_missing_model
 from asyncrlhf.plugins import load_function
@@ -14,8 +12,7 @@ def first_look(config: RunConfig) -> None:
 
     ``orchestrator.run.prepare`` looks at all of it again, and at the rest.
     """
-    if config.model.path not in ("tiny", "smollm2"):
-        refuse_missing_model(config.model.path)
+    check_model_path(config)
     for name, part in config.reward.sources.items():
         if part.kind == "python":
             load_function(f"{config.reward.key(name)}.target", part.target)
@@ -25,10 +22,12 @@ def first_look(config: RunConfig) -> None:
         from asyncrlhf.tasks.prompts import check_rows
 
         check_rows(config.task)
-    if config.run_dir and config.checkpoint.resume == "no":
-        from asyncrlhf.records.recorder import refuse_used_folder
 
-        refuse_used_folder(Path(config.run_dir))
+
+def check_model_path(config: RunConfig) -> None:
+    """Raise ConfigError for a model that looks like a folder and is none."""
+    if config.model.path not in ("tiny", "smollm2"):
+        refuse_missing_model(config.model.path)
 
 
 def say(config: RunConfig, text: str) -> None:

@@ -76,6 +76,10 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(config: RunConfig) -> int:
     first_look(config)
+    if config.run_dir and config.checkpoint.resume == "no":
+        from asyncrlhf.records.recorder import refuse_used_folder
+
+        refuse_used_folder(Path(config.run_dir))
     say(config, "Loading PyTorch, transformers and Ray, then checking model, data and rewards.")
     from asyncrlhf.orchestrator.run import train
     from asyncrlhf.records.summary import plain_words

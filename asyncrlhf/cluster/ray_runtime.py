@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -160,12 +161,14 @@ class RayRuntime(Runtime):
     async def _until_ready(self, parts: Sequence[Any]) -> None:
         """Tell of each actor that has loaded its model, of some of them where there are many."""
         self.tell(f"Loading the model in {len(parts)} actors")
-        waits = [asyncio.ensure_future(part.ready()) for part in parts]
-        step = max(1, len(parts) // 8)
-        for number, wait in enumerate(asyncio.as_completed(waits), start=1):
-            await wait
-            if number % step == 0:
+        counted, every = itertools.count(1), max(1, len(parts) // 8)
+
+        async def ready(part: Any) -> None:
+            await part.ready()
+            if (number := next(counted)) % every == 0:
                 self.tell(f"Actors: {number} of {len(parts)} ready")
+
+        await asyncio.gather(*(ready(part) for part in parts))
 
     def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
         if spec is None:
