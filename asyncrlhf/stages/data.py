@@ -61,8 +61,8 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
 
 
 def find_rows(path: str, key: str) -> tuple[Path, list[Path]]:
-    """Where ``path`` leads on this machine, and the files there; none for what `datasets` saved and for a dataset's name.
-    Raises ConfigError for a local path that leads to no rows; needs no library."""
+    """Where ``path`` leads on this machine, and the files there; none for what `datasets` saved and for a dataset's
+    name. Raises ConfigError for a local path that leads to no rows; needs no library."""
     check(path, f"{key} is empty; give a JSONL or Parquet file, a folder of them, or the name of a dataset.")
     local = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or local.suffix in BUILDERS
@@ -76,7 +76,7 @@ def find_rows(path: str, key: str) -> tuple[Path, list[Path]]:
 def first_look(path: str, key: str) -> None:
     """As :func:`find_rows`, and read the lines of JSONL files that are not large."""
     _, files = find_rows(path, key)
-    broken = _broken_line([file for file in files if file.stat().st_size < LOOKED_AT])
+    broken = _broken_line([file for file in files if file.stat().st_size < LOOKED_AT], columns=False)
     check(not broken, f"{key}={path} could not be read: {broken}.")
 
 
@@ -116,9 +116,9 @@ def _has_content(file: Path) -> bool:
         return any(line.strip() for line in lines)
 
 
-def _broken_line(files: Sequence[Path]) -> str:
+def _broken_line(files: Sequence[Path], columns: bool = True) -> str:
     """Where the first line stands that keeps JSONL files from being a table; empty where none does. Arrow counts rows
-    of a block from 0, which does not help to find a line."""
+    of a block from 0, which does not help to find a line. Without ``columns`` any JSON objects will do."""
     kinds: dict[str, str] = {}
     for file in files:
         if file.suffix != ".jsonl":
@@ -131,7 +131,7 @@ def _broken_line(files: Sequence[Path]) -> str:
                 return f"{where} is no JSON ({error.msg})"
             if not isinstance(row, dict):
                 return f"{where} is no JSON object"
-            for column, value in row.items():
+            for column, value in row.items() if columns else ():
                 kind = type(value).__name__
                 if value is not None and kinds.setdefault(column, kind) != kind:
                     return f"{where} has {kind} in the column {column!r} where {kinds[column]} stood before"
