@@ -59,7 +59,7 @@ class RunConfig:
         "ray", "Actors on Ray, or all parts in one process on a virtual clock (local).", choices=("ray", "local")
     )
     eval_every: int = setting(
-        0, "Learner steps between two held-out evaluations; there is one at the start and one at the end.", low=0
+        100, "Learner steps between two held-out evaluations, beside those at start and end; 0: those alone.", low=0
     )
     stall_timeout_seconds: float = setting(
         600.0, "Seconds without any movement after which the run fails and names what it waits for.",

@@ -11,7 +11,8 @@ import yaml
 
 from asyncrlhf.cli.reference import schema as print_schema
 from asyncrlhf.cli.settings_help import settings_help
-from asyncrlhf.config.run_config import conf_folder
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.run_config import RunConfig, conf_folder, to_plain
 from asyncrlhf.config.settings_list import Setting, every_setting, json_schema, sections
 from asyncrlhf.errors import ConfigError
 
@@ -22,6 +23,11 @@ def test_every_setting_has_a_description() -> None:
     unsaid = [s.key for s in every_setting() if not s.about.endswith((".", "?")) or len(s.about) < 12]
     assert unsaid == [], "declare these by validation.setting(default, 'One sentence.')"
     assert [key for key, section in SECTIONS.items() if not section.about] == []
+
+
+def test_shown_defaults_are_those_of_the_command_line() -> None:
+    """No preset that is chosen by default changes one."""
+    assert to_plain(load_config([])) == to_plain(RunConfig())
 
 
 def refusal(setting: Setting, value: Any) -> str:
