@@ -58,8 +58,11 @@ class RunConfig:
     runtime: str = setting(
         "ray", "Actors on Ray, or all parts in one process on a virtual clock (local).", choices=("ray", "local")
     )
-    eval_every: int = setting(
-        100, "Learner steps between two held-out evaluations, beside those at start and end; 0: those alone.", low=0
+    eval_every: int | None = setting(
+        None,
+        "Learner steps between two held-out evaluations, beside those at start and end; 0: those alone; null: 100 of "
+        "`train`, which costs it two answers in a hundred, and 0 of the stages.",
+        low=0,
     )
     stall_timeout_seconds: float = setting(
         600.0, "Seconds without any movement after which the run fails and names what it waits for.",
@@ -96,6 +99,11 @@ class RunConfig:
         check(self.name and "/" not in self.name, f"name={self.name!r} must be a folder's name without a slash.")
         check_settings("", self)
         check_agreement(self)
+
+    @property
+    def evaluates_every(self) -> int:
+        """Learner steps between two held-out evaluations of ``train``; 0 is none."""
+        return 100 if self.eval_every is None else self.eval_every
 
     @property
     def reference_served(self) -> bool:
