@@ -23,7 +23,7 @@ from asyncrlhf.orchestrator.run import Prepared, prepare, train
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.types import GenerationRequest, RolloutInfo
 
-QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]
+QUIET = ["logging=quiet", "eval_every=0", "task.heldout_size=8", "weights.audit_every=0"]
 # Enough work a step for a ratio of the two sides and not of the messages between them, and rewards with spread, since
 # the learner passes over groups without.
 LOAD = [
