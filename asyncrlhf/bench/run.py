@@ -79,7 +79,7 @@ def _about(name: str) -> str:
     for call in (
         n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "add_argument"
     ):
-        told = {k.arg: ast.unparse(k.value).strip("'\"") for k in call.keywords}
-        default = f" (default {told['default']})" if "default" in told else ""
+        told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+        default = f" (default {told['default']})" if told.get("default") is not None else ""
         options.append(f"  {ast.unparse(call.args[0]).strip(chr(39)):20} {told.get('help', '')}{default}".rstrip())
     return "\n\n".join([*(text for text in texts if text), "\n".join(options)])

@@ -55,9 +55,12 @@ def _section(section: Section) -> str:
         lines += ["", f"Presets: {', '.join(f'`{section.key}={name}`' for name in section.presets)}."]
     lines += ["", "| setting | default | allowed | meaning |", "|---|---|---|---|"]
     for setting in section.settings:
-        cells = (f"`{setting.key}`", f"`{setting.written}`", setting.allowed, setting.about)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append(_row(f"`{setting.key}`", f"`{setting.written}`", setting.allowed, setting.about))
     return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def metrics_page() -> str:
@@ -67,7 +70,7 @@ def metrics_page() -> str:
         "by `make reference`. A figure that a step does not have is missing or null; angle brackets hold what differs."
     ]
     for family in FAMILIES:
-        rows = [f"| `{m.name}` | {m.unit} | {m.about} |".replace("\\|", "|") for m in family.metrics]
+        rows = [_row(f"`{metric.name}`", metric.unit, metric.about) for metric in family.metrics]
         parts.append(
             "\n".join([f"## {family.title}", "", family.about, "", "| key | unit | meaning |", "|---|---|---|", *rows])
         )

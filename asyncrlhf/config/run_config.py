@@ -50,7 +50,7 @@ class RunConfig:
     """Everything one run needs. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
 
     name: str = setting("arithmetic", "Name of the run's folder, below runs/.")
-    run_dir: str = setting("", "The run's own folder; empty is runs/<name>/<time>.")
+    run_dir: str = setting("", "The run's own folder; empty is runs/NAME/TIME.")
     seed: int = setting(0, "Seed of prompts, sampling and the learner's draws.", low=0, high=2**31 - 1)
     steps: int = setting(500, "Learner steps of the run.", low=1)
     batch_size: int = setting(128, "Rollouts that a learner step trains on.", low=1)
