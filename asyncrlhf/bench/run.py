@@ -76,9 +76,8 @@ def _about(name: str) -> str:
     runs = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"]
     texts = [f"asyncrlhf bench {name}: {ast.get_docstring(tree)}", *(ast.get_docstring(run) or "" for run in runs)]
     options = []
-    for call in (
-        n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "add_argument"
-    ):
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in (node for node in calls if getattr(node.func, "attr", "") == "add_argument"):
         told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
         default = f" (default {told['default']})" if told.get("default") is not None else ""
         options.append(f"  {ast.unparse(call.args[0]).strip(chr(39)):20} {told.get('help', '')}{default}".rstrip())

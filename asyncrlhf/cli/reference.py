@@ -33,7 +33,8 @@ def schema(arguments: Sequence[str]) -> int:
     keys = [section.key for section in sections() if section.key and ENTRY not in section.key]
     key = arguments[0] if arguments else ""
     if len(arguments) > 1 or (key and key not in keys):
-        raise ConfigError(f"{' '.join(arguments)} is no group of settings{did_you_mean(key, keys)}; allowed: {keys}.")
+        hint = did_you_mean(key, keys)
+        raise ConfigError(f"{' '.join(arguments)} is no group of settings{hint}; allowed: {', '.join(keys)}.")
     print(json.dumps(json_schema(key), indent=1))
     return 0
 

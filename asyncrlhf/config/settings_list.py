@@ -149,4 +149,6 @@ def _property(by_key: dict[str, Section], setting: Setting) -> dict[str, Any]:
     if entry in by_key:
         value["additionalProperties"] = {"anyOf": [_object(by_key, entry), {"type": "null"}]}
     also = [{"type": "null"}] if setting.nullable else []
-    return {**told, "anyOf": [value, *also, {"type": "string", "pattern": r"^\$\{"}]}
+    # An interpolation; and 1e-4, which is a number to Hydra, but a text to YAML before 1.2.
+    written = r"^\$\{|^-?[0-9.]+e-?[0-9]+$" if setting.kind == "number" else r"^\$\{"
+    return {**told, "anyOf": [value, *also, {"type": "string", "pattern": written}]}

@@ -67,7 +67,7 @@ class Progress:
         """How far set-up is: the live display's title, or a line."""
         self._phase = text
         if self._live is not None:
-            self._live.update(self._render(self._latest))
+            self._live.update(self._render(self._latest), refresh=True)
         else:
             self.message(f"{text}.")
 

@@ -202,7 +202,7 @@ def test_usage_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "generator.vllm.dtype=auto" in text and "generator.slots" not in text and "async." not in text
     assert main(["train", "--help", "kv cache"]) == 0
     assert "fusion.cache_tokens" in capsys.readouterr().out
-    assert main(["train", "--help", "max_stalenes"]) == 2
+    assert main(["train", "--help", "max_stalenness"]) == 2
     assert "did you mean" in capsys.readouterr().err
 
 

@@ -98,8 +98,8 @@ def test_the_schema_takes_our_own_presets_and_refuses_what_a_config_refuses() ->
 
 
 def test_schema_of_an_unknown_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"asink is no group of settings \(did you mean async\?\)"):
-        print_schema(["asink"])
+    with pytest.raises(ConfigError, match=r"asyncs is no group of settings \(did you mean async\?\)"):
+        print_schema(["asyncs"])
 
 
 def test_bounds_are_numbers() -> None:
