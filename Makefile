@@ -1,4 +1,4 @@
-# Targets: install train rlhf test test-numeric lint bench docs clean. Settings that a user may give on the command line:
+# Targets: install train rlhf test test-numeric lint bench docs docs-full docs-site reference clean. Settings that a user may give on the command line:
 #   PYTHON=python3.11        the interpreter that makes the environment (3.11 is the tested one)
 #   DEVICE=cpu|gpu           which builds to install; found out by nvidia-smi when not given
 #   TORCH_INDEX=<url>        an index that holds the CPU build of torch, such as PyTorch's own
@@ -29,7 +29,7 @@ PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadfil
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
-.PHONY: help install train rlhf test test-all test-numeric lint format bench docs clean
+.PHONY: help install train rlhf test test-all test-numeric lint format bench docs docs-full docs-site reference clean
 
 help:
 	@sed -n '1,6p' Makefile | sed 's/^# //'
@@ -78,7 +78,19 @@ bench: install
 	$(BIN)/asyncrlhf bench $(or $(ARGS),overlap)
 
 docs: install
-	$(BIN)/python -m pytest tests/test_docs.py
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_reference.py tests/test_commands.py -m "not thorough"
+
+# Every command of README and docs that this machine can run, shortened where it would take long: some ten minutes.
+docs-full: install
+	$(BIN)/python -m pytest tests/test_commands.py $(ARGS)
+
+docs-site: install
+	$(PIP) "mkdocs-material>=9.6"
+	$(BIN)/mkdocs build --site-dir site
+
+# The pages that are made from the code: settings, metrics, the schema for editors.
+reference: install
+	$(BIN)/python -m asyncrlhf.cli.reference docs/reference
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,5 @@
-"""Range checks for config leaves: each raises one sentence that names the key, the value and what is allowed."""
+"""How a setting is declared, with its description and what it allows; and the checks, each of which raises one sentence
+that names the key, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import difflib
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -15,6 +16,38 @@ from omegaconf.errors import OmegaConfBaseException
 from asyncrlhf.errors import ConfigError
 
 Settings = TypeVar("Settings")
+Group = TypeVar("Group")
+
+
+def setting(
+    default: Any, about: str, *, choices: Sequence[str] = (), entries: type | None = None, **bounds: float | bool
+) -> Any:
+    """A field of a dataclass of settings. ``about``, one sentence with the unit, is what ``asyncrlhf train --help``,
+    docs/reference/settings.md and the schema for editors say of it.
+
+    ``choices`` and ``bounds`` (those of :func:`check_range`) are what :func:`check_settings` allows; ``entries`` is the
+    dataclass of what a mapping holds by name.
+    """
+    metadata = {"about": about, "choices": tuple(choices), "entries": entries, "bounds": bounds}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(schema: type[Group], about: str) -> Group:
+    """A field that holds settings of its own, all at their defaults."""
+    return field(default_factory=schema, metadata={"about": about})  # type: ignore[no-any-return, call-overload]
+
+
+def check_settings(where: str, settings: object) -> None:
+    """Raise ConfigError for the first setting under ``where`` that is not what its field allows. None passes."""
+    for declared in fields(settings):  # type: ignore[arg-type]
+        key, value = f"{where}.{declared.name}" if where else declared.name, getattr(settings, declared.name)
+        if choices := declared.metadata.get("choices"):
+            for one in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
+                check_choice(key, one, choices)
+        elif (bounds := declared.metadata.get("bounds")) and value is not None:
+            check_range(key, value, **bounds)
 
 
 def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
@@ -43,14 +76,22 @@ def check_range(
     below = high is None or (value < high if exclusive_high else value <= high)
     if above and below and math.isfinite(value):
         return
-    bounds = []
-    if low is not None:
-        bounds.append(f"{'>' if exclusive_low else '>='} {low}")
-    if high is not None:
-        bounds.append(f"{'<' if exclusive_high else '<='} {high}")
+    bounds = bounds_in_words(low=low, high=high, exclusive_low=exclusive_low, exclusive_high=exclusive_high)
     if (above and below) or not bounds:
         bounds.append("finite")
     raise ConfigError(f"{key}={value} is out of range; allowed: {' and '.join(bounds)}.")
+
+
+def bounds_in_words(
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    exclusive_low: bool = False,
+    exclusive_high: bool = False,
+) -> list[str]:
+    """``>= 0`` and ``< 1``, such as they are."""
+    found = [] if low is None else [f"{'>' if exclusive_low else '>='} {low}"]
+    return found if high is None else [*found, f"{'<' if exclusive_high else '<='} {high}"]
 
 
 def check_ranges(where: str, settings: object, *names: str, **bounds: Any) -> None:

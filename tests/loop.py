@@ -14,6 +14,7 @@ import pytest
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator import run as run_module
+from asyncrlhf.records.metric_names import find_metric
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.records.summary import REPLICA_PREFIX
 
@@ -111,7 +112,10 @@ class Finished:
 def run(folder: Path, *overrides: str) -> Finished:
     """One run of the local runtime (unless overridden), with nothing on the screen."""
     config = load_config([f"run_dir={folder}", "runtime=local", *QUIET, *overrides])
-    return Finished(folder, run_module.train(config))
+    finished = Finished(folder, run_module.train(config))
+    unknown = sorted({key for row in finished.metrics for key in row if find_metric(key) is None})
+    assert unknown == [], f"records/metric_names.py does not say what these mean: {unknown}"
+    return finished
 
 
 def meddle(monkeypatch: pytest.MonkeyPatch, action: Callable[[LocalRuntime], None]) -> list[LocalRuntime]:

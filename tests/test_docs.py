@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -124,3 +125,19 @@ def test_the_core_can_be_read_in_an_afternoon() -> None:
     }
     assert all(file.exists() for file in files)
     assert sum(len(file.read_text().splitlines()) for file in files) <= 6500
+
+
+def test_names_of_other_frameworks_are_theirs() -> None:
+    """Where `make install` put their sources: each flag of OpenRLHF and the end of each of verl's keys is in them."""
+    references = Path(sys.prefix) / "references"
+    theirs = references / "openrlhf" / "cli" / "train_ppo_ray.py"
+    if not theirs.is_file():
+        pytest.skip("OpenRLHF and verl are not installed")
+    page = (ROOT / "docs" / "coming_from_openrlhf_and_verl.md").read_text()
+    flags = theirs.read_text() + "".join(f"--{p}.{n}" for p in ("actor", "critic") for n in ("adam.lr", "max_norm"))
+    named = {flag for flag in re.findall(r"`(--[a-z_.]+)", page)}
+    assert len(named) > 40 and sorted(flag for flag in named if f"{flag}" not in flags) == []
+    configs = (references / "verl" / "trainer" / "config", references / "verl" / "experimental" / "fully_async_policy")
+    known = "\n".join(path.read_text() for folder in configs for path in folder.rglob("*.yaml"))
+    keys = {key.replace("\\", "").split(".")[-1] for key in re.findall(r"[a-z]+(?:\\_[a-z]+)+(?:\.[a-z\\_]+)*", page)}
+    assert len(keys) > 40 and sorted(key for key in keys if not re.search(rf"\b{key}:", known)) == []

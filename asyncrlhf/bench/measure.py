@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
+
+
+def tell(number: int, of: int, what: str = "") -> None:
+    """One line for who waits, before round ``number`` of ``of``; round 0 warms up. The tables come at the end."""
+    name = f"round {number} of {of}" if number else "warm-up"
+    print(f"{time.strftime('%H:%M:%S')} {name}{': ' * bool(what)}{what}", flush=True)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
@@ -23,7 +23,7 @@ from asyncrlhf.orchestrator.run import Prepared, prepare, train
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.types import GenerationRequest, RolloutInfo
 
-QUIET = ["logging=quiet", "task.heldout_size=8", "weights.audit_every=0"]
+QUIET = ["logging=quiet", "eval_every=0", "task.heldout_size=8", "weights.audit_every=0"]
 # Enough work a step for a ratio of the two sides and not of the messages between them, and rewards with spread, since
 # the learner passes over groups without.
 LOAD = [
@@ -43,13 +43,15 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=None)
     options, overrides = parser.parse_known_args(list(arguments))
     rates: dict[str, list[float]] = {"generator alone": [], "learner alone": [], "async": [], "sync": []}
-    for _ in range(options.repeats):
+    for number in range(1, options.repeats + 1):
         settings = [*QUIET, *LOAD, f"steps={options.steps}", *overrides]
         config = load_config(settings)
+        tell(number, options.repeats, "generator alone, learner alone")
         generator, learner = asyncio.run(alone(config))
         rates["generator alone"].append(generator)
         rates["learner alone"].append(learner)
         for mode in ("async", "sync"):
+            tell(number, options.repeats, mode)
             rates[mode].append(loop_rate([*settings, f"async.mode={mode}"]))
     rows = {name: spread(values) for name, values in rates.items()}
     show("Learner steps a second, each side on its own thread", rows, "steps/s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Sequence
@@ -26,17 +27,23 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark that the first argument names. Raises ConfigError for an unknown name, and for an experiment's
-    benchmark where the package is installed without its repository."""
+    """Run the benchmark that the first argument names, or say what there is.
+
+    Raises ConfigError for an unknown name, and for an experiment's benchmark where the package is installed without its
+    repository.
+    """
     name = arguments[0] if arguments else ""
+    asked = {"-h", "--help"} & set(arguments)
+    if asked and (len(arguments) == 1 or name in BENCHMARKS):
+        print(_about_all() if len(arguments) == 1 else _about(name))
+        return 0
     if name not in BENCHMARKS:
         hint = did_you_mean(name, BENCHMARKS)
         raise ConfigError(f"{name or 'nothing'} is no benchmark{hint}; allowed: {', '.join(BENCHMARKS)}.")
     module = BENCHMARKS[name]
     if module.startswith("experiments."):
-        file = REPOSITORY / Path(*module.split(".")).with_suffix(".py")
         check(
-            file.is_file(),
+            _file(name).is_file(),
             f"The benchmark {name} is part of the repository's experiments, and this installation has the package "
             "alone; allowed without the repository: "
             f"{', '.join(n for n, m in BENCHMARKS.items() if not m.startswith('experiments.'))}.",
@@ -45,3 +52,34 @@ def main(arguments: Sequence[str]) -> int:
             sys.path.insert(0, str(REPOSITORY))
     importlib.import_module(module).run(arguments[1:])
     return 0
+
+
+def _file(name: str) -> Path:
+    return REPOSITORY / Path(*BENCHMARKS[name].split(".")).with_suffix(".py")
+
+
+def _about_all() -> str:
+    """Read from the files: importing a benchmark takes seconds."""
+    lines = ["asyncrlhf bench NAME [options] [overrides]: what it compares alternates within one call", ""]
+    for name in BENCHMARKS:
+        about = (
+            ast.get_docstring(ast.parse(_file(name).read_text())) if _file(name).is_file() else "(in the repository)"
+        )
+        lines.append(f"  {name:14} {(about or '').splitlines()[0]}")
+    return "\n".join([*lines, "", "asyncrlhf bench NAME --help shows a benchmark's own options; minutes each."])
+
+
+def _about(name: str) -> str:
+    check(
+        _file(name).is_file(), f"The benchmark {name} is part of the repository's experiments; nothing is known of it."
+    )
+    tree = ast.parse(_file(name).read_text())
+    runs = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"]
+    texts = [f"asyncrlhf bench {name}: {ast.get_docstring(tree)}", *(ast.get_docstring(run) or "" for run in runs)]
+    options = []
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in (node for node in calls if getattr(node.func, "attr", "") == "add_argument"):
+        told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+        default = f" (default {told['default']})" if told.get("default") is not None else ""
+        options.append(f"  {ast.unparse(call.args[0]).strip(chr(39)):20} {told.get('help', '')}{default}".rstrip())
+    return "\n\n".join([*(text for text in texts if text), "\n".join(options)])

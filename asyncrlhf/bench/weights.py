@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncrlhf.bench.measure import tell
 from asyncrlhf.transport.build_transport import build_receiver, build_sender
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.sender import WeightSender
@@ -198,10 +199,17 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="weights-", dir=disk_path) as folder:
         bench = Bench(shape, chosen, receivers, bucket_mb, Path(folder))
         try:
-            rounds = [bench.round(number) for number in range(repeats + 1)][1:]
+            rounds = [bench.round(number) for number in told(repeats)][1:]
         finally:
             bench.close()
     return summarize(rounds, bench.total, receivers)
+
+
+def told(repeats: int) -> Iterator[int]:
+    """0, the warm-up, to ``repeats``, each with a line on the terminal."""
+    for number in range(repeats + 1):
+        tell(number, repeats)
+        yield number
 
 
 def summarize(rounds: Sequence[Round], total: int, receivers: int) -> dict[str, Any]:

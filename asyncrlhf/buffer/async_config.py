@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_choice, check_range, check_ranges
+from asyncrlhf.validation import check, check_settings, setting
 
 MODES = ("sync", "one_step", "async", "fixed_lag")
 OVER_STALE = ("drop", "mask", "wait", "downweight")
@@ -16,32 +16,55 @@ PRIORITIES = ("reward_spread", "advantage", "age")
 
 @dataclass(frozen=True)
 class AsyncConfig:
-    """How generation and training overlap: ``max_staleness`` bounds ``mode=async``, ``lag`` is ``fixed_lag``'s.
+    """How generation and training overlap."""
 
-    ``adaptive`` moves the bound in force between ``min_staleness`` and ``max_staleness``, by ``ess_fraction_seq``.
-    ``pacing``: ``fill`` begins all that the bound allows; ``just_in_time`` what makes the learner's batch just ready;
-    ``auto`` is ``just_in_time`` where the buffer is a plain queue (fifo, each group trained once), else ``fill``."""
-
-    mode: str = "async"
-    max_staleness: int = 2
-    pacing: str = "auto"
-    lag: int = 1
-    on_weight_update: str = "in_flight"
-    over_stale: str = "drop"
-    adaptive: bool = False
-    ess_floor: float = 0.5  # the bound is halved when the mean of the last adapt_every steps is lower
-    min_staleness: int = 0
-    adapt_every: int = 5  # steps between two looks
-    adapt_patience: int = 4  # good looks in a row before the bound grows by one
+    mode: str = setting(
+        "async",
+        "How generation and training overlap: in turns (sync), one step apart (one_step), free under max_staleness "
+        "(async), or exactly lag steps apart, so that a seed repeats (fixed_lag).",
+        choices=MODES,
+    )
+    max_staleness: int = setting(
+        2,
+        "Learner steps that a trained rollout's oldest token may lag behind, under mode=async; never exceeded.",
+        low=0,
+    )
+    pacing: str = setting(
+        "auto",
+        "When prompts are admitted under mode=async: as soon as the bound allows (fill), or so that a batch for the "
+        "learner is just ready (just_in_time); auto is just_in_time where the buffer is a plain queue (fifo, each group "
+        "trained once), else fill.",
+        choices=PACING,
+    )
+    lag: int = setting(1, "Learner steps between a batch's generation and its training, under mode=fixed_lag.", low=0)
+    on_weight_update: str = setting(
+        "in_flight",
+        "What responses under way do when new weights come: end first (drain), begin again from the tokens made so far "
+        "(interrupt), or go on with their KV cache (in_flight).",
+        choices=ON_WEIGHT_UPDATE,
+    )
+    over_stale: str = setting(
+        "drop",
+        "What becomes of a straggler beyond the bound: it goes (drop), loses the tokens that are too old (mask), the "
+        "learner waits for it first (wait), or it counts for less (downweight).",
+        choices=OVER_STALE,
+    )
+    adaptive: bool = setting(
+        False, "Moves the bound in force between min_staleness and max_staleness, by ess_fraction_seq; mode=async."
+    )
+    ess_floor: float = setting(
+        0.5,
+        "Effective sample size, as a share of the batch, below whose mean over adapt_every steps the bound is halved.",
+        low=0,
+        high=1,
+        exclusive_low=True,
+    )
+    min_staleness: int = setting(0, "Smallest bound, in learner steps, that adaptive=true may set.", low=0)
+    adapt_every: int = setting(5, "Learner steps between two looks of adaptive=true.", low=1)
+    adapt_patience: int = setting(4, "Good looks in a row before adaptive=true raises the bound by one.", low=1)
 
     def __post_init__(self) -> None:
-        check_choice("async.mode", self.mode, MODES)
-        check_ranges("async", self, "max_staleness", "lag", "min_staleness", low=0)
-        check_choice("async.pacing", self.pacing, PACING)
-        check_choice("async.on_weight_update", self.on_weight_update, ON_WEIGHT_UPDATE)
-        check_choice("async.over_stale", self.over_stale, OVER_STALE)
-        check_range("async.ess_floor", self.ess_floor, low=0, high=1, exclusive_low=True)
-        check_ranges("async", self, "adapt_every", "adapt_patience", low=1)
+        check_settings("async", self)
         if self.adaptive:
             self._check_adaptive()
 
@@ -74,31 +97,36 @@ class AsyncConfig:
 
 @dataclass(frozen=True)
 class BufferConfig:
-    """``capacity`` in rollouts (0: twice what staleness admits at once); ``max_reuse`` trainings of a rollout at most.
+    """How finished rollouts wait for the learner, and how often each is trained."""
 
-    With ``replay_fraction`` r > 0 a batch is r / (1 + r) replay, drawn by ``sampling`` from groups trained before, and
-    the rest fresh, oldest first: 0.5 is two thirds fresh (2606.04560's 100% fresh and 50% replay). The batch keeps its
-    size: fresh groups fill what replay cannot. Fresh ones start under half the bound, see :meth:`admission_bound`.
-    With 0 each group is trained ``max_reuse`` times, staleness permitting, and ``sampling`` draws from all that is
-    held."""
-
-    capacity: int = 0
-    sampling: str = "fifo"
-    max_reuse: int = 1
-    priority: str = "reward_spread"
-    filter_zero_spread: bool = False  # DAPO's dynamic sampling: groups without reward spread are dropped, untrainable
-    replay_fraction: float = 0.0
-    max_age: int = 0  # largest staleness of a replayed group; 0: that of any group
-    warmup_steps: int = 0  # steps before the first replay
-    sampling_correction: float = 1.0  # exponent of the weight 1/p under sampling=priority; 0 corrects nothing
+    capacity: int = setting(0, "Rollouts that it holds; 0 is twice what staleness admits at once.", low=0)
+    sampling: str = setting(
+        "fifo", "Which groups a batch takes: oldest first, newest first, at random, or by priority.", choices=SAMPLING
+    )
+    max_reuse: int = setting(1, "Times that a rollout is trained at most, staleness permitting.", low=1)
+    priority: str = setting(
+        "reward_spread",
+        "What sampling=priority prefers: groups of unequal rewards, large advantages, or young groups.",
+        choices=PRIORITIES,
+    )
+    filter_zero_spread: bool = setting(
+        False, "Drops groups whose rewards are all alike, as DAPO's dynamic sampling does: they teach nothing."
+    )
+    # 0.5 is two thirds fresh: 2606.04560's 100% fresh and 50% replay.
+    replay_fraction: float = setting(
+        0.0,
+        "Replayed rollouts for each fresh one, drawn by sampling from groups trained before (0.5: a third of a batch); "
+        "fresh ones fill what replay cannot, and begin under half the staleness bound.",
+        low=0,
+    )
+    max_age: int = setting(0, "Largest staleness of a replayed group, in learner steps; 0: that of any group.", low=0)
+    warmup_steps: int = setting(0, "Learner steps before the first replay.", low=0)
+    sampling_correction: float = setting(
+        1.0, "Exponent of the weight 1/p under sampling=priority; 0 corrects nothing.", low=0, high=1
+    )
 
     def __post_init__(self) -> None:
-        check_range("buffer.capacity", self.capacity, low=0)
-        check_choice("buffer.sampling", self.sampling, SAMPLING)
-        check_range("buffer.max_reuse", self.max_reuse, low=1)
-        check_choice("buffer.priority", self.priority, PRIORITIES)
-        check_ranges("buffer", self, "replay_fraction", "max_age", "warmup_steps", low=0)
-        check_range("buffer.sampling_correction", self.sampling_correction, low=0, high=1)
+        check_settings("buffer", self)
 
     @property
     def replays(self) -> bool:

@@ -18,12 +18,22 @@ from rich.table import Column, Table
 
 from asyncrlhf.cli import doctor_parts
 from asyncrlhf.cli.doctor_parts import Finding, Level, judge
-from asyncrlhf.cli.doctor_probes import PROBES, plugin_installed, probe_cluster, probe_import
+from asyncrlhf.cli.doctor_probes import PROBES, installed_version, plugin_installed, probe_cluster, probe_import
 from asyncrlhf.config.compose import load_config
 
 if TYPE_CHECKING:
     from asyncrlhf.config.run_config import RunConfig
 
+HELP = """asyncrlhf doctor [overrides]: what this machine offers, and what would fail of `asyncrlhf train [overrides]`
+
+  asyncrlhf doctor                                    of the default run
+  asyncrlhf doctor generator=vllm learner.ranks=2     of this one
+  asyncrlhf doctor ray.address=auto generator.gpus=1  on a cluster, which it joins to see what is free
+
+  asyncrlhf doctor --all                              also imports the packages that the run does not use
+
+It imports what the run needs in processes of their own, starts nothing and changes nothing.
+Exit codes: 0 the run should work here, 1 it would fail, 2 no machine would take these settings."""
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
 GIB = 2**30
@@ -35,7 +45,11 @@ SHARED_MEMORY_WANTED = GIB // 2  # the object store of the default run
 def run(arguments: Sequence[str] = ()) -> int:
     """Print the table and the verdict on the run that ``asyncrlhf train`` would make of the same arguments; 0 unless
     it would fail on this machine, then 1. Raises ConfigError for arguments that no machine would take."""
-    findings = examine(load_config(list(arguments)))
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
+    overrides = [argument for argument in arguments if argument != "--all"]
+    findings = examine(load_config(overrides), everything="--all" in arguments)
     console = Console()
     table = Table("what", Column("found", overflow="fold"), "verdict", title="asyncrlhf doctor", title_justify="left")
     for finding in findings:
@@ -45,19 +59,23 @@ def run(arguments: Sequence[str] = ()) -> int:
         if finding.sentence:
             sentence = escape(finding.sentence)
             console.print(f"[{COLOURS[finding.level]}]{finding.level}[/] {finding.what}: {sentence}", highlight=False)
-    name = f"`asyncrlhf train {' '.join(arguments)}`" if arguments else "The default run (`asyncrlhf train`)"
+    name = f"`asyncrlhf train {' '.join(overrides)}`" if overrides else "The default run (`asyncrlhf train`)"
     failed = ", ".join(finding.what for finding in findings if finding.level == "fails")
     verdict = f"would fail here: {failed}" if failed else "should work here"
     console.print(f"{name} {verdict}.", markup=False)
     return 1 if failed else 0
 
 
-def examine(config: RunConfig, probe: Probe = probe_import, cluster: Probe = probe_cluster) -> list[Finding]:
+def examine(
+    config: RunConfig, probe: Probe = probe_import, cluster: Probe = probe_cluster, everything: bool = False
+) -> list[Finding]:
     """Every finding, machine first. ``probe`` imports one package and answers as :func:`probe_import` does; ``cluster``
-    joins the Ray at an address."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        answers = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
+    joins the Ray at an address. Packages that the run does not need are looked up, and imported with ``everything``."""
     wanted = doctor_parts.needed(config)
+    imported = [name for name in PROBES if everything or name in wanted]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        found = dict(zip(imported, pool.map(probe, imported), strict=True))
+    answers = {name: found[name] if name in found else {"unused": installed_version(name)} for name in PROBES}
     vllm_asked = "vllm" in doctor_parts.engines(config) and _imports(answers)
     head_size = doctor_parts.head_size(config) if vllm_asked else None
     compiler = any(shutil.which(name) for name in ("g++", "clang++"))
@@ -74,7 +92,9 @@ def examine(config: RunConfig, probe: Probe = probe_import, cluster: Probe = pro
 
 def _imports(answers: Mapping[str, Any]) -> bool:
     """Whether what a run is made of imports here."""
-    return not any("error" in answers[name] for name in ("torch", "transformers", "ray"))
+    return not any(
+        "error" in answers[name] for name in ("torch", "transformers", "ray") if "unused" not in answers[name]
+    )
 
 
 def _placement(config: RunConfig, answers: Mapping[str, Any], cluster: Probe) -> list[Finding]:

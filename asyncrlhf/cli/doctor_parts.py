@@ -79,6 +79,8 @@ def head_size(config: RunConfig) -> int | None:
 
 
 def package(name: str, answer: Mapping[str, Any], wanted: set[str]) -> Finding:
+    if "unused" in answer:
+        return Finding(name, f"{answer['unused'] or 'not installed'} (this run does not use it)")
     error, use = answer.get("error"), USES.get(name, "a run needs it; `make install` brings it.")
     bad: Level = "fails" if name in wanted else "note"
     return judge(name, str(answer.get("installed") or "-"), bad, error is not None, f"{error}; {use}")
@@ -125,7 +127,7 @@ def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head
     """What would fail in the vLLM engine; nothing where it is not installed. ``head_size``: of the run's model, where
     it could be read."""
     answer, torch = answers["vllm"], answers["torch"]
-    if "error" in answer or "error" in torch:
+    if "device" not in answer or "error" in torch:
         return []
     ours = [replica for replica in replicas(config) if replica.engine == "vllm"]
     bad: Level = "fails" if ours else "note"
@@ -155,8 +157,8 @@ def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head
 
 
 def deepspeed(config: RunConfig, answer: Mapping[str, Any]) -> list[Finding]:
-    """The device that DeepSpeed would train on; nothing where it is not installed."""
-    if "error" in answer:
+    """The device that DeepSpeed would train on; nothing where it was not imported."""
+    if "accelerator" not in answer:
         return []
     accelerator, gpus = answer["accelerator"], config.learner.gpus
     wrong = config.learner.backend == "deepspeed" and (accelerator == "cpu") != (gpus == 0)

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -20,7 +21,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
 
   asyncrlhf train [overrides]      one run, such as: asyncrlhf train steps=50 async.max_staleness=4
                                    with -m a sweep:  asyncrlhf train -m seed=0,1,2 async.mode=sync,async
-                                   --cfg job shows the config, --help all its keys
+                                   --cfg job shows the config, --help all settings, --help async one group
   asyncrlhf sweep [overrides]      a grid with seeds and one report: asyncrlhf sweep experiment=staleness_quick
   asyncrlhf sft [overrides]        fine-tunes model.path on sft.path
   asyncrlhf preferences [...]      pairs of model.path's answers, labelled by reward.*
@@ -28,6 +29,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf evaluate [overrides]   held-out reward, win rate and KL of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf report RUN...          draw the curves of one run or several
+  asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
@@ -60,6 +62,7 @@ COMMANDS = {
     "reward-model": ("asyncrlhf.cli.stages", "reward_model"),
     "evaluate": ("asyncrlhf.cli.stages", "evaluate"),
     "report": ("asyncrlhf.cli.main", "_report"),
+    "schema": ("asyncrlhf.cli.reference", "schema"),
     "bench": ("asyncrlhf.bench.run", "main"),
     "doctor": ("asyncrlhf.cli.doctor", "run"),
 }
@@ -80,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"asyncrlhf: {arguments[0]} is no command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     module, function = COMMANDS[arguments[0]]
+    if not sys.warnoptions:  # byte-compiling a library for the first time warns of its code, between our lines
+        warnings.filterwarnings("ignore", category=SyntaxWarning)
     try:
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except AsyncRLHFError as error:

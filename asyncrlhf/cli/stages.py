@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from asyncrlhf.cli.first_look import check_model_path, first_look, say
 from asyncrlhf.config.compose import check_words, load_config
 from asyncrlhf.config.run_config import RunConfig, from_hydra
 from asyncrlhf.errors import ConfigError
@@ -43,27 +44,40 @@ EVALUATE = """asyncrlhf evaluate [overrides]: answers to the held-out prompts, a
 
 
 def sft(arguments: Sequence[str]) -> int:
-    config = _config(arguments, SFT)
+    config = _config(arguments, SFT, "sft")
+    _first_look(config, config.sft.path, "sft.path")
     from asyncrlhf.stages.sft import plain_words, run_sft
 
     return _tell(run_sft(config), plain_words)
 
 
 def reward_model(arguments: Sequence[str]) -> int:
-    config = _config(arguments, REWARD_MODEL)
+    config = _config(arguments, REWARD_MODEL, "reward_model")
+    _first_look(config, config.reward_model.path, "reward_model.path")
     from asyncrlhf.stages.reward_model import plain_words, run_reward_model
 
     return _tell(run_reward_model(config), plain_words)
 
 
-def _config(arguments: Sequence[str], usage: str) -> RunConfig:
-    _answer_help(arguments, usage)
+def _config(arguments: Sequence[str], usage: str, group: str) -> RunConfig:
+    _answer_help(arguments, usage, group)
     return load_config(arguments)
 
 
-def _answer_help(arguments: Sequence[str], usage: str) -> None:
+def _first_look(config: RunConfig, path: str, key: str) -> None:
+    from asyncrlhf.stages.data import first_look as look_at_rows
+
+    look_at_rows(path, key)
+    check_model_path(config)
+    say(config, "Loading PyTorch, transformers and TRL, then checking model and data.")
+
+
+def _answer_help(arguments: Sequence[str], usage: str, group: str) -> None:
+    """``group``: the settings that are this command's own."""
     if "-h" in arguments or "--help" in arguments:
-        print(usage)
+        from asyncrlhf.cli.settings_help import settings_help
+
+        print(f"{usage}\n\n{settings_help([group])}\n\nAll settings: asyncrlhf train --help")
         raise SystemExit(0)
 
 
@@ -77,7 +91,9 @@ def _tell(summary: Mapping[str, Any], plain_words: Callable[[Mapping[str, Any]],
 
 
 def preferences(arguments: Sequence[str]) -> int:
-    config = _config(arguments, PREFERENCES)
+    config = _config(arguments, PREFERENCES, "preferences")
+    first_look(config)
+    say(config, "Loading PyTorch and transformers, then checking model, data and rewards.")
     from asyncrlhf.stages.preferences import run_preferences
 
     summary = run_preferences(config)
@@ -131,11 +147,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     Reads the same overrides as ``train``. ``run=RUN`` takes the settings of that run and its newest checkpoint; what
     follows are then plain settings, not names of groups. ``run_dir=FOLDER`` also writes ``FOLDER/evaluation.json``.
     """
-    _answer_help(arguments, EVALUATE)
+    _answer_help(arguments, EVALUATE, "evaluation")
     named = [argument.removeprefix("run=") for argument in arguments if argument.startswith("run=")]
     rest = [argument for argument in arguments if not argument.startswith("run=")]
     config = config_of_run(Path(named[-1]), rest) if named else load_config(rest)
     folder = Path(config.run_dir) if config.run_dir else None
+    first_look(config)
     from asyncrlhf.stages import evaluation  # here, so that a wrong setting is answered before torch's import
 
     result = evaluation.evaluate(config)

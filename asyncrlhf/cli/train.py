@@ -12,6 +12,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
+from asyncrlhf.cli.first_look import first_look, say
 from asyncrlhf.config.compose import (
     CONFIG_NAME,
     check_words,
@@ -28,12 +29,18 @@ from asyncrlhf.errors import AsyncRLHFError, ConfigError
 SWEEP_FLAGS = {"-m", "--multirun"}
 SHOW_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}
 CFG_WORDS = ("job", "hydra", "all")
-OTHER_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--resolve"}
+OTHER_FLAGS = {"--hydra-help", "--version", "--resolve"}
+HELP_FLAGS = {"-h", "--help"}
 # What drawing meets in figures or on disks that were not foreseen; the run itself is done and safe by then.
 REPORT_TROUBLE = (AsyncRLHFError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def main(arguments: Sequence[str]) -> int:
+    if HELP_FLAGS & set(arguments):
+        from asyncrlhf.cli.settings_help import settings_help
+
+        print(settings_help([word for word in arguments if not word.startswith("-")]))
+        return 0
     rest, folder = split_config_dir(arguments)
     flags, overrides = split_flags(rest)
     if not flags:
@@ -68,6 +75,12 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(config: RunConfig) -> int:
+    first_look(config)
+    if config.run_dir and config.checkpoint.resume == "no":
+        from asyncrlhf.records.recorder import refuse_used_folder
+
+        refuse_used_folder(Path(config.run_dir))
+    say(config, "Loading PyTorch, transformers and Ray, then checking model, data and rewards.")
     from asyncrlhf.orchestrator.run import train
     from asyncrlhf.records.summary import plain_words
 

@@ -148,8 +148,8 @@ class Runtime(Protocol):
     """Starts the parts and wires their transport; the controller sees nothing below this line.
 
     ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
-    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``told`` is given what
-    parts tell of their time.
+    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``tell`` is called with how
+    far the start is, ``told`` is given what parts tell of their time.
     """
 
     generators: list[GeneratorHandle]
@@ -159,6 +159,7 @@ class Runtime(Protocol):
     learner: LearnerHandle
     sharing: Collection[str]
     told: Hear = staticmethod(ignore)  # set it before ``start``
+    tell: Callable[[str], None]
 
     async def start(self) -> None: ...
 

@@ -223,6 +223,7 @@ class LocalRuntime(Runtime):
     def __init__(self, specs: Specs, sharing: Collection[str] = (), workers: Workers | None = None) -> None:
         """``sharing``: the generators that take turns with the learner."""
         self._workers = workers or Workers()
+        self.tell = lambda text: None
         self.sharing = frozenset(sharing)
         self._specs = specs
         self._epoch = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -75,6 +76,7 @@ class RayRuntime(Runtime):
         self._endpoint = ""
         self._epoch = 0
         self.sharing = frozenset()
+        self.tell = lambda text: None
         self.generators, self.rewards, self.references, self.critics = [], [], [], []
         self.learner: RayLearner
 
@@ -135,6 +137,7 @@ class RayRuntime(Runtime):
 
     async def start(self) -> None:
         """Raises ConfigError, before any actor starts, for what this Ray can never hold."""
+        self.tell(f"Joining Ray at {self._config.cluster}" if self._config.cluster else "Starting Ray")
         self._init_ray()
         seconds = self._cluster.start_timeout_seconds
         nodes = len(ray_nodes())
@@ -151,11 +154,23 @@ class RayRuntime(Runtime):
         self.rewards, self.references, self.critics = map(self._annotators, asked)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
         parts = [self.learner, *self.rewards, *self.references, *self.critics, *self.generators]
-        await asyncio.gather(*(part.ready() for part in parts))  # type: ignore[attr-defined]
+        await self._until_ready(parts)
         if nodes > 1:
             await self._check_run_dir()
         await self._set_cores_aside()
         self._endpoint = await self.learner.listen()
+
+    async def _until_ready(self, parts: Sequence[Any]) -> None:
+        """Tell of each actor that has loaded its model, of some of them where there are many."""
+        self.tell(f"Loading the model in {len(parts)} actors")
+        counted, every = itertools.count(1), max(1, len(parts) // 8)
+
+        async def ready(part: Any) -> None:
+            await part.ready()
+            if (number := next(counted)) % every == 0:
+                self.tell(f"Actors: {number} of {len(parts)} ready")
+
+        await asyncio.gather(*(ready(part) for part in parts))
 
     def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
         if spec is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_settings, setting
 
 PLACEMENTS = ("auto", "flatten", "interleave", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
@@ -15,35 +15,39 @@ PROGRESS_MODES = ("auto", "rich", "plain", "none")
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """``placement``: ``separate`` gives learner ranks and generators devices of their own, and nodes of their own where
-    there are enough; ``interleave`` gives reward workers devices of their own, too; ``flatten`` lays learner ranks onto
-    the generators' devices, where they take turns. ``auto`` leaves everything to Ray on a single node, or
-    where parts ask for fractions of a GPU, and is ``separate`` otherwise."""
+    """Which parts share devices."""
 
-    placement: str = "auto"
-    autoscaling: bool = False  # nodes come when they are asked for: what the present ones lack is then waited for
-    start_timeout_seconds: float = 600.0  # for devices to be free and for a part to load its model
+    placement: str = setting(
+        "auto",
+        "Learner and generators have devices of their own (separate), reward workers, too (interleave), or learner and "
+        "generators take turns on the same ones (flatten); auto leaves a single node to Ray, else is separate.",
+        choices=PLACEMENTS,
+    )
+    autoscaling: bool = setting(False, "Nodes come when they are asked for: what the present ones lack is waited for.")
+    start_timeout_seconds: float = setting(
+        600.0, "Seconds for devices to be free and for a part to load its model.", low=0, exclusive_low=True
+    )
 
     def __post_init__(self) -> None:
-        check_choice("cluster.placement", self.placement, PLACEMENTS)
-        check_range("cluster.start_timeout_seconds", self.start_timeout_seconds, low=0, exclusive_low=True)
+        check_settings("cluster", self)
 
 
 @dataclass(frozen=True)
 class RayConfig:
-    """``address``: an existing cluster (``auto`` finds it); empty starts Ray on this machine for the run, unless Ray's
-    own variable RAY_ADDRESS names a cluster.
+    """Which Ray."""
 
-    ``dedicated_learner_cores``: on this machine without GPUs, learner threads get cores of their own where the threads
-    of all other parts find enough beside them.
-    """
-
-    address: str = ""
-    object_store_mb: int = 512
-    dedicated_learner_cores: bool = True
+    address: str = setting(
+        "",
+        "An existing cluster (auto finds it); empty starts Ray on this machine for the run, unless the variable "
+        "RAY_ADDRESS names a cluster.",
+    )
+    object_store_mb: int = setting(512, "Shared memory for Ray's objects, in MiB, where Ray is started.", low=80)
+    dedicated_learner_cores: bool = setting(
+        True, "Without GPUs, learner threads get cores of their own where all other threads fit beside them."
+    )
 
     def __post_init__(self) -> None:
-        check_range("ray.object_store_mb", self.object_store_mb, low=80)
+        check_settings("ray", self)
 
     @property
     def cluster(self) -> str:
@@ -53,21 +57,23 @@ class RayConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """``progress=auto``: live on a terminal, plain lines elsewhere; ``flush_every``: rows of one Parquet file."""
+    """What is recorded and shown."""
 
-    wandb: str = "offline"
-    wandb_project: str = "asyncrlhf"
-    wandb_group: str = ""
-    progress: str = "auto"
-    rollouts: bool = True  # write rollouts/*.parquet
-    spans: bool = True  # write spans/*.parquet, the timeline
-    rollout_tokens: int = 16  # rollouts a learner step of which rollout_tokens/*.parquet has every token; 0: none
-    flush_every: int = 2048
-    report: bool = True  # a finished `asyncrlhf train` writes report/index.html
+    wandb: str = setting("offline", "Weights & Biases: recorded on disk, sent, or not at all.", choices=WANDB_MODES)
+    wandb_project: str = setting("asyncrlhf", "Project of the W&B run.")
+    wandb_group: str = setting("", "Group of the W&B run; empty is none.")
+    progress: str = setting(
+        "auto", "What the terminal shows: a live panel, plain lines, or nothing; auto is live on a terminal.",
+        choices=PROGRESS_MODES,
+    )  # fmt: skip
+    rollouts: bool = setting(True, "Writes rollouts/*.parquet, one row a rollout.")
+    spans: bool = setting(True, "Writes spans/*.parquet, the timeline: which part did what, from when to when.")
+    rollout_tokens: int = setting(
+        16, "Rollouts a learner step of which rollout_tokens/*.parquet has every token; 0 writes none.", low=0
+    )
+    flush_every: int = setting(2048, "Rows of one Parquet file.", low=1)
+    report: bool = setting(True, "A finished `asyncrlhf train` writes report/index.html.")
 
     def __post_init__(self) -> None:
-        check_choice("logging.wandb", self.wandb, WANDB_MODES)
+        check_settings("logging", self)
         check(self.wandb_project, "logging.wandb_project is empty; give the name of a W&B project.")
-        check_choice("logging.progress", self.progress, PROGRESS_MODES)
-        check_range("logging.flush_every", self.flush_every, low=1)
-        check_range("logging.rollout_tokens", self.rollout_tokens, low=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,19 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
-from asyncrlhf.validation import check, check_choice, check_range, check_ranges
+from asyncrlhf.validation import check, check_settings, group, setting
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``every`` learner steps (0: only at an interruption); ``resume``: ``no``, ``auto`` or a checkpoint's folder."""
+    """When a run is saved, and what it goes on from."""
 
-    every: int = 0
-    keep: int = 2
-    resume: str = "no"
+    every: int = setting(0, "Learner steps between two checkpoints; 0: only at an interruption.", low=0)
+    keep: int = setting(2, "Newest checkpoints that are kept.", low=1)
+    resume: str = setting("no", "What the run goes on from: no, auto (the newest there is), or a checkpoint's folder.")
 
     def __post_init__(self) -> None:
-        check_range("checkpoint.every", self.every, low=0)
-        check_range("checkpoint.keep", self.keep, low=1)
+        check_settings("checkpoint", self)
         check(self.resume, "checkpoint.resume is empty; allowed: no, auto, or the folder of a checkpoint.")
 
 
@@ -50,46 +49,55 @@ class CheckpointConfig:
 class RunConfig:
     """Everything one run needs. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
 
-    name: str = "arithmetic"
-    run_dir: str = ""  # empty: runs/<name>/<time>
-    seed: int = 0
-    steps: int = 500
-    batch_size: int = 128  # rollouts a learner step consumes
-    num_generations: int = 8  # rollouts a prompt
-    runtime: str = "ray"
-    eval_every: int = 0  # steps between two held-out evaluations; one is made at the start and one at the end
-    stall_timeout_seconds: float = 600.0  # nothing moved for so long: the run fails and names what it waits for
-    max_failure_fraction: float = 0.5  # of the last batch_size rollouts; more failures than this end the run
-    model: ModelConfig = field(default_factory=ModelConfig)
-    task: TaskConfig = field(default_factory=TaskConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    async_: AsyncConfig = field(default_factory=AsyncConfig)
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
-    weights: WeightsConfig = field(default_factory=WeightsConfig)
-    buffer: BufferConfig = field(default_factory=BufferConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    fusion: FusionConfig = field(default_factory=FusionConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
-    sft: SftConfig = field(default_factory=SftConfig)
-    preferences: PreferencesConfig = field(default_factory=PreferencesConfig)
-    reward_model: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    sweep: SweepConfig = field(default_factory=SweepConfig)
+    name: str = setting("arithmetic", "Name of the run's folder, below runs/.")
+    run_dir: str = setting("", "The run's own folder; empty is runs/NAME/TIME.")
+    seed: int = setting(0, "Seed of prompts, sampling and the learner's draws.", low=0, high=2**31 - 1)
+    steps: int = setting(500, "Learner steps of the run.", low=1)
+    batch_size: int = setting(128, "Rollouts that a learner step trains on.", low=1)
+    num_generations: int = setting(8, "Rollouts a prompt: the group that advantages compare.", low=1)
+    runtime: str = setting(
+        "ray", "Actors on Ray, or all parts in one process on a virtual clock (local).", choices=("ray", "local")
+    )
+    eval_every: int | None = setting(
+        None,
+        "Learner steps between two held-out evaluations, beside those at start and end; 0: those alone; null: 100 of "
+        "`train`, which costs it two answers in a hundred, and 0 of the stages.",
+        low=0,
+    )
+    stall_timeout_seconds: float = setting(
+        600.0, "Seconds without any movement after which the run fails and names what it waits for.",
+        low=0, exclusive_low=True,
+    )  # fmt: skip
+    max_failure_fraction: float = setting(
+        0.5, "Share of the last batch_size rollouts; more failures than this end the run.", low=0, high=1
+    )
+    model: ModelConfig = group(ModelConfig, "The checkpoint that training starts from.")
+    task: TaskConfig = group(TaskConfig, "Where prompts come from.")
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "The switches of the loss; a preset sets several.")
+    async_: AsyncConfig = group(AsyncConfig, "How generation and training overlap, and how stale data may be.")
+    generator: GeneratorConfig = group(GeneratorConfig, "What samples: engine, replicas, sampling.")
+    learner: LearnerConfig = group(LearnerConfig, "What trains: backend, ranks, optimizer, memory.")
+    weights: WeightsConfig = group(WeightsConfig, "How weights travel from learner to generators.")
+    buffer: BufferConfig = group(BufferConfig, "How finished rollouts wait, and how often each is trained.")
+    reward: RewardConfig = group(RewardConfig, "Where rewards come from.")
+    fusion: FusionConfig = group(FusionConfig, "How scoring is fused with generation.")
+    reference: ReferenceConfig = group(ReferenceConfig, "Who asks the frozen reference model, where one is needed.")
+    critic: CriticConfig = group(CriticConfig, "Who asks the critic, where the algorithm has one.")
+    logging: LoggingConfig = group(LoggingConfig, "What is recorded and shown.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "When a run is saved, and what it goes on from.")
+    cluster: ClusterConfig = group(ClusterConfig, "Which parts share devices.")
+    ray: RayConfig = group(RayConfig, "Which Ray, and what it gets of this machine.")
+    sft: SftConfig = group(SftConfig, "`asyncrlhf sft`: fine-tuning by TRL's SFTTrainer.")
+    preferences: PreferencesConfig = group(PreferencesConfig, "`asyncrlhf preferences`: pairs of a model's answers.")
+    reward_model: RewardTrainingConfig = group(
+        RewardTrainingConfig, "`asyncrlhf reward-model`: a reward model by TRL's RewardTrainer."
+    )
+    evaluation: EvaluationConfig = group(EvaluationConfig, "`asyncrlhf evaluate`: held-out reward, win rate, KL.")
+    sweep: SweepConfig = group(SweepConfig, "`asyncrlhf sweep`: a grid of runs; a single run ignores it.")
 
     def __post_init__(self) -> None:
         check(self.name and "/" not in self.name, f"name={self.name!r} must be a folder's name without a slash.")
-        check_range("seed", self.seed, low=0, high=2**31 - 1)
-        check_ranges("", self, "steps", "batch_size", "num_generations", low=1)
-        check_choice("runtime", self.runtime, ("ray", "local"))
-        check_range("eval_every", self.eval_every, low=0)
-        check_range("stall_timeout_seconds", self.stall_timeout_seconds, low=0, exclusive_low=True)
-        check_range("max_failure_fraction", self.max_failure_fraction, low=0, high=1)
+        check_settings("", self)
         check_agreement(self)
 
     @property
@@ -97,6 +105,11 @@ class RunConfig:
         """Whether admission is paced by the learner's asking, see ``orchestrator/lead.py``."""
         free = self.async_.fixed_lag is None
         return free and self.buffer.plain and self.async_.pacing in ("auto", "just_in_time")
+
+    @property
+    def evaluates_every(self) -> int:
+        """Learner steps between two held-out evaluations of ``train``; 0 is none."""
+        return 100 if self.eval_every is None else self.eval_every
 
     @property
     def reference_served(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_choice, check_range, check_ranges
+from asyncrlhf.validation import check, check_settings, setting
 
 PRECISIONS = ("none", "bfloat16", "float16")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -13,52 +13,48 @@ SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 @dataclass(frozen=True)
 class TrainerConfig:
     """What both trainers take; one process is one device, so that a batch over all devices is ``accelerate launch``'s.
+    All rows of a prompt are on one side of the held-out ones."""
 
-    ``path``: a JSONL or Parquet file, a folder of them, what `datasets` saved to disk, or the name of a dataset. Held
-    out are the rows of ``heldout_split``, or else a share of the prompts, chosen by their hash: all rows of a prompt
-    are on one side.
-    """
-
-    path: str = ""
-    split: str = "train"
-    heldout_split: str = ""
-    heldout_fraction: float = 0.1
-    num_train_epochs: float = 1.0
-    max_steps: int = -1  # optimizer steps; -1 leaves it to num_train_epochs
-    learning_rate: float = 2e-5
-    lr_scheduler_type: str = "linear"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    per_device_train_batch_size: int = 8  # rows, or pairs, of one forward pass
-    gradient_accumulation_steps: int = 1
-    gradient_checkpointing: bool = False
-    max_length: int = 1024  # tokens of one row, at most the model's context
-    mixed_precision: str = "none"  # none | bfloat16 | float16: autocast over float32 master weights
-    logging_steps: int = 10
+    path: str = setting(
+        "", "Rows: a JSONL or Parquet file, a folder of them, what `datasets` saved to disk, or a dataset's name."
+    )
+    split: str = setting("train", "The dataset's split that is trained on.")
+    heldout_split: str = setting("", "The dataset's split that is held out; empty: a share of the prompts is.")
+    heldout_fraction: float = setting(
+        0.1, "Share of the prompts that is held out, chosen by their hash.", low=0, high=1, exclusive_high=True
+    )
+    num_train_epochs: float = setting(1.0, "Passes over the rows, fractions too.", low=0, exclusive_low=True)
+    max_steps: int = setting(-1, "Optimizer steps; -1 leaves it to num_train_epochs.")
+    learning_rate: float = setting(2e-5, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
+    lr_scheduler_type: str = setting("linear", "How the learning rate falls.", choices=SCHEDULES)
+    warmup_steps: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", low=0)
+    weight_decay: float = setting(0.0, "AdamW's weight decay.", low=0)
+    max_grad_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it.", low=0)
+    per_device_train_batch_size: int = setting(8, "Rows, or pairs, of one forward pass of one process.", low=1)
+    gradient_accumulation_steps: int = setting(1, "Forward passes of one optimizer step.", low=1)
+    gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
+    max_length: int = setting(1024, "Longest row, in tokens, at most the model's context.", low=2)
+    mixed_precision: str = setting(
+        "none", "Format of the passes, by autocast over float32 master weights.", choices=PRECISIONS
+    )
+    logging_steps: int = setting(10, "Optimizer steps between two lines of records.", low=1)
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``, for a value out of range."""
-        check_ranges(key, self, "heldout_fraction", low=0, high=1, exclusive_high=True)
-        check_ranges(key, self, "num_train_epochs", "learning_rate", low=0, exclusive_low=True)
+        check_settings(key, self)
         check(
             self.max_steps == -1 or self.max_steps >= 1,
             f"{key}.max_steps={self.max_steps} is out of range; allowed: >= 1, or -1 for {key}.num_train_epochs.",
         )
-        check_choice(f"{key}.lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        check_ranges(key, self, "warmup_steps", "weight_decay", "max_grad_norm", low=0)
-        check_ranges(key, self, "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps", low=1)
-        check_range(f"{key}.max_length", self.max_length, low=2)
-        check_choice(f"{key}.mixed_precision", self.mixed_precision, PRECISIONS)
 
 
 @dataclass(frozen=True)
 class SftConfig(TrainerConfig):
     """TRL's ``SFTTrainer``. Rows: ``text``; ``prompt`` and ``completion``, whose loss is the completion's alone; or
-    ``messages``. ``packing`` fills rows of ``max_length`` tokens with several texts."""
+    ``messages``."""
 
-    packing: bool = False
-    assistant_only_loss: bool = False  # of messages: the assistant's turns alone train
+    packing: bool = setting(False, "Fills rows of max_length tokens with several texts.")
+    assistant_only_loss: bool = setting(False, "Rows of messages: the assistant's turns alone train.")
 
     def __post_init__(self) -> None:
         self.check("sft")
@@ -69,12 +65,13 @@ class RewardTrainingConfig(TrainerConfig):
     """TRL's ``RewardTrainer``. Rows: ``chosen`` and ``rejected``, texts or messages, with or without ``prompt``; a
     ``margin`` column, where there is one, is what their scores should differ by at least."""
 
-    learning_rate: float = 1e-4
-    center_rewards_coefficient: float = 0.0  # pulls the mean score to zero (2312.09244, eq. 2); 0.01 is its authors'
+    learning_rate: float = setting(1e-4, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
+    center_rewards_coefficient: float = setting(
+        0.0, "Weight that pulls the mean score to zero (2312.09244, eq. 2); 0.01 is its authors'.", low=0
+    )
 
     def __post_init__(self) -> None:
         self.check("reward_model")
-        check_range("reward_model.center_rewards_coefficient", self.center_rewards_coefficient, low=0)
 
 
 NOISES = ("none", "bradley_terry", "flip")
@@ -82,25 +79,25 @@ NOISES = ("none", "bradley_terry", "flip")
 
 @dataclass(frozen=True)
 class PreferencesConfig:
-    """``num_prompts`` training prompts with ``num_generations`` answers each; an answer is in one pair.
+    """Pairs of the model's own answers; an answer is in one pair, and pairs of equal reward are dropped."""
 
-    ``noise``: who labels a pair. ``none``, the answer with more ``reward.*`` is chosen; ``bradley_terry``, it is chosen
-    with the probability sigmoid(margin / ``temperature``), the labeller of Gao et al. 2022 (2210.10760, section 2.2);
-    ``flip``, the label is turned round with ``flip_probability``. Pairs of equal reward are dropped under each of them.
-    """
-
-    num_prompts: int = 512
-    num_generations: int = 4
-    noise: str = "none"
-    temperature: float = 1.0  # of bradley_terry, in units of the reward
-    flip_probability: float = 0.0
+    num_prompts: int = setting(512, "Training prompts that are answered.", low=1)
+    num_generations: int = setting(4, "Answers a prompt.", low=2)
+    noise: str = setting(
+        "none",
+        "Who labels a pair: the reward alone, with probability sigmoid(margin / temperature) as Gao et al. 2022 "
+        "(2210.10760, section 2.2), or the reward with flip_probability turned round.",
+        choices=NOISES,
+    )
+    temperature: float = setting(
+        1.0, "noise=bradley_terry: its temperature, in units of the reward.", low=0, exclusive_low=True
+    )
+    flip_probability: float = setting(
+        0.0, "noise=flip: share of the labels that are turned round.", low=0, high=0.5, exclusive_high=True
+    )
 
     def __post_init__(self) -> None:
-        check_range("preferences.num_prompts", self.num_prompts, low=1)
-        check_range("preferences.num_generations", self.num_generations, low=2)
-        check_choice("preferences.noise", self.noise, NOISES)
-        check_range("preferences.temperature", self.temperature, low=0, exclusive_low=True)
-        check_range("preferences.flip_probability", self.flip_probability, low=0, high=0.5, exclusive_high=True)
+        check_settings("preferences", self)
         check(
             self.noise == "flip" or self.flip_probability == 0,
             f"preferences.flip_probability={self.flip_probability:g} needs preferences.noise=flip, not {self.noise}.",
@@ -116,18 +113,17 @@ ANSWERS = "answers"
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """``against``: a second model, or ``answers`` for the task's own; ``reward.*`` decides. ``reference``: the model
-    that the KL and the perplexity speak of. Without top-p and top-k, so that the KL is that of what is sampled."""
+    """How answers to the held-out prompts are made and measured: without top-p and top-k, so that the KL is that of
+    what is sampled."""
 
-    temperature: float = 0.0  # 0 is greedy
-    num_generations: int = 1  # answers a prompt
-    against: str = ""
-    reference: str = ""
-    samples_shown: int = 5  # on the terminal; evaluation.json has all of them
+    temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", low=0)
+    num_generations: int = setting(1, "Answers a prompt.", low=1)
+    against: str = setting("", "A second model, or `answers` for the task's own, to win against by reward.")
+    reference: str = setting("", "The model that the KL and the perplexity speak of; empty: neither.")
+    samples_shown: int = setting(5, "Answers shown on the terminal; evaluation.json has all of them.", low=0)
 
     def __post_init__(self) -> None:
-        check_ranges("evaluation", self, "temperature", "samples_shown", low=0)
-        check_range("evaluation.num_generations", self.num_generations, low=1)
+        check_settings("evaluation", self)
         check(
             self.temperature > 0 or self.num_generations == 1,
             f"evaluation.num_generations={self.num_generations} greedy answers would all be the same; "

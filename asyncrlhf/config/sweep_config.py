@@ -3,51 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from asyncrlhf.validation import check, check_choice, check_range, overlay
+from asyncrlhf.validation import check, check_settings, overlay, setting
 
 TIMINGS = ("shared", "exclusive")
 
 
 @dataclass(frozen=True)
 class SweepPart:
-    """One grid of a sweep. ``overrides`` are in Hydra's grammar, ``key=a,b`` and ``key=range(0,4)`` being choices.
+    """One grid of a sweep."""
 
-    ``seeds`` and ``timing`` are ``sweep.seeds`` and ``sweep.timing`` unless the grid has its own.
-    """
-
-    overrides: list[str] = field(default_factory=list)
-    seeds: int = 1
-    timing: str = "shared"
+    overrides: list[str] = setting([], "Settings in Hydra's grammar: key=a,b and key=range(0,4) are choices.")
+    seeds: int = setting(1, "As sweep.seeds, which it is unless given.", low=1)
+    timing: str = setting("shared", "As sweep.timing, which it is unless given.", choices=TIMINGS)
 
     def __post_init__(self) -> None:
-        check_range("seeds", self.seeds, low=1)
-        check_choice("timing", self.timing, TIMINGS)
+        check_settings("", self)
 
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """``seeds=N`` trains every configuration with seeds 0 to N-1, unless ``seed`` is swept itself.
+    """A grid of runs, or several."""
 
-    ``timing=shared``: jobs run side by side where cores and GPUs allow, and nothing is said of their speed.
-    ``exclusive``: each job has the machine alone, one configuration after the other, seed by seed, so that a change of
-    the machine meets all of them alike. ``jobs``: at most so many side by side (0: as many as the machine holds).
-    ``parts``: several grids by name, null leaving one out; without any, the command line's choices are the only grid.
-    """
-
-    name: str = ""  # empty: the experiment's name, else the run's
-    seeds: int = 1
-    timing: str = "shared"
-    jobs: int = 0
-    parts: Any = None  # of SweepPart by name
+    name: str = setting("", "Name of the sweep's folder; empty is the experiment's name, else the run's.")
+    seeds: int = setting(1, "Trains every configuration with seeds 0 to N-1, unless seed is swept itself.", low=1)
+    # exclusive: one configuration after the other, seed by seed, so that a change of the machine meets all alike
+    timing: str = setting(
+        "shared",
+        "Jobs run side by side where cores and GPUs allow, and nothing is said of speed (shared), or each has the "
+        "machine alone, alternated (exclusive).",
+        choices=TIMINGS,
+    )
+    jobs: int = setting(0, "Jobs side by side at most; 0: as many as the machine holds.", low=0)
+    parts: Any = setting(
+        None, "Several grids by name, null leaving one out; null: the command line's choices.", entries=SweepPart
+    )
 
     def __post_init__(self) -> None:
         check("/" not in self.name, f"sweep.name={self.name!r} must be a folder's name without a slash.")
-        check_range("sweep.seeds", self.seeds, low=1)
-        check_choice("sweep.timing", self.timing, TIMINGS)
-        check_range("sweep.jobs", self.jobs, low=0)
+        check_settings("sweep", self)
         self.grids  # noqa: B018  raises ConfigError for what cannot be read as parts
 
     @property

@@ -4,16 +4,18 @@ first, is left out: a process that computes nothing with a model starts without 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
+from contextlib import redirect_stderr
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig, refuse_missing_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check_package
 
@@ -38,17 +40,10 @@ def resolve(path: str) -> str:
         return str(resources.files("asyncrlhf") / "assets" / "tiny-arithmetic")
     if path == "smollm2":
         return str(_smollm2())
+    refuse_missing_model(path)
     local = Path(path).expanduser()
     if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise ConfigError(
-                f"model.path={path} holds no config.json; a checkpoint in transformers' format is needed."
-            )
         return str(local)
-    if local.exists():
-        raise ConfigError(f"model.path={path} is a file; give the folder of a checkpoint in transformers' format.")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/"):
-        raise ConfigError(f"model.path={path} does not exist; allowed: tiny, smollm2, a local folder or a hub name.")
     return path
 
 
@@ -100,7 +95,8 @@ def _smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".smollm2-"))
     try:
-        _convert_gguf(Path(package.submodule_search_locations[0]), SMOLLM2_FILE, scratch)
+        with redirect_stderr(io.StringIO()):  # bars of the conversion would come between the lines of the run
+            _convert_gguf(Path(package.submodule_search_locations[0]), SMOLLM2_FILE, scratch)
         scratch.rename(folder)
     except OSError:
         # Another process was first: its conversion is the same, and a folder that is not empty cannot be replaced.

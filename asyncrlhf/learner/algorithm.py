@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncrlhf.learner.algorithm_checks import check_algorithm
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, group, setting
 
+HEADS = ("policy", "regress", "pair")
+LEVELS = ("token", "geo", "prod")
+KL_PLACES = ("none", "reward", "loss")
+LRS = ("none", "sqrt_ess")
 GROUP_ADVANTAGES = ("group_mean", "loo", "group_norm", "opob", "vstar")
 CRITIC_ADVANTAGES = ("gae", "vtrace")
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """``target``: the user's own loss as ``package.module:function``; it takes the place of anchor, level, coef, gate
-    and correction, see ``learner.user_loss``."""
+    """A loss of the user's own."""
 
-    target: str = ""
+    target: str = setting(
+        "",
+        "The user's own loss as package.module:function, see docs/algorithms.md; it takes the place of anchor, level, "
+        "coef, gate and correction.",
+    )
 
     def __post_init__(self) -> None:
         module, _, function = self.target.partition(":")
@@ -31,63 +38,131 @@ class LossConfig:
 class AlgorithmConfig:
     """The switches of the one policy-loss kernel; ``conf/algorithm/`` holds the presets. Names follow TRL."""
 
-    name: str = "decoupled_grpo"
-    head: str = "policy"
-    advantage: str = "group_norm"
-    advantage_eps: float = 1e-4  # group_norm: (R - mean) / (std + eps)
-    advantage_shift: float = 0.0  # group_mean: R - (mean + shift)
-    vstar_beta: float = 1.0  # V* = vstar_beta log mean exp(R / vstar_beta), of advantage and regress_target
-    whiten: bool = False  # whiten the advantages over the step's tokens
-    anchor: str = "prox"
-    ema_decay: float = 0.0  # anchor=ema: target = ema_decay target + (1 - ema_decay) policy after each learner step
-    ema_ratio_cap: float = 0.0  # anchor=ema: ratio min(mu / target, ema_ratio_cap) policy / mu (IMPACT); 0 is off
-    level: str = "token"
-    coef: str = "clip"
-    epsilon: float = 0.2
-    epsilon_high: float = 0.2
-    dual_clip: float = 0.0  # 0 is off
-    cap_low: float = 0.0
-    cap_high: float = 5.0  # bounds on the ratio itself, under coef=cap, band and signed; dprob has cap_high only
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    delta_low: float = 0.2  # coef=dprob: bounds on the change of a token's probability
-    delta_high: float = 0.2
-    gate: str = "none"
-    m2_threshold: float = 0.04
-    sat_quantile: float = 0.9
-    off_policy_mask_threshold: float = 0.1  # gate=opsm: nats a token
-    correction: str = "mask"
-    correction_level: str = "token"
-    correction_low: float = 0.0
-    correction_high: float = 5.0
-    ratio_bound: float = 100.0  # the largest ratio, and behavior weight, that counts in the loss; 0 is off
-    kl: str = "none"
-    beta: float = 0.0  # of the KL; of the head under head=regress and head=pair
-    kl_estimator: str = "auto"  # k1 in the reward, where it alone is a penalty; k3 in the loss
-    kl_importance_weighted: bool = True
-    kl_target: str = "ref"
-    aggregate: str = "token"
-    num_iterations: int = 1
-    minibatches: int = 1
-    entropy_coef: float = 0.0
-    lr: str = "none"
-    lr_ess_base: float = 1.0  # lr=sqrt_ess: rate x min(1, ESS fraction / base)^0.5
-    regress_target: str = "group"
-    pair_loss: str = "dpo"
-    # critic
-    gamma: float = 1.0
-    lam: float = 1.0
-    value_coef: float = 0.5
-    value_clip: float = 0.5
-    rho_bar: float = 1.0  # advantage=vtrace
-    c_bar: float = 1.0
-    purge_on_publish: bool = False  # the buffer is emptied at each publish (OAPL)
-    truncated: str = "keep"  # answers cut at max_completion_length: keep, mask out of the loss, bootstrap by the critic
-    loss: LossConfig = field(default_factory=LossConfig)
+    name: str = setting("decoupled_grpo", "The preset's name, in records and messages.")
+    head: str = setting(
+        "policy", "Policy-gradient loss, or a regression or pair loss on a group's sequence sums.", choices=HEADS
+    )
+    advantage: str = setting(
+        "group_norm",
+        "What a rollout's reward is measured against: nothing, its group's mean, the other siblings, the group's mean "
+        "and deviation, the batch, a critic, the least-variance baseline, or V*.",
+        choices=("raw", "group_mean", "loo", "group_norm", "whiten", "gae", "vtrace", "opob", "vstar"),
+    )
+    advantage_eps: float = setting(1e-4, "advantage=group_norm: (R - mean) / (std + eps).", low=0, exclusive_low=True)
+    advantage_shift: float = setting(0.0, "advantage=group_mean: R - (mean + shift).")
+    vstar_beta: float = setting(
+        1.0, "V* = vstar_beta log mean exp(R / vstar_beta), of advantage and regress_target.", low=0, exclusive_low=True
+    )
+    whiten: bool = setting(False, "Whitens the advantages over the step's tokens.")
+    anchor: str = setting(
+        "prox",
+        "The ratio's denominator: the policy itself, the sampler (mu), the policy before the step (prox), prox "
+        "interpolated by version lag, a slow copy (ema), or the frozen reference (heads).",
+        choices=("self", "mu", "prox", "prox_interp", "ema", "ref"),
+    )
+    ema_decay: float = setting(
+        0.0,
+        "anchor=ema: target = ema_decay target + (1 - ema_decay) policy after each learner step.",
+        low=0,
+        high=1,
+        exclusive_high=True,
+    )
+    ema_ratio_cap: float = setting(
+        0.0, "anchor=ema: the ratio is min(mu / target, ema_ratio_cap) policy / mu (IMPACT); 0 is off.", low=0
+    )
+    level: str = setting(
+        "token", "A ratio is a token's, the sequence's geometric mean, or its product.", choices=LEVELS
+    )
+    coef: str = setting(
+        "clip",
+        "What becomes of the ratio: dropped (one), PPO's clip, a cap, a band, tapered below 0 (signed), a soft gate, a "
+        "gamma-shaped weight, a bound on probabilities (dprob), or a clip before the geometric mean.",
+        choices=("one", "clip", "cap", "band", "signed", "soft", "gamma", "dprob", "geoclip"),
+    )
+    epsilon: float = setting(0.2, "Lower bound of the clip: ratios below 1 - epsilon stop training.", low=0)
+    epsilon_high: float = setting(0.2, "Upper bound of the clip: ratios above 1 + epsilon_high stop training.", low=0)
+    dual_clip: float = setting(0.0, "Largest ratio that counts for negative advantages, above 1; 0 is off.", low=0)
+    cap_low: float = setting(0.0, "coef=band and signed: smallest ratio that counts.", low=0)
+    cap_high: float = setting(
+        5.0, "coef=cap, band, signed and dprob: largest ratio that counts.", low=0, exclusive_low=True
+    )
+    sapo_temperature_pos: float = setting(
+        1.0, "coef=soft: steepness of the gate for positive advantages.", low=0, exclusive_low=True
+    )
+    sapo_temperature_neg: float = setting(
+        1.05, "coef=soft: steepness of the gate for negative advantages.", low=0, exclusive_low=True
+    )
+    vespo_k_pos: float = setting(2.0, "coef=gamma: the weight's power for positive advantages.", low=0)
+    vespo_lambda_pos: float = setting(3.0, "coef=gamma: the weight's decay for positive advantages.", low=0)
+    vespo_k_neg: float = setting(3.0, "coef=gamma: the weight's power for negative advantages.", low=0)
+    vespo_lambda_neg: float = setting(2.0, "coef=gamma: the weight's decay for negative advantages.", low=0)
+    delta_low: float = setting(0.2, "coef=dprob: largest fall of a token's probability that trains.", low=0)
+    delta_high: float = setting(0.2, "coef=dprob: largest rise of a token's probability that trains.", low=0)
+    gate: str = setting(
+        "none",
+        "Takes tokens out of the loss that drifted too far: M2PO's second moment, SAT's shrinking clip, or whole "
+        "sequences (opsm).",
+        choices=("none", "m2", "sat", "opsm"),
+    )
+    m2_threshold: float = setting(0.04, "gate=m2: largest mean squared log-ratio of harmful tokens.", low=0)
+    sat_quantile: float = setting(
+        0.9, "gate=sat: quantile of |log ratio| beyond which the clip shrinks.", low=0, high=1, exclusive_low=True
+    )
+    off_policy_mask_threshold: float = setting(
+        0.1, "gate=opsm: mean drift, in nats a token, beyond which a sequence of negative advantage goes.", low=0
+    )
+    correction: str = setting(
+        "mask",
+        "How the behavior weight prox / mu of stale samples counts: not at all, cut at its bounds (truncate), or, "
+        "outside them, as 0 (mask).",
+        choices=("none", "truncate", "mask"),
+    )
+    correction_level: str = setting(
+        "token", "The behavior weight is a token's, the sequence's geometric mean, or its product.", choices=LEVELS
+    )
+    correction_low: float = setting(0.0, "Smallest behavior weight.", low=0)
+    correction_high: float = setting(5.0, "Largest behavior weight.", low=0, exclusive_low=True)
+    ratio_bound: float = setting(
+        100.0, "The largest ratio, and behavior weight, that counts in the loss, from 1 on; 0 is off.", low=0
+    )
+    kl: str = setting("none", "Where the KL counts: nowhere, off the reward, or in the loss.", choices=KL_PLACES)
+    beta: float = setting(0.0, "Weight of the KL; of the head under head=regress and head=pair.", low=0)
+    kl_estimator: str = setting(
+        "auto", "Estimator of the KL; auto is k1 in the reward and k3 in the loss.", choices=("auto", "k1", "k2", "k3")
+    )
+    kl_importance_weighted: bool = setting(True, "kl=loss: weighs the KL by the policy term's ratio, as it must be.")
+    kl_target: str = setting("ref", "The KL is from the frozen reference, or from the sampler.", choices=("ref", "mu"))
+    aggregate: str = setting(
+        "token",
+        "What a step's loss is the mean over: tokens, sequences' means, sequences' sums, or a constant count.",
+        choices=("token", "seq_mean", "seq_sum", "const"),
+    )
+    num_iterations: int = setting(1, "Passes over each batch.", low=1)
+    minibatches: int = setting(1, "Optimizer updates of one pass; at most the groups of a batch.", low=1)
+    entropy_coef: float = setting(0.0, "Weight of the entropy, which the loss raises.", low=0)
+    lr: str = setting(
+        "none", "sqrt_ess multiplies the learning rate with the root of the effective sample size (VCPO).", choices=LRS
+    )
+    lr_ess_base: float = setting(
+        1.0, "lr=sqrt_ess: rate x min(1, ESS fraction / base)^0.5.", low=0, high=1, exclusive_low=True
+    )
+    regress_target: str = setting(
+        "group", "head=regress: what a rollout is regressed on.", choices=("group", "mean", "vstar")
+    )
+    pair_loss: str = setting("dpo", "head=pair: loss of a group's best and worst.", choices=("dpo", "ipo", "best"))
+    gamma: float = setting(1.0, "Critic: discount of a token further on.", low=0, high=1)
+    lam: float = setting(1.0, "Critic: GAE's and V-trace's lambda.", low=0, high=1)
+    value_coef: float = setting(0.5, "Critic: weight of its loss.", low=0)
+    value_clip: float = setting(0.5, "Critic: largest change of a value in a step.", low=0, exclusive_low=True)
+    rho_bar: float = setting(1.0, "advantage=vtrace: bound of the weight rho.", low=0, exclusive_low=True)
+    c_bar: float = setting(1.0, "Bound of V-trace's traces c.", low=0, exclusive_low=True)
+    purge_on_publish: bool = setting(False, "Empties the buffer at each publish (OAPL).")
+    truncated: str = setting(
+        "keep",
+        "Answers cut at max_completion_length: trained as scored, masked out of the loss, or valued by the critic.",
+        choices=("keep", "mask", "bootstrap"),
+    )
+    loss: LossConfig = group(LossConfig, "A loss of your own.")
 
     def __post_init__(self) -> None:
         check_algorithm(self)

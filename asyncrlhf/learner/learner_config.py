@@ -7,51 +7,56 @@ import importlib.util
 from dataclasses import dataclass, fields
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.validation import check, check_choice, check_ranges
+from asyncrlhf.validation import check, check_settings, setting
+
+WHERE = ("learner", "service")
 
 
 @dataclass(frozen=True)
 class WorkersConfig:
-    """``where``: ``learner`` or ``service``, which alone has workers."""
+    """Where a model beside the policy is asked: in the learner, or by workers of its own."""
 
-    where: str = "learner"
-    workers: int = 1
-    threads: int = 1  # CPU threads of one worker
-    gpus: float = 0.0  # GPUs of one worker; 0 runs it on the CPU
-    token_budget: int = 16384  # tokens of one call, and padded tokens of one forward pass
-    max_restarts: int = 3  # a worker that dies so often in a row is not started again
+    where: str = setting(
+        "learner",
+        "Who asks the model: the learner in each step, or workers for each rollout as it ends.",
+        choices=WHERE,
+    )
+    workers: int = setting(1, "Workers, under where=service.", low=1)
+    threads: int = setting(1, "CPU threads of one worker.", low=1)
+    gpus: float = setting(0.0, "GPUs of one worker, at most 1; 0 runs it on the CPU.", low=0)
+    token_budget: int = setting(16384, "Tokens of one call, and padded tokens of one forward pass.", low=1)
+    max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
 
     def check(self, key: str, model: str) -> None:
         """Raise ConfigError, naming settings under ``key``, for a value out of range or without effect. ``model``: what
         a worker holds, in sentences."""
-        check_choice(f"{key}.where", self.where, ("learner", "service"))
-        check_ranges(key, self, "workers", "threads", "token_budget", low=1)
-        check_ranges(key, self, "gpus", "max_restarts", low=0)
+        check_settings(key, self)
         check(
             self.gpus <= 1,
             f"{key}.gpus={self.gpus:g} is more than one worker can use; allowed: 0 to 1, or {key}.where=learner with "
             f"learner.zero_stage=3 or learner.sharding=fsdp2, which shard the {model}.",
         )
-        for setting in fields(self) if self.where == "learner" else ():
-            value = getattr(self, setting.name)
+        for declared in fields(self) if self.where == "learner" else ():
+            value = getattr(self, declared.name)
             check(
-                value == setting.default,
-                f"{key}.{setting.name}={value} has no effect with {key}.where=learner; allowed: {key}.where=service.",
+                value == declared.default,
+                f"{key}.{declared.name}={value} has no effect with {key}.where=learner; allowed: {key}.where=service.",
             )
 
 
 @dataclass(frozen=True)
 class ReferenceConfig(WorkersConfig):
     """``where=learner``: the learner holds the frozen model and asks it in each step. ``where=service``: workers of
-    their own do, for each rollout as it ends.
+    their own do, for each rollout as it ends."""
 
-    ``dtype=auto``: float32 weights under ``learner.mixed_precision``, which is what the learner would compute.
-    """
-
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16: of the frozen weights
+    dtype: str = setting(
+        "auto",
+        "Number format of the frozen weights; auto is float32 under learner.mixed_precision, as the learner computes, "
+        "and model.dtype otherwise.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
 
     def __post_init__(self) -> None:
-        check_choice("reference.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         self.check("reference", "reference model")
 
 
@@ -66,55 +71,63 @@ class CriticConfig(WorkersConfig):
 
 SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADS = ("none", "cpu")
+SHARDINGS = ("none", "fsdp2")
+PRECISIONS = ("none", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """``token_budget``: packed tokens of one forward pass; ``threads``: CPU threads of one rank."""
+    """What trains: its backend and ranks, its optimizer, its memory."""
 
-    backend: str = "torch"  # torch | deepspeed
-    ranks: int = 1
-    sharding: str = "none"  # torch: none (each rank holds everything) | fsdp2
-    zero_stage: int = 0  # deepspeed: 1 shards the optimizer's states over the ranks, 2 gradients too, 3 weights too
-    zero_offload: str = "none"  # deepspeed: none | cpu, the optimizer's states lie and are updated in host memory
-    zero_offload_params: str = "none"  # deepspeed, stage 3: none | cpu, the weights lie there too
-    sequence_parallel_size: int = 1  # deepspeed: ranks that take one share of the batch together, token by token
-    threads: int = 1
-    gpus: float = 0.0  # GPUs of one rank; 0 runs it on the CPU
-    learning_rate: float = 5e-5
-    critic_learning_rate: float = 0.0  # 0: the policy's
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    max_grad_norm: float = 1.0
-    lr_schedule: str = "constant"
-    warmup_steps: int = 0
-    token_budget: int = 4096
-    mixed_precision: str = "none"  # none | bfloat16 | float16: autocast over float32 master weights
-    float32_head: bool = False  # under mixed_precision: the output layer works in float32, its logits are not rounded
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    max_skipped_steps: int = 10  # non-finite steps in a row before the run fails
-    virtual_step_seconds: float = 0.1  # runtime=local: what one train step costs on the virtual clock
+    backend: str = setting("torch", "What holds and updates the weights.", choices=("torch", "deepspeed"))
+    ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1)
+    sharding: str = setting(
+        "none", "backend=torch: every rank holds everything (none), or FSDP2 deals the weights out.", choices=SHARDINGS
+    )
+    zero_stage: int = setting(
+        0, "backend=deepspeed: 1 shards the optimizer's states over the ranks, 2 gradients, too, 3 weights, too.",
+        low=0, high=3,
+    )  # fmt: skip
+    zero_offload: str = setting(
+        "none", "backend=deepspeed: cpu keeps and updates the optimizer's states in host memory.", choices=OFFLOADS
+    )
+    zero_offload_params: str = setting(
+        "none", "backend=deepspeed, stage 3: cpu keeps the weights in host memory, too.", choices=OFFLOADS
+    )
+    sequence_parallel_size: int = setting(
+        1, "backend=deepspeed: ranks that take one share of the batch together, token by token.", low=1
+    )
+    threads: int = setting(1, "CPU threads of one rank.", low=1)
+    gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0)
+    learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0)
+    critic_learning_rate: float = setting(0.0, "The critic's learning rate; 0 is the policy's.", low=0)
+    weight_decay: float = setting(0.0, "AdamW's weight decay; not of biases and norms.", low=0)
+    adam_beta1: float = setting(0.9, "AdamW's decay of the gradient's mean.", low=0, high=1, exclusive_high=True)
+    adam_beta2: float = setting(0.95, "AdamW's decay of the squared gradient.", low=0, high=1, exclusive_high=True)
+    max_grad_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it; 0 leaves them.", low=0)
+    lr_schedule: str = setting("constant", "How the learning rate falls over the run's steps.", choices=SCHEDULES)
+    warmup_steps: int = setting(0, "Learner steps over which the learning rate rises from 0.", low=0)
+    token_budget: int = setting(4096, "Packed tokens of one forward pass; more need more memory.", low=1)
+    mixed_precision: str = setting(
+        "none", "Format of the passes, by autocast over float32 master weights.", choices=PRECISIONS
+    )
+    float32_head: bool = setting(
+        False, "Under mixed_precision the output layer works in float32, so that its logits are not rounded."
+    )
+    gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
+    compile: bool = setting(False, "Compiles the model by torch.compile; takes minutes at the start.")
+    max_skipped_steps: int = setting(10, "Steps in a row with a non-finite gradient before the run fails.", low=1)
+    virtual_step_seconds: float = setting(
+        0.1, "runtime=local: seconds that one learner step costs on the virtual clock.", low=0
+    )
 
     def __post_init__(self) -> None:
-        check_choice("learner.backend", self.backend, ("torch", "deepspeed"))
-        check_choice("learner.lr_schedule", self.lr_schedule, SCHEDULES)
-        check_choice("learner.mixed_precision", self.mixed_precision, ("none", "bfloat16", "float16"))
+        check_settings("learner", self)
         check(
             self.mixed_precision != "none" or not self.float32_head,
             "learner.float32_head=true changes nothing under learner.mixed_precision=none, where all is float32; "
             "allowed: float32_head=false, or mixed_precision bfloat16 or float16.",
         )
-        whole = ("ranks", "sequence_parallel_size", "threads", "token_budget", "max_skipped_steps")
-        check_ranges("learner", self, *whole, low=1)
-        optimizer = ("learning_rate", "critic_learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")
-        check_ranges("learner", self, *optimizer, "gpus", "virtual_step_seconds", low=0)
-        check_ranges("learner", self, "adam_beta1", "adam_beta2", low=0, high=1, exclusive_high=True)
-        check_ranges("learner", self, "zero_stage", low=0, high=3)
-        check_choice("learner.sharding", self.sharding, ("none", "fsdp2"))
-        check_choice("learner.zero_offload", self.zero_offload, OFFLOADS)
-        check_choice("learner.zero_offload_params", self.zero_offload_params, OFFLOADS)
         check(
             self.ranks % self.sequence_parallel_size == 0,
             f"learner.sequence_parallel_size={self.sequence_parallel_size} does not divide learner.ranks={self.ranks}; "

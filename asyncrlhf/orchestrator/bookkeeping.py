@@ -87,7 +87,7 @@ class Bookkeeping:
     def is_boundary(self, step: int) -> bool:
         """Whether the step after ``step`` must wait for this one's evaluation or checkpoint, which read its weights."""
         config = self.state.config
-        due = self._falls_on(step, config.eval_every) or self._falls_on(step, config.checkpoint.every)
+        due = self._falls_on(step, config.evaluates_every) or self._falls_on(step, config.checkpoint.every)
         return due or step == config.steps
 
     def _falls_on(self, step: int, every: int) -> bool:
@@ -97,7 +97,7 @@ class Bookkeeping:
     async def after_step(self, metrics: dict[str, Any]) -> None:
         """Record a step; evaluate and write a checkpoint where one is due."""
         step = int(metrics["step"])
-        if self._falls_on(step, self.state.config.eval_every):
+        if self._falls_on(step, self.state.config.evaluates_every):
             metrics["heldout_accuracy"] = await self.evaluate()
         await off_loop(partial(self.recorder.log_step, metrics))
         await off_loop(partial(self.view.step, metrics))

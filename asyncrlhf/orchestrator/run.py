@@ -233,6 +233,7 @@ class _Job:
     async def main(self) -> Outcome:
         prepared, config = self._prepared, self._prepared.config
         runtime = build_runtime(config, prepared.run_dir)
+        runtime.tell = self._view.phase
         heldout = HeldOut(prepared.task.heldout(), prepared.sampling, runtime)
         source = prepared.task.train_source(config.seed)
         controller = self._controller = Controller(
@@ -266,5 +267,6 @@ class _Job:
             exit_reason=reason,
             heldout_before=outcome.heldout_before if outcome is not None else None,
             heldout_after=outcome.heldout_after if outcome is not None else None,
+            heldout_prompts=len(self._prepared.task.heldout()),
         )
         return {**summary, "taking_turns": sorted(self._taking_turns)}

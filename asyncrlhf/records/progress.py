@@ -12,9 +12,22 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from asyncrlhf.records.summary import duration
+from asyncrlhf.records.summary import duration, mean, reward_ends, time_weighted_mean, values
 from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.validation import check_choice
+
+_SHOWN = (
+    "reward_mean",
+    "samples_per_second",
+    "learner_idle_fraction",
+    "generator_idle_fraction",
+    "staleness_mean",
+    "staleness_max",
+    "buffer_size",
+    "generators_alive",
+    "generators_held_back",
+    "wall_time",
+)
 
 
 class Progress:
@@ -41,22 +54,33 @@ class Progress:
         self._start_step = start_step
         self._start_time = clock()
         self._latest: dict[str, Any] = {"step": start_step}
+        self._rows: list[dict[str, Any]] = []  # what was shown, for the means at the end
+        self._phase = ""
         self._printed_step: int | None = None
         self._printed_at = float("-inf")
         self._live: Live | None = None
         if self._mode == "rich":
-            self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=False)
+            self._live = Live(self._render(self._latest), console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
+
+    def phase(self, text: str) -> None:
+        """How far set-up is: the live display's title, or a line."""
+        self._phase = text
+        if self._live is not None:
+            self._live.update(self._render(self._latest), refresh=True)
+        else:
+            self.message(f"{text}.")
 
     def begin(self) -> None:
         """Set-up is over: from here on time counts for the ETA."""
-        self._start_time = self._clock()
+        self._start_time, self._phase = self._clock(), ""
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show one learner step's metrics. A value that is missing now (held-out accuracy) keeps its last one."""
         self._latest.update({key: value for key, value in metrics.items() if value is not None})
         if self._live is not None:
-            self._live.update(self._render())
+            self._rows.append({key: metrics[key] for key in _SHOWN if key in metrics})
+            self._live.update(self._render(self._latest))
         elif self._mode == "plain" and self._clock() - self._printed_at >= 1.0:
             self._print_line()
 
@@ -66,8 +90,10 @@ class Progress:
             self._console.print(text, markup=False, highlight=False)
 
     def stop(self) -> None:
-        """End the display, leaving the last step on the screen. A second call does nothing."""
+        """End the display, leaving means of the run on the screen. A second call does nothing."""
         if self._live is not None:
+            if self._rows:
+                self._live.update(self._render(self._means(), f": means, reward of the last {self._tenth}"))
             self._live.stop()
             self._live = None
         elif self._mode == "plain" and self._latest["step"] not in (self._printed_step, self._start_step):
@@ -75,25 +101,40 @@ class Progress:
         self._mode = "none"
 
     def _print_line(self) -> None:
-        facts = ", ".join(f"{name} {value}" for name, value in self._facts())
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts(self._latest))
         self._console.print(
             f"step {self._latest['step']}/{self._total}: {facts}", markup=False, highlight=False, soft_wrap=True
         )
         self._printed_step, self._printed_at = self._latest["step"], self._clock()
 
-    def _render(self) -> RenderableType:
+    @property
+    def _tenth(self) -> str:
+        window = reward_ends(self._rows)["window"]
+        return "step" if window == 1 else f"{window} steps"
+
+    def _means(self) -> dict[str, Any]:
+        """Of all steps shown, rates weighted by time; the largest staleness, and the last tenth's reward."""
+        rows = self._rows
+        means: dict[str, Any] = {key: time_weighted_mean(rows, key) for key in _SHOWN}
+        means |= {key: mean(values(rows, key)) for key in ("staleness_mean", "buffer_size")}
+        last = {key: self._latest.get(key) for key in ("step", "heldout_accuracy", "generators_alive")}
+        most = max(values(rows, "staleness_max"), default=None)
+        return means | last | {"staleness_max": most, "reward_mean": reward_ends(rows)["last"]}
+
+    def _render(self, figures: Mapping[str, Any], of: str = "") -> RenderableType:
         grid = Table.grid(padding=(0, 2))
-        facts = self._facts()
+        facts = self._facts(figures)
         for start in range(0, len(facts), 3):
             grid.add_row(*(f"[dim]{name}[/] [bold]{value}[/]" for name, value in facts[start : start + 3]))
         body = Table.grid(expand=True)
         body.add_row(ProgressBar(total=self._total, completed=min(self._latest["step"], self._total)))
         body.add_row(grid)
-        return Panel(body, title=f"step {self._latest['step']} of {self._total}", title_align="left", width=92)
+        title = self._phase or f"step {self._latest['step']} of {self._total}{of}"
+        return Panel(body, title=title, title_align="left", width=92)
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def _facts(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         """What there is to tell, in a fixed order: name and text."""
-        get = self._latest.get
+        get = figures.get
         formats = [
             ("reward", "{:.3f}", "reward_mean"),
             ("held-out", "{:.3f}", "heldout_accuracy"),
@@ -111,7 +152,8 @@ class Progress:
             late = get("generators_held_back") or 0
             note = f" ({late:.0f} held back)" if late else ""
             facts.append(("generators", f"{get('generators_alive'):.0f}{note}"))
-        facts.append(("ETA", self._eta()))
+        left = self._total - self._latest["step"]
+        facts.append(("ETA", self._eta()) if left > 0 else ("took", duration(self._clock() - self._start_time)))
         return facts
 
     def _eta(self) -> str:

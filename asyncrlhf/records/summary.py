@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from statistics import variance
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +20,7 @@ from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 
 PACKAGES = ("asyncrlhf", "torch", "transformers", "ray", "numpy", "hydra-core", "pyarrow", "wandb", "vllm", "deepspeed")
 REPLICA_PREFIX = "generator/"  # of the metrics of one replica
+LEAST_STEPS = 5  # whose spread says how sure their mean is
 _NAMED_FAILURES = 5
 _TIMING_ENDINGS = ("_seconds", "_per_second", "_idle_fraction")
 
@@ -34,16 +37,19 @@ def build_summary(
     exit_reason: str,
     heldout_before: float | None = None,
     heldout_after: float | None = None,
+    heldout_prompts: int = 0,
 ) -> dict[str, Any]:
     """Everything summary.json holds, out of ``run_dir``'s metrics.jsonl and the ledger's ``counts()``.
 
     ``exit_reason``: ``done``, ``interrupted`` or ``failed: <one sentence>``. Held-out accuracies are fractions; where
-    not given, the first and last ``heldout_accuracy`` of the metrics stand in. First and last reward are the means
-    of the first and last tenth of the steps (at least one step).
+    not given, the first and last ``heldout_accuracy`` of the metrics stand in; ``heldout_prompts`` is how many prompts
+    they are over. First and last reward are the means of the first and last tenth of the steps (at least one step).
     """
     path = run_dir / METRICS_FILE
     rows = read_metrics(path) if path.exists() else []
     heldout = values(rows, "heldout_accuracy")
+    before = heldout_before if heldout_before is not None else (heldout[0] if heldout else None)
+    after = heldout_after if heldout_after is not None else (heldout[-1] if heldout else None)
     return {
         "run_dir": str(run_dir),
         "exit_reason": exit_reason,
@@ -54,8 +60,9 @@ def build_summary(
         "seed": seed,
         "reward": reward_ends(rows),
         "heldout_accuracy": {
-            "before": heldout_before if heldout_before is not None else (heldout[0] if heldout else None),
-            "after": heldout_after if heldout_after is not None else (heldout[-1] if heldout else None),
+            "before": before,
+            "after": after,
+            "standard_error": _heldout_error(before, after, heldout_prompts),
         },
         "staleness": {
             "mean": mean(values(rows, "staleness_mean")),
@@ -94,10 +101,22 @@ def ledger_totals(counts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reward_ends(rows: Metrics) -> dict[str, Any]:
-    """Mean reward of the first and of the last tenth of the steps, and how many steps a tenth is."""
+    """Mean reward of the first and of the last tenth of the steps, how many steps a tenth is, and the standard error of
+    the difference, from the spread of the steps' means in each tenth; None where a tenth has too few steps for one."""
     rewards = values(rows, "reward_mean")
     window = max(1, len(rewards) // 10)
-    return {"first": mean(rewards[:window]), "last": mean(rewards[-window:]), "window": window}
+    first, last = rewards[:window], rewards[-window:]
+    error = math.sqrt((variance(first) + variance(last)) / window) if window >= LEAST_STEPS else None
+    return {"first": mean(first), "last": mean(last), "window": window, "standard_error": error}
+
+
+def _heldout_error(before: float | None, after: float | None, prompts: int) -> float | None:
+    """An upper bound of the standard error of the change: that of answers that are right or wrong, to other prompts
+    each time. None where rewards are not between 0 and 1."""
+    ends = (before, after)
+    if not prompts or any(end is None or not 0 <= end <= 1 for end in ends):
+        return None
+    return math.sqrt(sum(end * (1 - end) for end in ends if end is not None) / prompts)
 
 
 def timing_means(rows: Metrics) -> dict[str, float]:
@@ -192,11 +211,10 @@ def plain_words(summary: Mapping[str, Any]) -> str:
         lines.append("No learner step was completed, so there is no reward to speak of.")
     else:
         steps = "step" if reward["window"] == 1 else f"{reward['window']} steps"
-        lines.append(f"Mean reward {_moved(reward['first'], reward['last'])} (first and last {steps}).")
+        lines.append(f"Mean reward {_moved(reward, 'first', 'last')} (first and last {steps}).")
     before, after = heldout["before"], heldout["after"]
     if before is not None and after is not None:
-        change = f"{_moved(before, after)}, a change of {after - before:+.3f}"
-        lines.append(f"Held-out accuracy, on prompts never trained on, {change}.")
+        lines.append(f"Held-out accuracy, on prompts never trained on, {_moved(heldout, 'before', 'after')}.")
     if staleness["max"] is not None:
         lines.append(
             f"The trained data was {staleness['mean']:.2f} policy versions old on average "
@@ -282,9 +300,16 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     return f"The run stopped after {steps} of {planned} learner steps{took}, seed {summary['seed']}. {cause}"
 
 
-def _moved(first: float, last: float) -> str:
-    verb = "rose" if last > first else "fell" if last < first else "stayed"
-    return f"{verb} at {first:.3f}" if verb == "stayed" else f"{verb} from {first:.3f} to {last:.3f}"
+def _moved(ends: Mapping[str, float | None], start: str, end: str) -> str:
+    """``rose`` and ``fell`` are said beyond two standard errors alone."""
+    first, last, error = ends[start], ends[end], ends.get("standard_error")
+    assert first is not None and last is not None
+    change = f"from {first:.3f} to {last:.3f}, a change of {last - first:+.3f}"
+    if error is None:
+        return f"went {change}"
+    if abs(last - first) <= 2 * error:
+        return f"went {change}, no more than its noise (standard error {error:.3f})"
+    return f"{'rose' if last > first else 'fell'} {change} (standard error {error:.3f})"
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -6,14 +6,15 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_choice, check_range, overlay
+from asyncrlhf.validation import check, check_choice, check_range, check_settings, group, overlay, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
+JUDGES = ("vllm", "http")
 TEMPLATE_FIELDS = ("prompt", "response", "answer")
 TEMPLATE = """Rate how well the response answers the prompt, from 0 (useless) to 10 (perfect).
 
@@ -28,24 +29,23 @@ Explain briefly, then end with one line of the form "Score: NUMBER"."""
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A checkpoint for ``AutoModelForSequenceClassification`` with one label.
+    """A checkpoint for ``AutoModelForSequenceClassification`` with one label."""
 
-    ``inputs``: ``ids`` hands the policy's token ids on; ``text`` tokenises prompt and response with the checkpoint's
-    own tokenizer, through its chat template where ``chat_template`` is on; ``auto`` takes the ids where both tokenizers
-    are the same. ``max_length=0`` is the model's context. A longer rollout fails: a cut one would get another's score.
-    """
-
-    path: str = ""
-    dtype: str = "float32"
-    trust_remote_code: bool = False
-    max_length: int = 0
-    inputs: str = "auto"
-    chat_template: bool = False
+    path: str = setting("", "A sequence-classification checkpoint with one label: a local folder or a hub name.")
+    dtype: str = setting("float32", "Number format of its weights.", choices=DTYPES)
+    trust_remote_code: bool = setting(False, "Lets the checkpoint bring Python code of its own, and runs it.")
+    max_length: int = setting(
+        0, "Longest prompt and response, in tokens; 0 is the model's context. A longer rollout fails, uncut.", low=0
+    )
+    inputs: str = setting(
+        "auto",
+        "What it reads: the policy's token ids, the text by its own tokenizer, or ids where both tokenizers are one.",
+        choices=("auto", "ids", "text"),
+    )
+    chat_template: bool = setting(False, "inputs=text: puts prompt and response through its chat template.")
 
     def __post_init__(self) -> None:
-        check_choice("reward.model.dtype", self.dtype, DTYPES)
-        check_choice("reward.model.inputs", self.inputs, ("auto", "ids", "text"))
-        check_range("reward.model.max_length", self.max_length, low=0)
+        check_settings("reward.model", self)
         check(
             not (self.chat_template and self.inputs == "ids"),
             "reward.model.chat_template=true needs the text; allowed: reward.model.inputs=auto or text.",
@@ -56,35 +56,35 @@ class RewardModelConfig:
 class JudgeConfig:
     """A generative model that is asked for a score: under vLLM in the worker, or behind an OpenAI-compatible server.
 
-    ``engine=http`` asks ``http.url`` (up to and with ``/v1``). ``template`` has the fields ``{prompt}``, ``{response}``
-    and ``{answer}``. The last match of ``pattern`` in the judge's text is the score, its one group a number; a text
-    without one, or with a number outside ``low`` to ``high``, is a failed rollout.
+    A text without a match of ``pattern``, or with a number outside ``low`` to ``high``, is a failed rollout.
     """
 
-    engine: str = "vllm"
-    model: str = ""
-    template: str = TEMPLATE
-    pattern: str = r"(?i)score:\s*([-+]?\d+(?:\.\d+)?)"
-    low: float = 0.0
-    high: float = 10.0
-    max_tokens: int = 256
-    temperature: float = 0.0
-    chat_template: bool = True  # engine=vllm: put the question through the model's chat template
-    max_length: int = 0  # engine=vllm: tokens of question and answer; 0 is the model's context
-    dtype: str = "auto"  # engine=vllm
-    tensor_parallel_size: int = 1  # engine=vllm
-    kv_cache_gb: float = 0.0  # engine=vllm; 0 is vLLM's choice on GPUs, and 1 GiB on a CPU
-    concurrency: int = 8  # engine=http: questions asked at once
+    engine: str = setting("vllm", "Where it runs: vLLM in the worker, or the server of http.url.", choices=JUDGES)
+    model: str = setting("", "A checkpoint (engine=vllm), or the model's name at the server (engine=http).")
+    template: str = setting(TEMPLATE, "The question; its fields are {prompt}, {response} and {answer}.")
+    pattern: str = setting(
+        r"(?i)score:\s*([-+]?\d+(?:\.\d+)?)",
+        "Regular expression whose last match in the judge's text is the score; its one group is a number.",
+    )
+    low: float = setting(0.0, "Lowest score that counts; another fails the rollout.")
+    high: float = setting(10.0, "Highest score that counts; another fails the rollout.")
+    max_tokens: int = setting(256, "Longest text of the judge, in tokens.", low=1)
+    temperature: float = setting(0.0, "Sampling temperature of the judge; 0 is greedy.", low=0)
+    chat_template: bool = setting(True, "engine=vllm: puts the question through the model's chat template.")
+    max_length: int = setting(
+        0, "engine=vllm: longest question and answer, in tokens; 0 is the model's context.", low=0
+    )
+    dtype: str = setting("auto", "engine=vllm: number format of the judge's weights.", choices=("auto", *DTYPES))
+    tensor_parallel_size: int = setting(1, "engine=vllm: GPUs that hold a share of each layer.", low=1)
+    kv_cache_gb: float = setting(
+        0.0, "engine=vllm: memory of its KV cache, in GiB; 0 is vLLM's choice on GPUs and 1 on a CPU.", low=0
+    )
+    concurrency: int = setting(8, "engine=http: questions asked at once.", low=1)
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``; for a judge that is in use."""
-        check_choice(f"{key}.engine", self.engine, ("vllm", "http"))
+        check_settings(key, self)
         check(self.model, f"{key}.model is empty; give a checkpoint (engine=vllm) or a model's name (engine=http).")
-        check_choice(f"{key}.dtype", self.dtype, ("auto", *DTYPES))
-        for name in ("max_tokens", "tensor_parallel_size", "concurrency"):
-            check_range(f"{key}.{name}", getattr(self, name), low=1)
-        for name in ("temperature", "max_length", "kv_cache_gb"):
-            check_range(f"{key}.{name}", getattr(self, name), low=0)
         for name in ("low", "high"):
             check_range(f"{key}.{name}", getattr(self, name))
         check(self.low < self.high, f"{key}.low={self.low:g} is not below {key}.high={self.high:g}.")
@@ -109,21 +109,17 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """A remote service and the patience with it.
+    """A remote service and the patience with it. A call that meets no answer, a time-out, a 408, a 429 or a 5xx is
+    tried again, within ``reward.timeout_seconds``."""
 
-    A call that meets no answer, a time-out, a 408, a 429 or a 5xx is tried again up to ``retries`` times, after
-    ``backoff_seconds``, then twice that, and so on (or after what ``Retry-After`` asks for, within
-    ``reward.timeout_seconds``). After ``breaker_failures`` failed calls in a row the service is not asked for
-    ``breaker_seconds``; then one call tries it. ``token_env`` names an environment variable of the worker that holds a
-    bearer token.
-    """
-
-    url: str = ""
-    retries: int = 3
-    backoff_seconds: float = 0.5
-    breaker_failures: int = 5
-    breaker_seconds: float = 30.0
-    token_env: str = ""
+    url: str = setting("", "The service's address, http or https.")
+    retries: int = setting(3, "Times that a failed call is tried again.", low=0)
+    backoff_seconds: float = setting(
+        0.5, "Seconds before the first further try; doubled each time, or as Retry-After asks.", low=0
+    )
+    breaker_failures: int = setting(5, "Failed calls in a row after which the service is left alone.", low=1)
+    breaker_seconds: float = setting(30.0, "Seconds that it is left alone; then one call tries it.", low=0)
+    token_env: str = setting("", "Environment variable of the worker that holds a bearer token.")
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``; for a service that is in use."""
@@ -135,10 +131,7 @@ class HttpConfig:
         check(
             known, f"{key}.url={self.url} is no address; allowed: one of http or https, such as http://HOST:PORT/PATH."
         )
-        check_range(f"{key}.retries", self.retries, low=0)
-        check_range(f"{key}.backoff_seconds", self.backoff_seconds, low=0)
-        check_range(f"{key}.breaker_failures", self.breaker_failures, low=1)
-        check_range(f"{key}.breaker_seconds", self.breaker_seconds, low=0)
+        check_settings(key, self)
 
 
 GRANULARITIES = ("batch", "group", "rollout", "chunk")
@@ -150,14 +143,14 @@ PENALTIES = ("missing_eos", "overlong")
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One source of scores. ``kind=length``, in a sum alone, is the number of response tokens."""
+    """One source of scores."""
 
-    kind: str = "task"
-    weight: float = 1.0
-    target: str = ""
-    model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-    http: HttpConfig = field(default_factory=HttpConfig)
+    kind: str = setting("task", "As reward.kind, without sum; or length, the number of response tokens.")
+    weight: float = setting(1.0, "What the part's score is multiplied with in the sum.")
+    target: str = setting("", "As reward.target.")
+    model: RewardModelConfig = group(RewardModelConfig, "As reward.model.")
+    judge: JudgeConfig = group(JudgeConfig, "As reward.judge.")
+    http: HttpConfig = group(HttpConfig, "As reward.http.")
 
     def check(self, key: str, kinds: tuple[str, ...]) -> None:
         """Raise ConfigError, naming settings under ``key``, unless what ``kind`` reads is there."""
@@ -179,45 +172,50 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Where rewards come from, and what becomes of a score that fails.
+    """Where rewards come from, and what becomes of a score that fails."""
 
-    ``kind``: ``task``, the task's own rule; ``python``, the function that ``target`` (``package.module:function``)
-    names; ``model``, a sequence-classification checkpoint; ``judge``, a generative model that is asked for a score;
-    ``http``, a remote endpoint; ``sum``, the weighted sum of ``parts``, each a name with ``kind``, ``weight`` and what
-    that kind reads. ``on_failure=skip``: a rollout without a score fails and the run goes on; ``stop``: the first one
-    ends the run. ``normalize`` changes what the learner trains on; records and metrics keep the reward as scored.
-    """
-
-    kind: str = "task"
-    target: str = ""
-    model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-    http: HttpConfig = field(default_factory=HttpConfig)
-    parts: dict[str, Any] = field(default_factory=dict)
-    workers: int = 1
-    threads: int = 0  # CPU threads of one worker's models; 0 leaves torch's choice
-    gpus: float = 0.0  # GPUs of one worker; 0 runs its models on the CPU
-    max_restarts: int = 3  # a worker that dies so often in a row is not started again
-    max_batch_tokens: int = 16384  # padding included, of one forward pass of a reward model
-    timeout_seconds: float = 30.0  # for one call of a function or endpoint
-    # For one pass of a reward model, and all questions of a call of a judge under vLLM: a slow model is no failure.
-    model_timeout_seconds: float = 300.0
-    on_failure: str = "skip"
-    normalize: str = "none"
-    normalize_clip: float = 0.0  # bound of a normalised reward's size; 0 is none
-    missing_eos_penalty: float = 0.0  # subtracted when the response was cut off
-    overlong_buffer: int = 0  # DAPO's soft over-length penalty (2503.14476): width in tokens, 0 is off
+    kind: str = setting(
+        "task",
+        "Where rewards come from: the task's own rule, the function that target names, a reward model, a generative "
+        "judge, a remote endpoint, or the weighted sum of parts.",
+        choices=(*KINDS, "sum"),
+    )
+    target: str = setting(
+        "", "kind=python: the function, package.module:function, called as f(prompts, completions, **columns)."
+    )
+    model: RewardModelConfig = group(RewardModelConfig, "The reward model of kind=model.")
+    judge: JudgeConfig = group(JudgeConfig, "The generative judge of kind=judge.")
+    http: HttpConfig = group(HttpConfig, "The endpoint of kind=http, or the judge's server.")
+    parts: dict[str, Any] = setting({}, "kind=sum: the sources by name.", entries=RewardPart)
+    workers: int = setting(1, "Reward workers; all share one queue of finished rollouts.", low=1)
+    threads: int = setting(0, "CPU threads of one worker's models; 0 leaves torch's choice.", low=0)
+    gpus: float = setting(0.0, "GPUs of one worker; 0 runs its models on the CPU.", low=0)
+    max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
+    max_batch_tokens: int = setting(16384, "Tokens, padding included, of one forward pass of a reward model.", low=1)
+    timeout_seconds: float = setting(30.0, "Seconds for one call of a function or endpoint.", low=0, exclusive_low=True)
+    model_timeout_seconds: float = setting(
+        300.0,
+        "Seconds for one pass of a reward model, or all questions of a judge's call: a slow model is no failure.",
+        low=0,
+        exclusive_low=True,
+    )
+    on_failure: str = setting(
+        "skip", "A rollout without a score fails and the run goes on, or ends the run.", choices=("skip", "stop")
+    )
+    normalize: str = setting(
+        "none",
+        "What the rewards that train are normalised by: nothing, all so far, the batch, or the group; records keep "
+        "them as scored.",
+        choices=NORMALIZATIONS,
+    )
+    normalize_clip: float = setting(0.0, "Bound of a normalised reward's size; 0 is none.", low=0)
+    missing_eos_penalty: float = setting(0.0, "Subtracted from the reward of a response that was cut off.", low=0)
+    overlong_buffer: int = setting(
+        0, "Width, in tokens, of DAPO's soft penalty before max_completion_length (2503.14476); 0 is off.", low=0
+    )
 
     def __post_init__(self) -> None:
-        check_choice("reward.kind", self.kind, (*KINDS, "sum"))
-        check_choice("reward.on_failure", self.on_failure, ("skip", "stop"))
-        check_choice("reward.normalize", self.normalize, NORMALIZATIONS)
-        for key in ("workers", "max_batch_tokens"):
-            check_range(f"reward.{key}", getattr(self, key), low=1)
-        for key in ("timeout_seconds", "model_timeout_seconds"):
-            check_range(f"reward.{key}", getattr(self, key), low=0, exclusive_low=True)
-        for key in ("threads", "gpus", "max_restarts", "normalize_clip", "missing_eos_penalty", "overlong_buffer"):
-            check_range(f"reward.{key}", getattr(self, key), low=0)
+        check_settings("reward", self)
         check(
             self.normalize != "none" or not self.normalize_clip,
             f"reward.normalize_clip={self.normalize_clip:g} needs reward.normalize: running, batch or group.",
@@ -260,14 +258,20 @@ def _part(name: str, raw: Any) -> RewardPart:
 
 @dataclass(frozen=True)
 class FusionConfig:
-    """When a rollout may be scored: with its ``batch`` or ``group``, at its end (``rollout``), or at its end with
-    all but its last tokens read before, by the reward models that can and the reference's workers (``chunk``)."""
+    """How scoring is fused with generation."""
 
-    granularity: str = "rollout"
-    max_batch: int = 64  # rollouts in one scoring call
-    max_wait_ms: float = 2.0
-    chunk_tokens: int = 64  # sampled tokens after which a sequence is sent on; granularity=chunk
-    cache_tokens: int = 32768  # of the sequences that one such model holds in its KV cache; granularity=chunk
+    granularity: str = setting(
+        "rollout",
+        "When a rollout is scored: with its batch or group, at its end (rollout), or at its end with all but its last "
+        "tokens read before (chunk).",
+        choices=GRANULARITIES,
+    )
+    max_batch: int = setting(64, "Rollouts of one scoring call.", low=1)
+    max_wait_ms: float = setting(2.0, "Milliseconds that a finished rollout waits for company in a call.", low=0)
+    chunk_tokens: int = setting(64, "granularity=chunk: sampled tokens after which a sequence is sent on.", low=1)
+    cache_tokens: int = setting(
+        32768, "granularity=chunk: tokens of the sequences that one such model holds in its KV cache."
+    )
 
     @property
     def reads_ahead(self) -> bool:
@@ -275,10 +279,7 @@ class FusionConfig:
         return self.granularity == "chunk"
 
     def __post_init__(self) -> None:
-        check_choice("fusion.granularity", self.granularity, GRANULARITIES)
-        check_range("fusion.max_batch", self.max_batch, low=1)
-        check_range("fusion.max_wait_ms", self.max_wait_ms, low=0)
-        check_range("fusion.chunk_tokens", self.chunk_tokens, low=1)
+        check_settings("fusion", self)
         check(
             self.cache_tokens >= self.chunk_tokens,
             f"fusion.cache_tokens={self.cache_tokens} does not hold one chunk of fusion.chunk_tokens="

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # By suffix: what `datasets` calls the format.
 BUILDERS = {".jsonl": "json", ".parquet": "parquet"}
+LOOKED_AT = 2**26  # bytes of a file that the first look reads
 # What `save_to_disk` leaves in the folder of a table, and in that of several splits.
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
@@ -34,15 +35,10 @@ class Split:
 
 def read_rows(path: str, split: str, key: str) -> Dataset:
     """The table that ``path`` names; raises ConfigError, naming the setting ``key``, where there is none or no row."""
+    local, files = find_rows(path, key)
+    saved = is_saved(local)
     import datasets  # seconds of imports, which a wrong setting need not wait for
 
-    check(path, f"{key} is empty; give a JSONL or Parquet file, a folder of them, or the name of a dataset.")
-    local = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or local.suffix in BUILDERS
-    saved = is_saved(local)
-    files = _files(local, key) if local.exists() and not saved else []
-    if not files and not saved and looks_local:
-        raise ConfigError(f"{key}={path} does not exist.")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said in one sentence below
     try:
@@ -62,6 +58,26 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
     check(not broken, f"{key}={path} could not be read: {broken}.")
     check(len(table), f"{key}={path} holds no rows.")
     return table
+
+
+def find_rows(path: str, key: str) -> tuple[Path, list[Path]]:
+    """Where ``path`` leads on this machine, and the files there; none for what `datasets` saved and for a dataset's
+    name. Raises ConfigError for a local path that leads to no rows; needs no library."""
+    check(path, f"{key} is empty; give a JSONL or Parquet file, a folder of them, or the name of a dataset.")
+    local = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or local.suffix in BUILDERS
+    if is_saved(local):
+        return local, []
+    files = _files(local, key) if local.exists() else []
+    check(files or not looks_local, f"{key}={path} does not exist.")
+    return local, files
+
+
+def first_look(path: str, key: str) -> None:
+    """As :func:`find_rows`, and read the lines of JSONL files that are not large."""
+    _, files = find_rows(path, key)
+    broken = _broken_line([file for file in files if file.stat().st_size < LOOKED_AT], columns=False)
+    check(not broken, f"{key}={path} could not be read: {broken}.")
 
 
 def is_saved(local: Path) -> bool:
@@ -100,9 +116,9 @@ def _has_content(file: Path) -> bool:
         return any(line.strip() for line in lines)
 
 
-def _broken_line(files: Sequence[Path]) -> str:
+def _broken_line(files: Sequence[Path], columns: bool = True) -> str:
     """Where the first line stands that keeps JSONL files from being a table; empty where none does. Arrow counts rows
-    of a block from 0, which does not help to find a line."""
+    of a block from 0, which does not help to find a line. Without ``columns`` any JSON objects will do."""
     kinds: dict[str, str] = {}
     for file in files:
         if file.suffix != ".jsonl":
@@ -115,7 +131,7 @@ def _broken_line(files: Sequence[Path]) -> str:
                 return f"{where} is no JSON ({error.msg})"
             if not isinstance(row, dict):
                 return f"{where} is no JSON object"
-            for column, value in row.items():
+            for column, value in row.items() if columns else ():
                 kind = type(value).__name__
                 if value is not None and kinds.setdefault(column, kind) != kind:
                     return f"{where} has {kind} in the column {column!r} where {kinds[column]} stood before"

@@ -77,7 +77,7 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
     """The keywords of TRL's ``SFTConfig`` and ``RewardConfig`` that both take."""
     settings, config = job.settings, job.config
-    every, between = config.checkpoint.every, config.eval_every
+    every, between = config.checkpoint.every, config.eval_every or 0
     return {
         "output_dir": str(job.run_dir / FOLDER),
         "seed": config.seed,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
@@ -19,9 +19,13 @@ from asyncrlhf.tasks.answers import extract_answer, unwrap
 from asyncrlhf.tasks.task import LongPromptError, PromptEncoder
 from asyncrlhf.types import Prompt
 
+if TYPE_CHECKING:
+    import transformers
+
 SUFFIXES = (".jsonl", ".parquet")
 # Without a split of their own, at most one text in so many is held out.
 HELDOUT_SHARE = 10
+LOOKED_AT = 1000  # rows that the first check reads
 # (where the row stands, for messages; the row)
 Row = tuple[str, dict[str, Any]]
 
@@ -95,15 +99,29 @@ class PromptsTask:
     def _prompt(self, row: Row) -> Prompt:
         where, fields = row
         key, answer_key = self._config.prompt_key, self._config.answer_key
-        text = fields.get(key)
-        if not isinstance(text, str) or not text.strip():
-            problem = "has no key" if key not in fields else "has no text under the key"
-            raise ConfigError(
-                f"{where} {problem} {key!r} (task.prompt_key); its keys are: {', '.join(fields) or 'none'}."
-            )
+        text = _text(row, key)
         answer = fields.get(answer_key)
         metadata = {name: value for name, value in fields.items() if name not in (key, answer_key)}
         return self._encode(where, text, None if answer is None else str(answer), metadata)
+
+
+def check_rows(config: TaskConfig) -> None:
+    """Raise ConfigError for local rows that could not be used, of the first ``LOOKED_AT``, without the libraries that a
+    run needs: a wrong path is answered at once. What needs a tokenizer, or the network, waits for the task itself."""
+    path = Path(config.path).expanduser()
+    if path.exists() or path.suffix in SUFFIXES or config.path.startswith((".", "/", "~")):
+        for row in itertools.islice(_read(config, config.split), LOOKED_AT):
+            _text(row, config.prompt_key)
+
+
+def _text(row: Row, key: str) -> str:
+    """The prompt of a row; raises ConfigError for one without."""
+    where, fields = row
+    text = fields.get(key)
+    if not isinstance(text, str) or not text.strip():
+        problem = "has no key" if key not in fields else "has no text under the key"
+        raise ConfigError(f"{where} {problem} {key!r} (task.prompt_key); its keys are: {', '.join(fields) or 'none'}.")
+    return text
 
 
 def _choose_heldout(prompts: list[Prompt], config: TaskConfig) -> list[Prompt]:

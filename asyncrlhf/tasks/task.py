@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import Prompt
+
+if TYPE_CHECKING:  # seconds of imports, which a check of the data need not wait for
+    import transformers
 
 # A prompt of which the tokenizer knows less than this share would train a model on noise.
 MIN_KNOWN_SHARE = 0.5

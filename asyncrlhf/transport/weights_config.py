@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from asyncrlhf.validation import check, check_choice, check_range, check_ranges
+from asyncrlhf.validation import check, check_settings, setting
 
 TRANSPORTS = ("auto", "collective", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -35,28 +35,39 @@ def choose_tolerance(asked: float, exact: bool) -> Tolerance:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """``transport=auto``: ``local`` in the local runtime, ``collective`` under Ray. ``dtype=auto``: that of the engines
-    where all replicas share one, else the learner's own. ``checksum=None``: where weights leave the machine or lie on a
-    disk, and with ``delta``; between two cores, passes of XXH3 over the bytes cost a quarter of a publish's bandwidth.
-    """
+    """How weights travel from the learner to the generators."""
 
-    transport: str = "auto"
-    publish_every: int = 1  # learner steps
-    bucket_mb: float = 32.0
-    dtype: str = "auto"  # of floating tensors on their way
-    checksum: bool | None = None  # one a bucket, verified by every receiver
-    delta: bool = False  # send only the buckets that changed since the receivers' last version
-    disk_path: str = ""  # transport=disk; empty: the run directory's folder `weights`
-    audit_every: int = 50  # publishes; 0 audits at start-up only
-    audit_tolerance: float = 0.0  # mean |log-prob difference|; 0: 1e-3, in half precision 1 if all arrived
-    timeout_seconds: float = 120.0
+    transport: str = setting(
+        "auto",
+        "How weights travel: over a process group of their own (collective), Ray's object store, files, or within one "
+        "process (local); auto is collective under Ray.",
+        choices=TRANSPORTS,
+    )
+    publish_every: int = setting(1, "Learner steps between two publishes; the lag between them counts.", low=1)
+    bucket_mb: float = setting(32.0, "Size of one piece on its way, in MiB.", low=0, exclusive_low=True)
+    dtype: str = setting(
+        "auto",
+        "Number format on the way; auto is that of the engines where all share one, else the learner's.",
+        choices=DTYPES,
+    )
+    # Between two cores, passes of XXH3 over the bytes cost a quarter of a publish's bandwidth.
+    checksum: bool | None = setting(
+        None, "A checksum a bucket, verified by every receiver; null: between machines, on a disk, and with delta."
+    )
+    delta: bool = setting(False, "Sends only the buckets that changed since the receivers' last version.")
+    disk_path: str = setting("", "transport=disk: the folder; empty is the run directory's folder `weights`.")
+    audit_every: int = setting(
+        50, "Publishes between two comparisons of engine's and learner's log-probs; 0: at the start only.", low=0
+    )
+    audit_tolerance: float = setting(
+        0.0, "Mean |log-prob difference| that passes, in nats; 0: 1e-3, in half precision 1 if all arrived.", low=0
+    )
+    timeout_seconds: float = setting(
+        120.0, "Seconds that a publish may take before the run fails.", low=0, exclusive_low=True
+    )
 
     def __post_init__(self) -> None:
-        check_choice("weights.transport", self.transport, TRANSPORTS)
-        check_range("weights.publish_every", self.publish_every, low=1)
-        check_ranges("weights", self, "bucket_mb", "timeout_seconds", low=0, exclusive_low=True)
-        check_choice("weights.dtype", self.dtype, DTYPES)
-        check_ranges("weights", self, "audit_every", "audit_tolerance", low=0)
+        check_settings("weights", self)
         check(
             self.checksum is not False or not self.delta,
             "weights.delta=true finds what changed by the buckets' checksums; it needs weights.checksum=true.",

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET, WARM_UP
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
@@ -44,6 +44,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
         settings = [*QUIET, "logging.rollouts=false", f"steps={options.steps}", f"seed={seed}", *overrides]
         if options.fixed_length:
             settings += ["generator.ignore_eos=true", *PREFIX_REWARD]
+        tell(seed + 1, options.repeats, "TRL, then asyncrlhf")
         theirs = trl_round(load_config(settings), options.threads, options.fixed_length)
         ours = our_round(settings)
         rounds.append({"seed": seed, "trl": theirs, "asyncrlhf": ours})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     busy: list[float] = []
     facts: list[dict[str, Any]] = []
     for seed in range(options.repeats):
+        tell(seed + 1, options.repeats)
         tail = [
             f"generator.fake.tail_probability={options.tail}",
             f"generator.fake.latency_median={options.latency}",

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from asyncrlhf.actors.worker import GeneratorSpec
-from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.cluster.ray_handles import RayGenerator
 from asyncrlhf.cluster.ray_runtime import MALLOC
@@ -74,6 +74,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
                 "LLM.generate, plain": lambda items: bare(items, plain=True),
             }
             for number in range(options.repeats + 1):
+                tell(number, options.repeats)
                 items = next(rounds)
                 for side in SIDES[:: 1 if number % 2 else -1]:
                     rate = measure[side](items)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import train
@@ -46,6 +46,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
         facts: list[dict[str, Any]] = []
         ratios: list[float] = []
         for seed in range(options.repeats):
+            tell(seed + 1, options.repeats, f"runtime={runtime}")
             common = [*SETTING, f"runtime={runtime}", f"steps={options.steps}", f"seed={seed}"]
             fast, slow = LATENCY[runtime], LATENCY[runtime] * options.times
             common += [f"generator.fake.latency_median={fast}"]

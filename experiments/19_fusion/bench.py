@@ -22,7 +22,7 @@ from asyncrlhf.actors.annotator import RewardSpec
 from asyncrlhf.actors.messages import Collected, resolved
 from asyncrlhf.actors.where import available_cores, keep_to
 from asyncrlhf.actors.worker import GeneratorSpec
-from asyncrlhf.bench.measure import show, spread, write
+from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.cluster.handles import LONG_SECONDS
 from asyncrlhf.cluster.ray_handles import START_SECONDS, RayAnnotator, RayGenerator, addressed, ask
@@ -195,6 +195,7 @@ async def _measure(config: RunConfig, lengths: Sequence[int], repeats: int) -> l
         pairs = {chunks: await _start(config, chunks) for chunks in (False, True)}
         rounds = []
         for number in range(repeats + 1):
+            tell(number, repeats)
             order = np.random.default_rng(number).permutation(lengths).tolist()
             found: dict[str, Batch] = {}
             for granularity in GRANULARITIES[:: 1 if number % 2 else -1]:

@@ -36,7 +36,7 @@ def unasked(address: str) -> dict[str, Any]:
 def examine(*overrides: str, cluster: Any = unasked, **changed: dict[str, Any]) -> dict[str, doctor_parts.Finding]:
     """The findings by name, for a machine on which the probes answer as HEALTHY unless ``changed``."""
     answers = {**HEALTHY, **changed}
-    findings = doctor.examine(load_config(list(overrides)), lambda name: answers[name], cluster)
+    findings = doctor.examine(load_config(list(overrides)), lambda name: answers[name], cluster, everything=True)
     return {finding.what: finding for finding in findings}
 
 
@@ -99,6 +99,23 @@ def test_what_the_default_run_does_not_use_is_a_note(name: str) -> None:
 def test_what_the_run_asks_for_must_be_there(name: str, override: str) -> None:
     finding = examine(override, **{name: {"error": "its import fails", "installed": "x 1"}})[name]
     assert finding.level == "fails" and "does without it" in finding.sentence
+
+
+def test_what_the_run_does_not_use_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing vLLM and DeepSpeed took two thirds of the doctor's time."""
+    asked: list[str] = []
+
+    def probe(name: str) -> dict[str, Any]:
+        asked.append(name)
+        return HEALTHY[name]
+
+    monkeypatch.setattr(doctor, "installed_version", lambda name: f"{name} 9")
+    findings = {finding.what: finding for finding in doctor.examine(load_config([]), probe, unasked)}
+    assert sorted(asked) == ["ray", "torch", "transformers", "wandb"]
+    assert findings["vllm"].found == "vllm 9 (this run does not use it)" and findings["vllm"].level == "good"
+    asked.clear()
+    doctor.examine(load_config(["generator.engine=vllm", "runtime=local", "logging.wandb=disabled"]), probe, unasked)
+    assert sorted(asked) == ["torch", "transformers", "vllm"]
 
 
 def test_a_run_without_records_needs_no_wandb() -> None:
@@ -217,11 +234,13 @@ def test_too_little_memory_fails(tmp_path: Path) -> None:
 
 def test_exit_code_and_last_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     good = [doctor_parts.Finding("torch", "2.13")]
-    monkeypatch.setattr(doctor, "examine", lambda config: good)
+    monkeypatch.setattr(doctor, "examine", lambda config, everything: good)
     assert doctor.run() == 0
     assert "should work here" in capsys.readouterr().out
     monkeypatch.setattr(
-        doctor, "examine", lambda config: [*good, doctor_parts.Finding("disk", "0 GiB", "fails", "Make room.")]
+        doctor,
+        "examine",
+        lambda config, everything: [*good, doctor_parts.Finding("disk", "0 GiB", "fails", "Make room.")],
     )
     assert doctor.run() == 1
     out = capsys.readouterr().out

@@ -179,13 +179,19 @@ def test_wrong_settings_are_answered_before_the_heavy_imports() -> None:
     """Seconds of imports, or Ray, would make every typing error expensive."""
     code = (
         "import sys; from asyncrlhf.cli.main import main\n"
+        "import contextlib, io\n"
         "codes = [main(['train', 'stpes=1']), main(['train', '-m', 'seed=a,b']), main(['evaluate', 'stpes=1'])]\n"
+        "codes += [main(['train', 'model.path=./nowhere']), main(['train', 'task=prompts', 'task.path=no.jsonl'])]\n"
+        "codes += [main(['train', 'reward.kind=python', 'reward.target=nobody_has_this:f'])]\n"
+        "shown = [['train'], ['sft'], ['doctor'], ['bench'], ['bench', 'weights'], ['schema'], ['sweep'], ['report']]\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    codes += [main([*words, '--help']) for words in shown]\n"
         "heavy = [m for m in ('torch', 'transformers', 'ray', 'wandb', 'matplotlib') if m in sys.modules]\n"
         "print(codes, heavy)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
-    assert done.stdout == "[2, 2, 2] []\n", done.stderr
+    assert done.stdout == f"{[2] * 6 + [0] * 8} []\n", done.stderr
 
 
 def test_usage_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +200,14 @@ def test_usage_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "algorithm: a3po, aipo" in text and "max_staleness: 2" in text
+    assert "algorithm=a3po | aipo" in text and "async.max_staleness=2  (a whole number >= 0)" in text
+    assert main(["train", "--help", "generator.vllm"]) == 0
+    text = capsys.readouterr().out
+    assert "generator.vllm.dtype=auto" in text and "generator.slots" not in text and "async." not in text
+    assert main(["train", "--help", "kv cache"]) == 0
+    assert "fusion.cache_tokens" in capsys.readouterr().out
+    assert main(["train", "--help", "max_stalenness"]) == 2
+    assert "did you mean" in capsys.readouterr().err
 
 
 def test_cfg_job_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:

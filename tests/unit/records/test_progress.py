@@ -90,10 +90,14 @@ def test_messages_are_printed_as_they_are() -> None:
     assert out.getvalue() == "replica [red]generator-1[/red] died\n"
 
 
-def test_a_terminal_gets_a_live_display_that_ends_on_the_last_step() -> None:
+def terminal(total: int) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, color_system=None)
-    progress = Progress(100, "auto", console=console, clock=Clock())
+    return Progress(total, "auto", console=console, clock=Clock()), out
+
+
+def test_a_terminal_gets_a_live_display() -> None:
+    progress, out = terminal(100)
     progress.update(metrics(7))
     progress.message("a note")
     progress.update(metrics(8))
@@ -103,6 +107,31 @@ def test_a_terminal_gets_a_live_display_that_ends_on_the_last_step() -> None:
     for fact in ("reward 0.080", "staleness 1.2 (max 2)", "learner idle 10%", "generators idle 40%", "buffer 96"):
         assert fact in last
     assert "a note" in shown
+
+
+def test_the_display_ends_on_means_of_the_run_and_not_on_its_last_instant() -> None:
+    """Two steps of one second at 10% idle, then one of two seconds at 70%: 40% of the time. Staleness is a batch's."""
+    progress, out = terminal(3)
+    for step, time, idle, staleness, most in ((1, 1.0, 0.1, 1.0, 1), (2, 2.0, 0.1, 1.0, 5), (3, 4.0, 0.7, 4.0, 4)):
+        row = {"wall_time": time, "learner_idle_fraction": idle, "staleness_mean": staleness, "staleness_max": most}
+        progress.update({**metrics(step), **row})
+    progress.stop()
+    last = out.getvalue()[out.getvalue().rindex("step 3 of 3: means, reward of the last step") :]
+    for fact in ("learner idle 40%", "staleness 2.0 (max 5)", "reward 0.030", "took"):
+        assert fact in last, last
+
+
+def test_the_start_tells_how_far_it_is() -> None:
+    progress, out = terminal(10)
+    progress.phase("Actors: 3 of 5 ready")
+    progress.begin()
+    progress.update(metrics(1))
+    progress.stop()
+    shown = out.getvalue()
+    assert shown.index("Actors: 3 of 5 ready") < shown.index("step 1 of 10")
+    lines, written = plain(10, Clock())
+    lines.phase("Starting Ray")
+    assert written.getvalue() == "Starting Ray.\n"
 
 
 def test_an_unknown_mode_is_a_sentence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -23,6 +24,7 @@ from asyncrlhf.records.recorder import (
     read_metrics,
 )
 from asyncrlhf.records.summary import (
+    _moved,
     build_summary,
     git_state,
     ledger_totals,
@@ -271,9 +273,10 @@ def summary_of(run_dir: Path, **changes: object) -> dict[str, object]:
 def test_summary_holds_the_sums_by_hand(tmp_path: Path) -> None:
     write_metrics(tmp_path, 30)
     summary = summary_of(tmp_path)
-    assert summary["reward"] == pytest.approx({"first": 2 / 30, "last": 29 / 30, "window": 3})
+    ends = {"first": 2 / 30, "last": 29 / 30, "window": 3, "standard_error": None}  # three steps are too few for one
+    assert summary["reward"] == pytest.approx(ends)
     assert summary["staleness"] == {"mean": 0.5, "max": 2, "bound": 2}
-    assert summary["heldout_accuracy"] == {"before": 0.25, "after": 0.75}
+    assert summary["heldout_accuracy"] == {"before": 0.25, "after": 0.75, "standard_error": None}
     # 12 samples a step, 30 steps, 465 seconds: a rate is total over total, not the mean of rates
     assert summary["timings"]["samples_per_second"] == pytest.approx(360 / 465)  # type: ignore[index]
     assert summary["timings"]["weight_sync_seconds"] == pytest.approx(0.1)  # type: ignore[index]
@@ -286,7 +289,9 @@ def test_summary_holds_the_sums_by_hand(tmp_path: Path) -> None:
 
 def test_summary_of_a_run_without_a_step(tmp_path: Path) -> None:
     summary = summary_of(tmp_path, heldout_before=None, heldout_after=None, exit_reason="failed: the Llama is missing.")
-    assert summary["steps"] == 0 and summary["reward"] == {"first": None, "last": None, "window": 1}
+    assert summary["steps"] == 0 and summary["reward"] == {
+        "first": None, "last": None, "window": 1, "standard_error": None,
+    }  # fmt: skip
     words = plain_words(summary)
     assert "stopped after 0 of 30" in words and "Failed: the Llama is missing." in words and "No learner step" in words
 
@@ -300,7 +305,34 @@ def test_a_ledger_that_does_not_add_up_is_shouted() -> None:
 def test_time_weighted_mean_without_times_is_plain() -> None:
     assert time_weighted_mean([{"x": 1.0}, {"x": 3.0}, {"x": None}], "x") == 2.0
     assert time_weighted_mean([], "x") is None
-    assert reward_ends([{"reward_mean": 0.5}]) == {"first": 0.5, "last": 0.5, "window": 1}
+    ends = {"first": 0.5, "last": 0.5, "window": 1, "standard_error": None}
+    assert reward_ends([{"reward_mean": 0.5}]) == ends
+
+
+def noisy(change: float, spread: float = 0.1) -> list[dict[str, float]]:
+    """100 steps; the last ten are ``change`` above the first ten. Each ten spread by ``spread`` about their mean."""
+    wave = [spread, -spread] * 50
+    return [{"reward_mean": 0.5 + wave[i] + change * (i >= 90)} for i in range(100)]
+
+
+def test_a_reward_rose_only_beyond_two_standard_errors() -> None:
+    error = 0.1 * math.sqrt(10 / 9) * math.sqrt(2 / 10)  # of the difference of two means of ten
+    assert reward_ends(noisy(0.3))["standard_error"] == pytest.approx(error)
+    told = {change: _moved(reward_ends(noisy(change)), "first", "last") for change in (2.1 * error, 1.9 * error)}
+    assert told[2.1 * error].startswith("rose from 0.500 to 0.599, a change of +0.099 (standard error 0.047)")
+    assert told[1.9 * error].startswith("went from 0.500 to 0.590") and "no more than its noise" in told[1.9 * error]
+    assert _moved(reward_ends(noisy(-0.3)), "first", "last").startswith("fell from 0.500 to 0.200")
+
+
+def test_held_out_accuracy_has_the_error_of_its_prompts(tmp_path: Path) -> None:
+    heldout = {"heldout_before": 0.3, "heldout_after": 0.4}
+    few = summary_of(tmp_path, **heldout, heldout_prompts=64)
+    assert few["heldout_accuracy"]["standard_error"] == pytest.approx(math.sqrt((0.21 + 0.24) / 64))  # type: ignore[index]
+    assert "went from 0.300 to 0.400, a change of +0.100, no more than its noise" in plain_words(few)
+    many = summary_of(tmp_path, **heldout, heldout_prompts=1024)
+    assert "rose from 0.300 to 0.400" in plain_words(many)
+    beyond = summary_of(tmp_path, heldout_before=0.3, heldout_after=7.0, heldout_prompts=1024)
+    assert "went from 0.300 to 7.000, a change of +6.700." in plain_words(beyond)
 
 
 def test_plain_words_tell_the_whole_story(tmp_path: Path) -> None:
@@ -310,7 +342,7 @@ def test_plain_words_tell_the_whole_story(tmp_path: Path) -> None:
     assert 6 <= len(sentences) <= 10
     for fact in (
         "30 learner steps in 7 min 45 s",
-        "rose from 0.067 to 0.967",
+        "went from 0.067 to 0.967",
         "from 0.250 to 0.750, a change of +0.500",
         "0.50 policy versions old on average and 2 at most (bound: 2)",
         "learner 50%",
