@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrlhf.validation import check, check_choice, check_range
+from asyncrlhf.validation import check, check_choice, check_range, overlay
 
 DTYPES = ("float32", "bfloat16", "float16")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
@@ -53,25 +54,34 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where prompts come from. Each kind reads the keys named beside it."""
+    """Where prompts come from. Each kind reads the keys named beside it.
+
+    ``mixture``, of kind=prompts: several sources by name, each with a ``weight`` and what it has different from the
+    settings here, such as ``{gsm8k: {path: openai/gsm8k, weight: 3}, own: {path: own.jsonl}}``.
+    """
 
     kind: str = "arithmetic"
     max_prompt_length: int = 512  # tokens; a longer prompt is refused at start
     skip_long_prompts: bool = False  # kind=prompts: it is left out, counted and said instead
     heldout_size: int = 256
     chat_template: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the template, as enable_thinking: false
     system_prompt: str = ""
     prompt_template: str = "{prompt}"  # what the model sees around a prompt, inside its chat template if any
     # arithmetic
     digits: int = 2
     operations: list[str] = field(default_factory=lambda: ["+"])
-    # prompts: a JSONL or Parquet file, a folder of them, or the name of a `datasets` dataset
+    # prompts: a JSONL or Parquet file, a folder of them or of `save_to_disk`, the name of a `datasets` dataset, or
+    # package.module:name of a dataset of your own or of a function that makes it
     path: str = ""
     subset: str = ""  # a dataset's configuration by name, such as `main` of openai/gsm8k
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     split: str = "train"
     heldout_split: str = ""
+    streaming: bool = False  # rows are read as they are needed, in an order shuffled within shuffle_buffer rows
+    shuffle_buffer: int = 1000
+    mixture: Any = None  # of these settings and a weight, by name
     # reasoning_gym
     datasets: list[str] = field(default_factory=list)
     dataset_options: dict[str, Any] = field(default_factory=dict)  # by dataset name: keywords of its config
@@ -85,18 +95,46 @@ class TaskConfig:
             f"task.prompt_template={self.prompt_template!r} has no place for the prompt; "
             "allowed: a text with {prompt}.",
         )
-        check_range("task.heldout_size", self.heldout_size, low=1)
+        for key in ("heldout_size", "shuffle_buffer"):
+            check_range(f"task.{key}", getattr(self, key), low=1)
         check_range("task.digits", self.digits, low=1, high=6)
         check_range("task.train_size", self.train_size, low=1)
         for operation in self.operations:
             check_choice("task.operations", operation, ("+", "-", "*"))
         check(self.operations, "task.operations is empty; allowed: a list of +, - and *.")
         check(
-            self.kind != "prompts" or self.path, "task=prompts needs task.path: a JSONL or Parquet file or a dataset."
+            self.kind != "prompts" or self.path or self.mixture,
+            "task=prompts needs task.path: a JSONL or Parquet file or a dataset.",
         )
+        check(self.mixture is None or self.kind == "prompts", f"task.mixture needs task.kind=prompts, not {self.kind}.")
+        check(not (self.mixture and self.path), f"task.path={self.path} says nothing beside task.mixture; keep one.")
+        self.parts  # noqa: B018  raises ConfigError for what cannot be read as sources
         check(
             self.kind != "reasoning_gym" or self.datasets,
             "task=reasoning_gym needs task.datasets: a list of reasoning-gym dataset names.",
         )
         strangers = [name for name in self.dataset_options if name not in self.datasets]
         check(not strangers, f"task.dataset_options names {strangers}, not among task.datasets={list(self.datasets)}.")
+
+    @property
+    def parts(self) -> dict[str, tuple[TaskConfig, float]]:
+        """The sources of ``mixture`` by name, each with its share of the prompts; the shares sum to 1."""
+        if self.mixture is None:
+            return {}
+        named = self.mixture if isinstance(self.mixture, Mapping) else {}
+        check(
+            named and all(isinstance(entry, Mapping) and entry.get("path") for entry in named.values()),
+            f"task.mixture={self.mixture} are no sources by name; allowed: null, or such as "
+            "{gsm8k:{path:openai/gsm8k,weight:3},own:{path:own.jsonl}}.",
+        )
+        found: dict[str, tuple[TaskConfig, float]] = {}
+        for name, entry in named.items():
+            key, weight = f"task.mixture.{name}", entry.get("weight", 1.0)
+            check(isinstance(weight, int | float), f"{key}.weight={weight} is of the wrong kind; allowed: a number.")
+            check_range(f"{key}.weight", weight, low=0, exclusive_low=True)
+            strangers = [k for k in ("kind", "mixture", "heldout_size") if k in entry]
+            check(not strangers, f"{key}.{strangers and strangers[0]} belongs to all sources; set it as task.*.")
+            base = replace(self, mixture=None, path=str(entry["path"]))
+            found[str(name)] = overlay(base, {k: v for k, v in entry.items() if k != "weight"}, key), float(weight)
+        total = sum(weight for _, weight in found.values())
+        return {name: (config, weight / total) for name, (config, weight) in found.items()}

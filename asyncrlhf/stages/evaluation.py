@@ -100,11 +100,13 @@ def _opponents(
 
 def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, Any]:
     groups = [s.rollout.group_id for s in scored]
-    names = list(scored[0].result.parts) if scored else []
-    parts = {name: figures("mean", [s.result.parts[name] for s in scored], groups) for name in names}
+    parts: dict[str, dict[str, float | None]] = {}
+    for name in dict.fromkeys(name for s in scored for name in s.result.parts):
+        judged = [s for s in scored if name in s.result.parts]  # a part may have no opinion of some
+        parts[name] = figures("mean", [s.result.parts[name] for s in judged], [s.rollout.group_id for s in judged])
     return {
         **figures("reward_mean", [s.reward for s in scored], groups),
-        "reward_parts": parts if len(names) > 1 else {},
+        "reward_parts": parts if parts.keys() != {"score"} else {},
         "response_length_mean": float(np.mean([len(r.response_ids) for r in answers])) if answers else None,
         "truncation_rate": float(np.mean([r.finish_reason == "length" for r in answers])) if answers else None,
     }

@@ -8,7 +8,7 @@ import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
-from asyncrlhf.tasks.prompts import PromptsTask
+from asyncrlhf.tasks.prompts import build_prompts
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.validation import check_package
 
@@ -28,6 +28,6 @@ def _reasoning(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBa
 
 BUILDERS: dict[str, Callable[[TaskConfig, transformers.PreTrainedTokenizerBase], Task]] = {
     "arithmetic": ArithmeticTask,
-    "prompts": PromptsTask,
+    "prompts": build_prompts,
     "reasoning_gym": _reasoning,
 }
