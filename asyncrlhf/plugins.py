@@ -40,7 +40,7 @@ def load_object(key: str, target: str) -> Any:
 
 
 def guarded(what: str, call: Callable[[], Any]) -> Any:
-    """What ``call`` returns, which runs the user's own code; its errors become a ConfigError that opens with ``what``."""
+    """What ``call`` returns, which runs the user's own code; its errors become a ConfigError with ``what`` first."""
     try:
         return call()
     except ConfigError:  # a module of ours that lacks a package says so in a sentence of its own

@@ -45,7 +45,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen before, multiplies negative ones; 1 is off
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end a response; they stay part of it
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any
 from asyncrlhf.validation import check, check_choice, check_range, overlay
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Of from_pretrained, what follows from other settings.
+OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
 
@@ -45,9 +47,16 @@ class ModelConfig:
     path: str = "tiny"
     dtype: str = "float32"
     trust_remote_code: bool = False
+    model_init_kwargs: dict[str, Any] = field(default_factory=dict)  # more keywords of transformers' from_pretrained
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
+        for name in self.model_init_kwargs:
+            check(
+                name not in OWN_INIT,
+                f"model.model_init_kwargs.{name} is decided by settings of its own: model.dtype, "
+                "model.trust_remote_code, generator.gpus and learner.gpus.",
+            )
         check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")
         check_choice("model.dtype", self.dtype, DTYPES)
 

@@ -69,7 +69,8 @@ def load_model(
     config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
     """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32)."""
-    model = _load(transformers.AutoModelForCausalLM, config, dtype=dtype or getattr(torch, config.dtype))
+    dtype = dtype or getattr(torch, config.dtype)
+    model = _load(transformers.AutoModelForCausalLM, config, dtype=dtype, **config.model_init_kwargs)
     return model.to(device).eval()
 
 
@@ -107,7 +108,7 @@ def _load(auto: Any, config: ModelConfig, **options: Any) -> Any:
     try:
         return auto.from_pretrained(folder, trust_remote_code=config.trust_remote_code, **options)
     # The hub client and transformers raise these for whatever is wrong with a name or a folder.
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise ConfigError(f"model.path={config.path} could not be loaded: {reason}.") from error
 

@@ -12,6 +12,11 @@ from asyncrlhf.validation import check, check_choice, check_ranges, overlay
 
 VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Of vLLM's SamplingParams, what follows from other settings.
+OWN_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
+    "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
+)  # fmt: skip
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # from ``generator.*`` by a group
 
@@ -64,6 +69,7 @@ class VllmConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # more keywords of vLLM's EngineArgs
 
     def __post_init__(self) -> None:
         check_choice("generator.vllm.dtype", self.dtype, VLLM_DTYPES)
@@ -112,6 +118,9 @@ class GeneratorConfig:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0  # tokens below this share of the largest probability are dropped
+    repetition_penalty: float = 1.0  # of tokens of the prompt and the response so far; 1 is off
+    stop: list[str] = field(default_factory=list)  # texts that end a response
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)  # more keywords of vLLM's SamplingParams
     threads: int = 1
     gpus: float = 0.0  # GPUs of one replica; 0 runs it on the CPU
     ignore_eos: bool = False  # every response has max_completion_length tokens: for measurements
@@ -119,6 +128,25 @@ class GeneratorConfig:
     virtual_step_seconds: float = 0.01  # runtime=local: what one decode iteration costs on the virtual clock
     fake: FakeConfig = field(default_factory=FakeConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    def _check_engine(self) -> None:
+        """What an engine cannot do, and what would say a second time what has a setting of its own."""
+        check(all(self.stop), "generator.stop holds an empty text; allowed: texts of at least one character.")
+        check(
+            self.engine != "fake" or not (self.stop or self.repetition_penalty != 1),
+            "generator.stop and generator.repetition_penalty need a model, which generator.engine=fake has not.",
+        )
+        check(
+            self.engine == "vllm" or not self.generation_kwargs,
+            f"generator.generation_kwargs={dict(self.generation_kwargs)} are vLLM's; generator.engine={self.engine} "
+            "samples by temperature, top_p, top_k, min_p, repetition_penalty and stop alone.",
+        )
+        for name in self.generation_kwargs:
+            check(
+                name not in OWN_SAMPLING,
+                f"generator.generation_kwargs.{name} is decided by settings of its own: generator.{name}, or those of "
+                "the run.",
+            )
 
     @property
     def truncated(self) -> bool:
@@ -132,6 +160,8 @@ class GeneratorConfig:
         check_ranges("generator", self, "temperature", "top_k", "virtual_step_seconds", low=0)
         check_ranges("generator", self, "top_p", low=0, high=1, exclusive_low=True)
         check_ranges("generator", self, "min_p", low=0, high=1, exclusive_high=True)
+        check_ranges("generator", self, "repetition_penalty", low=0, exclusive_low=True)
+        self._check_engine()
         check(
             self.engine != "vllm" or self.gpus > 0 or self.vllm.pipeline_parallel_size == 1,
             f"generator.vllm.pipeline_parallel_size={self.vllm.pipeline_parallel_size} needs generator.gpus; "

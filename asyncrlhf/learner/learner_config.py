@@ -4,7 +4,8 @@ rank is built from, and what a learner step gives."""
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.validation import check, check_choice, check_ranges
@@ -65,6 +66,7 @@ class CriticConfig(WorkersConfig):
 
 
 SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 OFFLOADS = ("none", "cpu")
 
 
@@ -84,6 +86,8 @@ class LearnerConfig:
     learning_rate: float = 5e-5
     critic_learning_rate: float = 0.0  # 0: the policy's
     weight_decay: float = 0.0
+    optim: str = "adamw"  # adamw | muon (AdamW for what is not a hidden matrix) | adamw_8bit | package.module:callable
+    optim_args: dict[str, Any] = field(default_factory=dict)  # more keywords of it
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     max_grad_norm: float = 1.0
@@ -100,6 +104,7 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         check_choice("learner.backend", self.backend, ("torch", "deepspeed"))
         check_choice("learner.lr_schedule", self.lr_schedule, SCHEDULES)
+        self._check_optimizer()
         check_choice("learner.mixed_precision", self.mixed_precision, ("none", "bfloat16", "float16"))
         check(
             self.mixed_precision != "none" or not self.float32_head,
@@ -124,6 +129,24 @@ class LearnerConfig:
         check(
             not (self.compile and self.sharded),
             f"learner.compile does not work with {self.layout}, which gathers the weights module by module.",
+        )
+
+    def _check_optimizer(self) -> None:
+        if ":" not in self.optim:
+            check_choice("learner.optim", self.optim, OPTIMIZERS)
+        check(
+            self.optim != "adamw_8bit" or self.gpus > 0,
+            "learner.optim=adamw_8bit needs learner.gpus: its 8-bit states live on a GPU; allowed here: adamw, muon.",
+        )
+        check(
+            self.backend != "deepspeed" or self.optim == "adamw",
+            f"learner.optim={self.optim} does not work with learner.backend=deepspeed, whose ZeRO lays out AdamW's "
+            "states; allowed: adamw, or learner.backend=torch.",
+        )
+        check(
+            self.sharding != "fsdp2" or self.optim not in ("muon", "adamw_8bit"),
+            f"learner.optim={self.optim} does not work with learner.sharding=fsdp2, where no rank has a whole matrix; "
+            "allowed: adamw, or an elementwise optimizer of your own.",
         )
 
     @property

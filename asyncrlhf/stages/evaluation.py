@@ -39,6 +39,8 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     opponent = _other_model(config, settings.against, "against") if settings.against not in ("", ANSWERS) else None
     reference = _other_model(config, settings.reference, "reference") if settings.reference else None
     if reference is not None:
+        penalty = config.generator.repetition_penalty
+        check(penalty == 1, f"evaluation.reference has no KL to answers of generator.repetition_penalty={penalty:g}.")
         check(
             same_tokens(load_tokenizer(reference), prepared.tokenizer),
             f"evaluation.reference={reference.path} has other tokens than model.path={config.model.path}; "
