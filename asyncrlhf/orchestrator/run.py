@@ -163,8 +163,8 @@ def check_penalties(config: RunConfig) -> None:
     )
     check(
         not given or algorithm.correction != "none" or algorithm.anchor == "mu",
-        f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not weigh the "
-        "difference; allowed: no penalty, or an algorithm with a correction (algorithm.correction, algorithm.anchor=mu).",
+        f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
+        "weigh the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
     )
 
 
