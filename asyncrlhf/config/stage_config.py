@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrlhf.validation import check, check_choice, check_range, check_ranges
 
@@ -117,12 +119,20 @@ ANSWERS = "answers"
 @dataclass(frozen=True)
 class EvaluationConfig:
     """``against``: a second model, or ``answers`` for the task's own; ``reward.*`` decides. ``reference``: the model
-    that the KL and the perplexity speak of. Without top-p and top-k, so that the KL is that of what is sampled."""
+    that the KL and the perplexity speak of. Without top-p and top-k, so that the KL is that of what is sampled.
+
+    ``sets``: more data than the task's held-out prompts, by name, each with what it has different from ``task.*``; of
+    files and datasets the first ``task.heldout_size`` prompts of ``split``. ``pass_k``: the chance that one of k
+    answers to a prompt is right, which means a reward of at least ``pass_reward``.
+    """
 
     temperature: float = 0.0  # 0 is greedy
     num_generations: int = 1  # answers a prompt
     against: str = ""
     reference: str = ""
+    sets: Any = None  # of task settings by name
+    pass_k: list[int] = field(default_factory=list)
+    pass_reward: float = 1.0
     samples_shown: int = 5  # on the terminal; evaluation.json has all of them
 
     def __post_init__(self) -> None:
@@ -132,4 +142,17 @@ class EvaluationConfig:
             self.temperature > 0 or self.num_generations == 1,
             f"evaluation.num_generations={self.num_generations} greedy answers would all be the same; "
             "allowed: 1, or evaluation.temperature > 0.",
+        )
+        check_range("evaluation.pass_reward", self.pass_reward)
+        for k in self.pass_k:
+            check(
+                1 <= k <= self.num_generations,
+                f"evaluation.pass_k={k} needs as many answers a prompt; allowed: 1 to evaluation.num_generations="
+                f"{self.num_generations}.",
+            )
+        named = self.sets if isinstance(self.sets, Mapping) else {}
+        check(
+            self.sets is None or (named and all(isinstance(entry, Mapping) for entry in named.values())),
+            f"evaluation.sets={self.sets} are no data by name; allowed: null, or such as "
+            "{gsm8k:{path:openai/gsm8k,subset:main,split:test}}.",
         )

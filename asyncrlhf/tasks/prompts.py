@@ -34,7 +34,10 @@ class PromptsTask:
     answers there is no rule, and the run needs ``reward.kind=python``.
     """
 
-    def __init__(self, config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase, *, trains: bool = True
+    ) -> None:
+        """Without ``trains`` nothing but the first different prompts of ``task.split``, all held out."""
         self._config = config
         self._encode = PromptEncoder(tokenizer, config)
         self._skipped = 0
@@ -42,12 +45,15 @@ class PromptsTask:
         self._columns: dict[str, None] = {}  # of all rows so far, in their order
         self._train: list[Prompt] = []
         self._conversational: bool | None = None
+        if not trains:
+            self._heldout = self._aligned(self._first_prompts(config.split))
+            return
         if config.heldout_split and not has_splits(config.path):
             raise ConfigError(
                 "task.heldout_split is for datasets by name; local files are split by the hash of the prompt."
             )
         if config.streaming:
-            self._heldout = self._first_prompts()
+            self._heldout = self._first_prompts(config.heldout_split or config.split)
         else:
             self._train, self._heldout = self._split_whole()
         self.withhold({prompt.text for prompt in self._heldout})
@@ -69,10 +75,10 @@ class PromptsTask:
         heldout = list(self._prompts(read_rows(config, config.heldout_split)))[: config.heldout_size]
         return self._aligned(prompts), self._aligned(heldout)
 
-    def _first_prompts(self) -> list[Prompt]:
-        """What a stream holds out: the first different prompts of its held-out split, or of itself."""
+    def _first_prompts(self, split: str) -> list[Prompt]:
+        """The first different prompts of a split: what a stream holds out."""
         found: dict[str, Prompt] = {}
-        for prompt in self._prompts(read_rows(self._config, self._config.heldout_split or self._config.split)):
+        for prompt in self._prompts(read_rows(self._config, split)):
             found.setdefault(prompt.text, prompt)
             if len(found) == self._config.heldout_size:
                 break

@@ -1,4 +1,4 @@
-"""docs/coming_from_trl.md names every field of TRL's GRPOConfig: a setting that exists, or why it has no meaning here."""
+"""docs/coming_from_trl.md has every field of TRL's GRPOConfig: a setting that exists, or why it has no meaning here."""
 
 from __future__ import annotations
 

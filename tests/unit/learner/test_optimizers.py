@@ -66,7 +66,7 @@ def test_steps_follow_the_schedule_and_a_checkpoint_goes_on(tmp_path: Path, sett
         assert torch.equal(tensor, resumed.parameters()[name]), name
     other = backend(learner=LearnerConfig(learning_rate=1e-2))
     if settings["optim"] == "muon":
-        with pytest.raises(CheckpointError, match="holds another optimizer's states than learner.optim=adamw"):
+        with pytest.raises(CheckpointError, match=r"holds another optimizer's states than learner.optim=adamw"):
             other.load(tmp_path)
 
 
@@ -90,5 +90,5 @@ def test_what_cannot_be_is_one_sentence(settings: dict[str, Any], message: str) 
 
 def test_zero_lays_out_adamw_alone() -> None:
     pytest.importorskip("deepspeed")
-    with pytest.raises(ConfigError, match="learner.optim=muon does not work with learner.backend=deepspeed"):
+    with pytest.raises(ConfigError, match=r"learner.optim=muon does not work with learner.backend=deepspeed"):
         LearnerConfig(backend="deepspeed", optim="muon")

@@ -188,5 +188,5 @@ def test_a_mixture_that_cannot_be_used_is_one_sentence(mixture: Any, message: st
 
 def test_a_mixture_has_texts_or_conversations(tmp_path: Path) -> None:
     one, other = jsonl(tmp_path / "a.jsonl", ROWS), jsonl(tmp_path / "b.jsonl", TALKS)
-    with pytest.raises(ConfigError, match="task.mixture has texts in a, conversations in b"):
+    with pytest.raises(ConfigError, match=r"task.mixture has texts in a, conversations in b"):
         make(mixture={"a": {"path": str(one)}, "b": {"path": str(other)}})
