@@ -39,6 +39,8 @@ EVALUATE = """asyncrlhf evaluate [overrides]: answers to the held-out prompts, a
   evaluation=sampled                                                  four answers a prompt at temperature 1
   evaluation.against=FOLDER | answers                                 win rate by reward.*, against a model or the task
   evaluation.reference=FOLDER                                         KL from a model, and the perplexity under it
+  evaluation.sets={NAME:{path:DATA,split:test}}                       more data than the task's own, by name
+  evaluation.pass_k=[1,4]                                             the chance that one of k answers is right
   run_dir=FOLDER                                                      also write FOLDER/evaluation.json"""
 
 
