@@ -14,6 +14,7 @@ from asyncrlhf.cli import train
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config, sweep_jobs
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.orchestrator.run import check_penalties
 from asyncrlhf.validation import check_range
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -255,3 +256,27 @@ def test_ranges_have_no_holes() -> None:
             check_range("key", value, low=0, high=1, exclusive_high=True)
     with pytest.raises(ConfigError, match="finite"):
         check_range("key", float("-inf"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=grpo", "generator.repetition_penalty=1.1"], r"repetition_penalty=1.1 samples from another distrib"),
+        (["generator=vllm", "generator.generation_kwargs={min_tokens:3}"], "min_tokens may leave tokens without a chance"),
+        (["algorithm=decoupled_grpo", "generator.repetition_penalty=1.1"], ""),
+        (["algorithm=grpo_mu", "generator.repetition_penalty=1.1"], ""),
+        (["generator=vllm", "algorithm=tis", "generator.generation_kwargs={frequency_penalty:0.1}"], ""),
+    ],
+)  # fmt: skip
+def test_a_penalty_trains_under_an_algorithm_that_weighs_it(overrides: list[str], message: str) -> None:
+    config = load_config(overrides)
+    if not message:
+        check_penalties(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_penalties(config)
+
+
+def test_what_from_pretrained_takes_from_settings_is_not_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"model.model_init_kwargs.dtype is decided by settings of its own"):
+        load_config(["+model.model_init_kwargs.dtype=float32"])
