@@ -40,7 +40,7 @@ async def brevity_reward(prompts, completions, completion_ids, level, trainer_st
         *(judge(p, c, ids) for p, c, ids in zip(prompts, completions, completion_ids, strict=True))
     )
     assert trainer_state.global_step >= 0
-    return [None if size < 12 else score for size, score in zip(level, scores, strict=True)]
+    return [None if size < 13 else score for size, score in zip(level, scores, strict=True)]
 
 
 def no_opinion_of_odd_sums(completions, solution, **kwargs):

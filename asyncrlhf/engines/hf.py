@@ -49,6 +49,7 @@ class HFEngine(Engine):
         # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
         self._donors: dict[bytes, int] = {}
         self._capacity = 0  # of the cache when it fell asleep
+        self._stop_texts = False  # whether any request so far has some
 
     @torch.inference_mode()
     def step(self, now: float) -> StepOutput:
@@ -80,7 +81,8 @@ class HFEngine(Engine):
         settings = (facts[name] for name in ("temperature", "top_p", "top_k", "min_p"))
         ended, stopped = table.append(rows, sample_tokens(logits, uniform, *settings), self.version)
         done = dict(zip(ended.tolist(), stopped.tolist(), strict=True))
-        done |= {row: True for row in rows.tolist() if not done.get(row) and self._completes_stop(row)}
+        if self._stop_texts:
+            done |= {row: True for row in rows.tolist() if not done.get(row) and self._completes_stop(row)}
         self._holes.extend(done)
         return [table.take(row, "stop" if stop else "length") for row, stop in done.items()]
 
@@ -118,6 +120,7 @@ class HFEngine(Engine):
         if donor is not None and donor != row:
             copies.append((donor, row))
         self._row_prompt[row] = key
+        self._stop_texts |= bool(request.sampling.stop)
         self._table.occupy(row, request, ready=donor is not None)
 
     def _close_holes(self) -> None:

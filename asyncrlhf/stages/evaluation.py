@@ -50,7 +50,7 @@ def _evaluation_set(prepared: Prepared, name: str, given: Mapping[str, Any]) -> 
     key = f"evaluation.sets.{name}"
     base = prepared.config.task
     if "path" in given:  # first, for a kind that needs one
-        base = replace(base, path=str(given["path"]), mixture=None, heldout_split="")
+        base = replace(base, kind="prompts", path=str(given["path"]), mixture=None, heldout_split="")
     task = overlay(base, given, key)
     try:
         prompts = evaluation_prompts(task, prepared.tokenizer)

@@ -38,7 +38,7 @@ def test_it_trains_and_rewards_are_those_of_the_functions(tmp_path: Path, chatty
     for row in done.trained.itertuples():
         a, b = (int(number) for number in row.prompt.removesuffix("=").split("+"))
         expected = 2.0 * (row.response.strip() == str(a + b))
-        if len(f"{a}+{b}={a + b}\n#### {a + b}") >= 12:
+        if len(f"{a}+{b}={a + b}\n#### {a + b}") >= 13:
             opinions += 1
             expected += 0.5 * -0.1 * len(row.response)
         assert row.reward == pytest.approx(expected)

@@ -261,8 +261,8 @@ def test_ranges_have_no_holes() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm=grpo", "generator.repetition_penalty=1.1"], r"repetition_penalty=1.1 samples from another distrib"),
-        (["generator=vllm", "generator.generation_kwargs={min_tokens:3}"], "min_tokens may leave tokens without a chance"),
+        (["algorithm=grpo", "generator.repetition_penalty=1.1"], r"repetition_penalty=1.1 samples from another"),
+        (["generator=vllm", "generator.generation_kwargs={min_tokens:3}"], "min_tokens may leave tokens without"),
         (["algorithm=decoupled_grpo", "generator.repetition_penalty=1.1"], ""),
         (["algorithm=grpo_mu", "generator.repetition_penalty=1.1"], ""),
         (["generator=vllm", "algorithm=tis", "generator.generation_kwargs={frequency_penalty:0.1}"], ""),

