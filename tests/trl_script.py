@@ -41,14 +41,3 @@ async def brevity_reward(prompts, completions, completion_ids, level, trainer_st
     )
     assert trainer_state.global_step >= 0
     return [None if size < 13 else score for size, score in zip(level, scores, strict=True)]
-
-
-def no_opinion_of_odd_sums(completions, solution, **kwargs):
-    return [
-        None if int(answer) % 2 else float(len(c[0]["content"]))
-        for c, answer in zip(completions, solution, strict=True)
-    ]
-
-
-def never_an_opinion(completions, **kwargs):
-    return [None] * len(completions)

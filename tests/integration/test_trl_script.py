@@ -50,7 +50,7 @@ def test_it_trains_and_rewards_are_those_of_the_functions(tmp_path: Path, chatty
 
 
 def test_a_rollout_of_no_opinion_is_left_out_and_no_failure(tmp_path: Path, chatty: str) -> None:
-    target = f"reward.target={SCRIPT}:no_opinion_of_odd_sums"
+    target = "reward.target=tests.reward_functions:no_opinion_of_odd_sums"
     done = run(tmp_path / "run", *SMALL, *DATA, chatty, target, "reward.on_failure=stop", "async.mode=async")
     done.assert_ledger_whole()
     ledger = done.summary["ledger"]
@@ -63,4 +63,4 @@ def test_a_rollout_of_no_opinion_is_left_out_and_no_failure(tmp_path: Path, chat
 
 def test_functions_that_never_have_an_opinion_end_the_run(tmp_path: Path, chatty: str) -> None:
     with pytest.raises(AsyncRLHFError, match=r"None of the last 16 rollouts got a reward.*returned None"):
-        run(tmp_path / "run", *SMALL, *DATA, chatty, f"reward.target={SCRIPT}:never_an_opinion")
+        run(tmp_path / "run", *SMALL, *DATA, chatty, "reward.target=tests.reward_functions:never_an_opinion")

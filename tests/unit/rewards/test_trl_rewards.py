@@ -97,7 +97,9 @@ def test_weights_act_and_a_part_without_an_opinion_adds_nothing() -> None:
 
 
 def test_no_opinion_at_all_is_neither_zero_nor_a_failure() -> None:
-    made = weighed(reward_funcs=["tests.trl_script:no_opinion_of_odd_sums", "tests.trl_script:never_an_opinion"])
+    made = weighed(
+        reward_funcs=["tests.reward_functions:no_opinion_of_odd_sums", "tests.reward_functions:never_an_opinion"]
+    )
     odd, even = made.score([talk(1, "12", solution="3"), talk(2, "12", solution="4")])
     assert (odd.reward, odd.error, odd.abstained) == (None, NO_OPINION, True)
     assert (even.reward, even.abstained) == (2.0, False)

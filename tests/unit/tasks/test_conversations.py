@@ -17,8 +17,9 @@ from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
 
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ {'system': '*', 'user': '+', 'assistant': '-'}[m.role] }}{{ m.content }}"
-    "{% endfor %}{% if add_generation_prompt %}={% endif %}{% if digit %}{{ digit }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'judge' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ {'system': '*', 'user': '+', 'assistant': '-'}[m.role] }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}{% if digit %}{{ digit }}{% endif %}"
 )
 ROWS = [{"prompt": f"{i}+1=", "solution": str(i + 1)} for i in range(40)]
 TALKS = [{"prompt": [{"role": "user", "content": f"{i}"}], "solution": str(i)} for i in range(40)]
