@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrlhf.validation import check, check_choice, check_range, overlay
+from asyncrlhf.validation import check, check_choice, check_keywords, check_range, overlay
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Of from_pretrained, what follows from other settings.
@@ -47,11 +47,12 @@ class ModelConfig:
     path: str = "tiny"
     dtype: str = "float32"
     trust_remote_code: bool = False
-    model_init_kwargs: dict[str, Any] = field(default_factory=dict)  # more keywords of transformers' from_pretrained
+    model_init_kwargs: Any = None  # more keywords of transformers' from_pretrained
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        for name in self.model_init_kwargs:
+        check_keywords("model.model_init_kwargs", self.model_init_kwargs)
+        for name in self.model_init_kwargs or ():
             check(
                 name not in OWN_INIT,
                 f"model.model_init_kwargs.{name} is decided by settings of its own: model.dtype, "
@@ -74,7 +75,7 @@ class TaskConfig:
     skip_long_prompts: bool = False  # kind=prompts: it is left out, counted and said instead
     heldout_size: int = 256
     chat_template: bool = False
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the template, as enable_thinking: false
+    chat_template_kwargs: Any = None  # for the template, as enable_thinking: false
     system_prompt: str = ""
     prompt_template: str = "{prompt}"  # what the model sees around a prompt, inside its chat template if any
     # arithmetic
@@ -104,6 +105,7 @@ class TaskConfig:
             f"task.prompt_template={self.prompt_template!r} has no place for the prompt; "
             "allowed: a text with {prompt}.",
         )
+        check_keywords("task.chat_template_kwargs", self.chat_template_kwargs)
         for key in ("heldout_size", "shuffle_buffer"):
             check_range(f"task.{key}", getattr(self, key), low=1)
         check_range("task.digits", self.digits, low=1, high=6)

@@ -70,7 +70,7 @@ def load_model(
 ) -> transformers.PreTrainedModel:
     """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32)."""
     dtype = dtype or getattr(torch, config.dtype)
-    model = _load(transformers.AutoModelForCausalLM, config, dtype=dtype, **config.model_init_kwargs)
+    model = _load(transformers.AutoModelForCausalLM, config, dtype=dtype, **(config.model_init_kwargs or {}))
     return model.to(device).eval()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_choice, check_ranges, overlay
+from asyncrlhf.validation import check, check_choice, check_keywords, check_ranges, overlay
 
 VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -69,9 +69,10 @@ class VllmConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # more keywords of vLLM's EngineArgs
+    engine_kwargs: Any = None  # more keywords of vLLM's EngineArgs
 
     def __post_init__(self) -> None:
+        check_keywords("generator.vllm.engine_kwargs", self.engine_kwargs)
         check_choice("generator.vllm.dtype", self.dtype, VLLM_DTYPES)
         where = "generator.vllm"
         check_ranges(where, self, "max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_gb", low=0)
@@ -120,7 +121,7 @@ class GeneratorConfig:
     min_p: float = 0.0  # tokens below this share of the largest probability are dropped
     repetition_penalty: float = 1.0  # of tokens of the prompt and the response so far; 1 is off
     stop: list[str] = field(default_factory=list)  # texts that end a response
-    generation_kwargs: dict[str, Any] = field(default_factory=dict)  # more keywords of vLLM's SamplingParams
+    generation_kwargs: Any = None  # more keywords of vLLM's SamplingParams
     threads: int = 1
     gpus: float = 0.0  # GPUs of one replica; 0 runs it on the CPU
     ignore_eos: bool = False  # every response has max_completion_length tokens: for measurements
@@ -131,6 +132,7 @@ class GeneratorConfig:
 
     def _check_engine(self) -> None:
         """What an engine cannot do, and what would say a second time what has a setting of its own."""
+        check_keywords("generator.generation_kwargs", self.generation_kwargs)
         check(all(self.stop), "generator.stop holds an empty text; allowed: texts of at least one character.")
         check(
             self.engine != "fake" or not (self.stop or self.repetition_penalty != 1),
@@ -138,10 +140,10 @@ class GeneratorConfig:
         )
         check(
             self.engine == "vllm" or not self.generation_kwargs,
-            f"generator.generation_kwargs={dict(self.generation_kwargs)} are vLLM's; generator.engine={self.engine} "
+            f"generator.generation_kwargs={self.generation_kwargs} are vLLM's; generator.engine={self.engine} "
             "samples by temperature, top_p, top_k, min_p, repetition_penalty and stop alone.",
         )
-        for name in self.generation_kwargs:
+        for name in self.generation_kwargs or ():
             check(
                 name not in OWN_SAMPLING,
                 f"generator.generation_kwargs.{name} is decided by settings of its own: generator.{name}, or those of "

@@ -45,7 +45,7 @@ class VllmCore:
 
             register()
             settings = _known(EngineArgs, engine_arguments(config, model)).create_engine_config()
-            self._generation_kwargs = dict(config.generation_kwargs)
+            self._generation_kwargs = dict(config.generation_kwargs or {})
             _known(SamplingParams, self._generation_kwargs)
             self._llm = LLMEngine(settings, Executor.get_class(settings), log_stats=False, multiprocess_mode=False)
         self.context = int(settings.model_config.max_model_len)
@@ -157,9 +157,10 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
     }
-    for name in own.engine_kwargs:
+    more = own.engine_kwargs or {}
+    for name in more:
         check(name not in arguments, f"generator.vllm.engine_kwargs.{name} is decided by settings of its own.")
-    arguments |= own.engine_kwargs
+    arguments |= more
     if own.kv_cache_gb or on_cpu:
         arguments["kv_cache_memory_bytes"] = int(own.kv_cache_gb * 2**30) or _cpu_cache_bytes(config, folder, model)
     return arguments

@@ -4,11 +4,11 @@ rank is built from, and what a learner step gives."""
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.validation import check, check_choice, check_ranges
+from asyncrlhf.validation import check, check_choice, check_keywords, check_ranges
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LearnerConfig:
     critic_learning_rate: float = 0.0  # 0: the policy's
     weight_decay: float = 0.0
     optim: str = "adamw"  # adamw | muon (AdamW for what is not a hidden matrix) | adamw_8bit | package.module:callable
-    optim_args: dict[str, Any] = field(default_factory=dict)  # more keywords of it
+    optim_args: Any = None  # more keywords of it
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     max_grad_norm: float = 1.0
@@ -132,6 +132,7 @@ class LearnerConfig:
         )
 
     def _check_optimizer(self) -> None:
+        check_keywords("learner.optim_args", self.optim_args)
         if ":" not in self.optim:
             check_choice("learner.optim", self.optim, OPTIMIZERS)
         check(

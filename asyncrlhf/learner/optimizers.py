@@ -55,7 +55,7 @@ def build_optimizer(config: LearnerConfig, policy: nn.Module | None, critic: nn.
     if critic is not None:
         rate = config.critic_learning_rate or config.learning_rate
         groups += _groups(critic, rate, config.weight_decay, config.optim == MUON)
-    betas, given = (config.adam_beta1, config.adam_beta2), dict(config.optim_args)
+    betas, given = (config.adam_beta1, config.adam_beta2), dict(config.optim_args or {})
     what = f"learner.optim={config.optim} with learner.optim_args={given} cannot be built"
     optimizer = guarded(what, lambda: _build(config, groups, betas, given))
     for group in optimizer.param_groups:

@@ -153,9 +153,10 @@ def check_penalties(config: RunConfig) -> None:
     training is right where the loss weighs pi / mu, and wrong where it takes the samples for the policy's own."""
     generator, algorithm = config.generator, config.algorithm
     asked = {"repetition_penalty": generator.repetition_penalty} if generator.repetition_penalty != 1 else {}
-    given = {**asked, **{f"generation_kwargs.{name}": value for name, value in generator.generation_kwargs.items()}}
+    more = generator.generation_kwargs or {}
+    given = {**asked, **{f"generation_kwargs.{name}": value for name, value in more.items()}}
     said = ", ".join(f"generator.{name}={value}" for name, value in given.items())
-    strange = [name for name in generator.generation_kwargs if name not in WEIGHABLE]
+    strange = [name for name in more if name not in WEIGHABLE]
     check(
         not strange,
         f"generator.generation_kwargs.{strange and strange[0]} may leave tokens without a chance that the learner does "

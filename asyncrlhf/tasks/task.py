@@ -126,7 +126,7 @@ class PromptEncoder:
             add_generation_prompt=not begun,
             continue_final_message=begun,
             tokenize=False,
-            **self._config.chat_template_kwargs,
+            **(self._config.chat_template_kwargs or {}),
         )
         return list(self._tokenizer(rendered, add_special_tokens=False).input_ids)
 

@@ -279,4 +279,4 @@ def test_a_penalty_trains_under_an_algorithm_that_weighs_it(overrides: list[str]
 
 def test_what_from_pretrained_takes_from_settings_is_not_given_twice() -> None:
     with pytest.raises(ConfigError, match=r"model.model_init_kwargs.dtype is decided by settings of its own"):
-        load_config(["+model.model_init_kwargs.dtype=float32"])
+        load_config(["model.model_init_kwargs={dtype:float32}"])

@@ -208,7 +208,7 @@ def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_right_answer() -> None
 
 
 def test_several_sets_are_evaluated_with_their_own_samples(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(5)]
+    rows = [{"prompt": f"{20 + i}+{31 + i}=", "answer": 51 + 2 * i} for i in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
     sets = {"own": {"path": str(tmp_path / "rows.jsonl")}, "long": {"digits": 2, "heldout_size": 3}}
     settings = EvaluationConfig(temperature=1.0, num_generations=4, pass_k=[1, 4], sets=sets)
