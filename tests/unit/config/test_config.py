@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrlhf.cli import train
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config, sweep_jobs
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.orchestrator.run import check_penalties
 from asyncrlhf.validation import check_range
 
@@ -259,17 +263,20 @@ def test_ranges_have_no_holes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("sampling", "algorithm", "message"),
     [
-        (["algorithm=grpo", "generator.repetition_penalty=1.1"], r"repetition_penalty=1.1 samples from another"),
-        (["generator=vllm", "generator.generation_kwargs={min_tokens:3}"], "min_tokens may leave tokens without"),
-        (["algorithm=decoupled_grpo", "generator.repetition_penalty=1.1"], ""),
-        (["algorithm=grpo_mu", "generator.repetition_penalty=1.1"], ""),
-        (["generator=vllm", "algorithm=tis", "generator.generation_kwargs={frequency_penalty:0.1}"], ""),
+        ({"repetition_penalty": 1.1}, {"correction": "none"}, "repetition_penalty=1.1 samples from another"),
+        ({"generation_kwargs": {"frequency_penalty": 0.1}}, {"correction": "none"}, "frequency_penalty=0.1 samples from"),
+        ({"generation_kwargs": {"min_tokens": 3}}, {}, "min_tokens may leave tokens without"),
+        ({"repetition_penalty": 1.1}, {"correction": "mask"}, ""),
+        ({"repetition_penalty": 1.1}, {"correction": "none", "anchor": "mu"}, ""),
     ],
 )  # fmt: skip
-def test_a_penalty_trains_under_an_algorithm_that_weighs_it(overrides: list[str], message: str) -> None:
-    config = load_config(overrides)
+def test_a_penalty_trains_under_an_algorithm_that_weighs_it(
+    sampling: dict[str, Any], algorithm: dict[str, Any], message: str
+) -> None:
+    generator = GeneratorConfig(engine="vllm", **sampling)
+    config = RunConfig(generator=generator, algorithm=AlgorithmConfig(**algorithm))
     if not message:
         check_penalties(config)
         return

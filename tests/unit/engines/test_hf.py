@@ -349,7 +349,7 @@ def test_a_penalty_is_in_the_behavior_logprobs() -> None:
         for t in range(len(logits)):
             seen = torch.from_numpy(np.unique(text[: len(request.prompt_ids) + t]))
             logits[t, seen] = torch.where(logits[t, seen] > 0, logits[t, seen] / 1.7, logits[t, seen] * 1.7)
-        assert_close(result.behavior_logprobs, picked(logits / 0.8, result), **FLOAT32)
+        assert_close(result.behavior_logprobs, picked(logits / 0.8, result), atol=FLOAT32)
 
 
 def test_stop_texts_end_a_response_with_the_token_that_completes_one() -> None:
@@ -367,6 +367,6 @@ def test_stop_texts_end_a_response_with_the_token_that_completes_one() -> None:
         text = decode(free[i].response_ids.tolist())
         end = text.find(stop) + len(stop) if stop in text else len(text)
         assert np.array_equal(result.response_ids, free[i].response_ids[:end])
-        assert_close(result.behavior_logprobs, free[i].behavior_logprobs[:end], **FLOAT32)
+        assert_close(result.behavior_logprobs, free[i].behavior_logprobs[:end], atol=FLOAT32)
         assert result.finish_reason == ("stop" if stop in text else "length")
     assert len(done[0].response_ids) <= 8
