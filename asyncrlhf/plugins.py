@@ -1,4 +1,4 @@
-"""Functions of the user's own, named ``package.module:function`` in the config: reward functions and losses."""
+"""The user's own objects, named ``package.module:name`` in the config: reward functions, losses, optimizers, data."""
 
 from __future__ import annotations
 
@@ -17,26 +17,34 @@ def load_function(key: str, target: str) -> Callable[..., Any]:
     Raises ConfigError, in one sentence that opens with ``key=target``, when it cannot be imported, does not exist or
     cannot be called.
     """
+    function = load_object(key, target)
+    if not callable(function):
+        raise ConfigError(f"{key}={target} is not a function but {type(function).__name__}.")
+    return function  # type: ignore[no-any-return]
+
+
+def load_object(key: str, target: str) -> Any:
+    """As :func:`load_function`, of anything that a module holds."""
     where = f"{key}={target}"
     module_name, _, name = target.partition(":")
     if not module_name or not name or " " in target:
         raise ConfigError(f"{where} is not of the form package.module:function.")
-    function = getattr(_import(module_name, where), name, None)
-    if function is None:
-        raise ConfigError(f"{where}: the module {module_name} has no {name!r}.")
-    if not callable(function):
-        raise ConfigError(f"{where} is not a function but {type(function).__name__}.")
-    return function  # type: ignore[no-any-return]
-
-
-def _import(module_name: str, where: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    module = guarded(f"{where} cannot be imported", lambda: importlib.import_module(module_name))
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"{where}: the module {module_name} has no {name!r}.")
+    return found
+
+
+def guarded(what: str, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns, which runs the user's own code; its errors become a ConfigError with ``what`` first."""
     try:
-        return importlib.import_module(module_name)
+        return call()
     except ConfigError:  # a module of ours that lacks a package says so in a sentence of its own
         raise
-    # Importing runs the user's own code, which may raise anything.
+    # The user's own code may raise anything.
     except Exception as error:
-        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"{what}: {type(error).__name__}: {error}.") from error

@@ -8,7 +8,7 @@ boundaries without torch; times are seconds of the run's clock (wall clock under
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -31,7 +31,8 @@ class Prompt:
     text: str
     token_ids: IntArray  # [P]
     answer: str | None = None  # reference answer for verifiable rewards
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the columns of its row, but for the prompt's
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a conversation; ``text`` is then its rendering
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen before, multiplies negative ones; 1 is off
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end a response; they stay part of it
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,7 @@ class Annotation:
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     arrays: Payload | None = None
+    abstained: bool = False  # no part of the reward had an opinion: no failure, and nothing to train on
 
 
 @dataclass(frozen=True)

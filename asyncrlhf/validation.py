@@ -105,6 +105,14 @@ def check(condition: Any, sentence: str) -> None:
         raise ConfigError(sentence)
 
 
+def check_keywords(key: str, value: Any) -> None:
+    """Raise unless ``value`` is None or keywords by name."""
+    check(
+        value is None or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)),
+        f"{key}={value} are no keywords by name; allowed: null, or such as {{NAME:VALUE}}.",
+    )
+
+
 def check_package(what: str, package: str, extra: str) -> None:
     """Raise unless ``package`` (its name on PyPI) is installed: ``what`` needs it, and our ``extra`` brings it."""
     check(

@@ -65,3 +65,15 @@ def dies_at_99(prompts: list[str], completions: list[str], **columns: Any) -> li
         if kind == 1:
             os._exit(3)
     return [float(len(completion)) for completion in completions]
+
+
+def no_opinion_of_odd_sums(completions: Any, solution: list[str], **columns: Any) -> list[float | None]:
+    """Of conversations, as TRL hands them over; the score of the others is the length."""
+    return [
+        None if int(answer) % 2 else float(len(c[0]["content"]))
+        for c, answer in zip(completions, solution, strict=True)
+    ]
+
+
+def never_an_opinion(completions: Any, **columns: Any) -> list[None]:
+    return [None] * len(completions)

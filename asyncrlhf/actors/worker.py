@@ -299,6 +299,7 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
         load_model=lambda model: load_model(model, device),
         vocab_size=len(tokenizer),
         answer_ids=answer_ids,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
     )
 
     def decode(ids: Sequence[int]) -> str:

@@ -32,7 +32,7 @@ class AsyncConfig:
     pacing: str = setting(
         "auto",
         "When prompts are admitted under mode=async: as soon as the bound allows (fill), or so that a batch for the "
-        "learner is just ready (just_in_time); auto is just_in_time where the buffer is a plain queue (fifo, each group "
+        "learner is just ready (just_in_time); auto is just_in_time where the buffer is a plain queue (fifo, a group "
         "trained once), else fill.",
         choices=PACING,
     )

@@ -40,6 +40,8 @@ EVALUATE = """asyncrlhf evaluate [overrides]: answers to the held-out prompts, a
   evaluation=sampled                                                  four answers a prompt at temperature 1
   evaluation.against=FOLDER | answers                                 win rate by reward.*, against a model or the task
   evaluation.reference=FOLDER                                         KL from a model, and the perplexity under it
+  evaluation.sets={NAME:{path:DATA,split:test}}                       more data than the task's own, by name
+  evaluation.pass_k=[1,4]                                             the chance that one of k answers is right
   run_dir=FOLDER                                                      also write FOLDER/evaluation.json"""
 
 
@@ -156,8 +158,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     from asyncrlhf.stages import evaluation  # here, so that a wrong setting is answered before torch's import
 
     result = evaluation.evaluate(config)
+    sets = result.get("sets", {})
     _show(result, config.evaluation.samples_shown)
-    print(json.dumps({key: value for key, value in result.items() if key != "samples"}))
+    for name, found in sets.items():
+        _show(found, config.evaluation.samples_shown, f"{name}: ")
+    plain = {name: _without_samples(found) for name, found in sets.items()}
+    print(json.dumps({**_without_samples(result), **({"sets": plain} if sets else {})}))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -185,12 +191,16 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     return from_hydra(merged)
 
 
-def _show(result: Mapping[str, Any], samples: int) -> None:
+def _without_samples(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key != "samples"}
+
+
+def _show(result: Mapping[str, Any], samples: int, name: str = "") -> None:
     how = f"at temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     console = Console()
     if samples:
         console.print(_sample_table(result, samples, how))
-    title = f"{result['prompts']} held-out prompts, {result['answers']} answers {how}"
+    title = f"{name}{result['prompts']} held-out prompts, {result['answers']} answers {how}"
     console.print(_two_columns(title, _figures(result)))
 
 
@@ -212,6 +222,11 @@ def _figures(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("reward", _pair(result, "reward_mean", "reward_standard_error")),
         *((f"  {name}", _pair(part, "mean", "standard_error")) for name, part in result["reward_parts"].items()),
+        *(
+            (key.replace("_at_", "@"), _pair(result, key, f"{key}_standard_error"))
+            for key in result
+            if key.startswith("pass_at_") and not key.endswith("_error")
+        ),
         ("response length", _number(result["response_length_mean"])),
         ("cut off", _number(result["truncation_rate"])),
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from asyncrlhf.validation import check, check_settings, setting
+from asyncrlhf.validation import check, check_range, check_settings, setting
 
 PRECISIONS = ("none", "bfloat16", "float16")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
@@ -120,6 +122,13 @@ class EvaluationConfig:
     num_generations: int = setting(1, "Answers a prompt.", low=1)
     against: str = setting("", "A second model, or `answers` for the task's own, to win against by reward.")
     reference: str = setting("", "The model that the KL and the perplexity speak of; empty: neither.")
+    sets: Any = setting(
+        None,
+        "More data than the task's held-out prompts, by name, each with what differs from task.*; of files and "
+        "datasets the first task.heldout_size prompts of split.",
+    )
+    pass_k: list[int] = setting([], "Numbers k for pass@k, the chance that one of k answers to a prompt is right.")
+    pass_reward: float = setting(1.0, "The least reward of an answer that counts as right for pass_k.")
     samples_shown: int = setting(5, "Answers shown on the terminal; evaluation.json has all of them.", low=0)
 
     def __post_init__(self) -> None:
@@ -128,4 +137,17 @@ class EvaluationConfig:
             self.temperature > 0 or self.num_generations == 1,
             f"evaluation.num_generations={self.num_generations} greedy answers would all be the same; "
             "allowed: 1, or evaluation.temperature > 0.",
+        )
+        check_range("evaluation.pass_reward", self.pass_reward)
+        for k in self.pass_k:
+            check(
+                1 <= k <= self.num_generations,
+                f"evaluation.pass_k={k} needs as many answers a prompt; allowed: 1 to evaluation.num_generations="
+                f"{self.num_generations}.",
+            )
+        named = self.sets if isinstance(self.sets, Mapping) else {}
+        check(
+            self.sets is None or (named and all(isinstance(entry, Mapping) for entry in named.values())),
+            f"evaluation.sets={self.sets} are no data by name; allowed: null, or such as "
+            "{gsm8k:{path:openai/gsm8k,subset:main,split:test}}.",
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_settings, group, setting
+from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Of from_pretrained, what follows from other settings.
+OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
 
@@ -47,9 +50,17 @@ class ModelConfig:
     )
     dtype: str = setting("float32", "Number format of the weights that train and of the HF engine.", choices=DTYPES)
     trust_remote_code: bool = setting(False, "Lets a checkpoint bring Python code of its own, and runs it.")
+    model_init_kwargs: Any = setting(None, "More keywords of transformers' from_pretrained, by name.")
     lora: LoraConfig = group(LoraConfig, "A LoRA adapter in place of the whole model; needs learner.sharding=none.")
 
     def __post_init__(self) -> None:
+        check_keywords("model.model_init_kwargs", self.model_init_kwargs)
+        for name in self.model_init_kwargs or ():
+            check(
+                name not in OWN_INIT,
+                f"model.model_init_kwargs.{name} is decided by settings of its own: model.dtype, "
+                "model.trust_remote_code, generator.gpus and learner.gpus.",
+            )
         check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")
         check_settings("model", self)
 
@@ -83,6 +94,7 @@ class TaskConfig:
     )
     heldout_size: int = setting(256, "Prompts that are only evaluated on and never trained on.", low=1)
     chat_template: bool = setting(False, "Puts each prompt through the model's chat template.")
+    chat_template_kwargs: Any = setting(None, "Keywords for the chat template, such as enable_thinking: false.")
     system_prompt: str = setting("", "System message before each prompt, under chat_template=true.")
     prompt_template: str = setting(
         "{prompt}", "What the model sees around a prompt, inside its chat template if any; has {prompt} in it."
@@ -90,7 +102,9 @@ class TaskConfig:
     digits: int = setting(2, "kind=arithmetic: digits of each operand.", low=1, high=6)
     operations: list[str] = setting(["+"], "kind=arithmetic: which operations are asked.", choices=("+", "-", "*"))
     path: str = setting(
-        "", "kind=prompts: a JSONL or Parquet file, a folder of them, or the name of a `datasets` dataset."
+        "",
+        "kind=prompts: a JSONL or Parquet file, a folder of them or of `save_to_disk`, the name of a dataset of "
+        "`datasets`, or package.module:name of a dataset of your own or of a function that makes it.",
     )
     subset: str = setting("", "kind=prompts: a dataset's configuration by name, such as main of openai/gsm8k.")
     prompt_key: str = setting("prompt", "kind=prompts: the column that holds the prompt.")
@@ -99,6 +113,15 @@ class TaskConfig:
     heldout_split: str = setting(
         "",
         "kind=prompts: a dataset's split that is evaluated on; empty holds out up to a tenth of the texts.",
+    )
+    streaming: bool = setting(
+        False, "kind=prompts: reads rows as they are needed, in an order shuffled within shuffle_buffer rows."
+    )
+    shuffle_buffer: int = setting(1000, "Rows that streaming=true shuffles among each other.", low=1)
+    mixture: Any = setting(
+        None,
+        "kind=prompts: several sources by name, each with a weight and what it has different from the settings here, "
+        "such as {gsm8k: {path: openai/gsm8k, weight: 3}, own: {path: own.jsonl}}.",
     )
     datasets: list[str] = setting([], "kind=reasoning_gym: names of its datasets, taken in turn.")
     dataset_options: dict[str, Any] = setting({}, "kind=reasoning_gym: keywords of a dataset's config, by its name.")
@@ -111,13 +134,41 @@ class TaskConfig:
             f"task.prompt_template={self.prompt_template!r} has no place for the prompt; "
             "allowed: a text with {prompt}.",
         )
+        check_keywords("task.chat_template_kwargs", self.chat_template_kwargs)
         check(self.operations, "task.operations is empty; allowed: a list of +, - and *.")
         check(
-            self.kind != "prompts" or self.path, "task=prompts needs task.path: a JSONL or Parquet file or a dataset."
+            self.kind != "prompts" or self.path or self.mixture,
+            "task=prompts needs task.path: a JSONL or Parquet file or a dataset.",
         )
+        check(self.mixture is None or self.kind == "prompts", f"task.mixture needs task.kind=prompts, not {self.kind}.")
+        check(not (self.mixture and self.path), f"task.path={self.path} says nothing beside task.mixture; keep one.")
+        self.parts  # noqa: B018  raises ConfigError for what cannot be read as sources
         check(
             self.kind != "reasoning_gym" or self.datasets,
             "task=reasoning_gym needs task.datasets: a list of reasoning-gym dataset names.",
         )
         strangers = [name for name in self.dataset_options if name not in self.datasets]
         check(not strangers, f"task.dataset_options names {strangers}, not among task.datasets={list(self.datasets)}.")
+
+    @property
+    def parts(self) -> dict[str, tuple[TaskConfig, float]]:
+        """The sources of ``mixture`` by name, each with its share of the prompts; the shares sum to 1."""
+        if self.mixture is None:
+            return {}
+        named = self.mixture if isinstance(self.mixture, Mapping) else {}
+        check(
+            named and all(isinstance(entry, Mapping) and entry.get("path") for entry in named.values()),
+            f"task.mixture={self.mixture} are no sources by name; allowed: null, or such as "
+            "{gsm8k:{path:openai/gsm8k,weight:3},own:{path:own.jsonl}}.",
+        )
+        found: dict[str, tuple[TaskConfig, float]] = {}
+        for name, entry in named.items():
+            key, weight = f"task.mixture.{name}", entry.get("weight", 1.0)
+            check(isinstance(weight, int | float), f"{key}.weight={weight} is of the wrong kind; allowed: a number.")
+            check_range(f"{key}.weight", weight, low=0, exclusive_low=True)
+            strangers = [k for k in ("kind", "mixture", "heldout_size") if k in entry]
+            check(not strangers, f"{key}.{strangers and strangers[0]} belongs to all sources; set it as task.*.")
+            base = replace(self, mixture=None, path=str(entry["path"]))
+            found[str(name)] = overlay(base, {k: v for k, v in entry.items() if k != "weight"}, key), float(weight)
+        total = sum(weight for _, weight in found.values())
+        return {name: (config, weight / total) for name, (config, weight) in found.items()}

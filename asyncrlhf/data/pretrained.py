@@ -14,7 +14,9 @@ def load_model(
     config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
     """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32)."""
-    model = from_pretrained(transformers.AutoModelForCausalLM, config, dtype=dtype or getattr(torch, config.dtype))
+    dtype = dtype or getattr(torch, config.dtype)
+    more = config.model_init_kwargs or {}
+    model = from_pretrained(transformers.AutoModelForCausalLM, config, dtype=dtype, **more)
     return model.to(device).eval()
 
 

@@ -1,14 +1,17 @@
-"""The prompt source: an endless, resumable cursor over prompts that are given by index."""
+"""The prompt source, an endless and resumable cursor over prompts that are given by index; streams and mixtures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncrlhf.errors import CheckpointError
+from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.types import IntArray, Prompt
+
+Item = TypeVar("Item")
+MIXED_AT_ONCE = 1024  # draws of a mixture
 
 
 class PromptSource:
@@ -30,9 +33,13 @@ class PromptSource:
         self._order: IntArray = np.empty(0, dtype=np.int64)
 
     def next(self) -> Prompt:
-        prompt = self._prompt_at(self._index(self._position))
+        prompt = self.at(self._position)
         self._position += 1
         return prompt
+
+    def at(self, position: int) -> Prompt:
+        """The prompt at ``position`` of the stream, from 0."""
+        return self._prompt_at(self._index(position))
 
     def state(self) -> dict[str, Any]:
         """The cursor as plain JSON values."""
@@ -56,3 +63,71 @@ class PromptSource:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._length)
             self._epoch = epoch
         return int(self._order[offset])
+
+
+class PromptStream:
+    """Prompts by number from passes over data that is read as it is needed: ``read(epoch)`` opens one.
+
+    Numbers rise; one that is not the next is reached by reading what lies before it, from the start where it is behind.
+    """
+
+    def __init__(self, read: Callable[[int], Iterator[Prompt]]) -> None:
+        self._read = read
+        self._number, self._epoch = 0, 0  # of the next prompt, and of the pass that gives it
+        self._prompts: Iterator[Prompt] | None = None
+
+    def __call__(self, number: int) -> Prompt:
+        """Raises ConfigError when a whole pass gives no prompt."""
+        if self._prompts is None or number < self._number:
+            self._number, self._epoch, self._prompts = 0, 0, self._read(0)
+        while True:
+            prompt = next(self._prompts, None)
+            if prompt is None:
+                self._epoch += 1
+                self._prompts = self._read(self._epoch)
+                prompt = next(self._prompts, None)
+                if prompt is None:
+                    raise ConfigError("The stream of prompts holds none that can be trained on.")
+            self._number += 1
+            if self._number > number:
+                return prompt
+
+
+def shuffled(items: Iterable[Item], size: int, generator: np.random.Generator) -> Iterator[Item]:
+    """``items`` in an order that ``generator`` draws, each at most ``size`` places early."""
+    buffer: list[Item] = []
+    for item in items:
+        if len(buffer) < size:
+            buffer.append(item)
+            continue
+        index = int(generator.integers(size))
+        yield buffer[index]
+        buffer[index] = item
+    yield from (buffer[int(i)] for i in generator.permutation(len(buffer)))
+
+
+class Mixture:
+    """Prompts by number of several sources, each drawn with the probability of its share: for a
+    :class:`PromptSource` of no length."""
+
+    def __init__(self, sources: Sequence[PromptSource], shares: Sequence[float], seed: int) -> None:
+        self._sources, self._shares, self._seed = sources, shares, seed
+        self._before = [np.zeros(len(sources), np.int64)]  # by block: prompts of each source before it
+        self._block = -1
+        self._draws: IntArray = np.empty(0, dtype=np.int64)
+
+    def __call__(self, number: int) -> Prompt:
+        block, place = divmod(number, MIXED_AT_ONCE)
+        while len(self._before) <= block:
+            counts = np.bincount(self._drawn(len(self._before) - 1), minlength=len(self._sources))
+            self._before.append(self._before[-1] + counts)
+        draws = self._drawn(block)
+        which = int(draws[place])
+        return self._sources[which].at(int(self._before[block][which] + (draws[:place] == which).sum()))
+
+    def _drawn(self, block: int) -> IntArray:
+        if block != self._block:
+            generator = np.random.default_rng([self._seed, len(self._sources), block])
+            self._draws = generator.choice(len(self._sources), MIXED_AT_ONCE, p=self._shares)
+            self._block = block
+        return self._draws

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from asyncrlhf.engines.fake import AnswerIds
 
 CacheMode = Literal["keep", "recompute"]
+Decode = Callable[[Sequence[int]], str]
+SPARE_TOKENS = 8  # looked at beyond the length of a stop text
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Engine(ABC):
     A request waits in the engine's own queue until a slot is free; a finished sequence's slot is refilled in the same
     step. Tokens are stamped with the version that the engine holds when they are sampled.
     """
+
+    decode: Decode | None = None  # tokens to text, special ones included; for requests with ``stop`` texts
 
     def __init__(self, slots: int, version: int, context: int, vocabulary: int) -> None:
         """``context``: tokens of prompt and response together; ``vocabulary``: token ids of a prompt are below it."""
@@ -86,7 +90,18 @@ class Engine(ABC):
             )
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
             return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
+        if request.sampling.stop and self.decode is None:
+            return "The engine was given no tokenizer, so that it cannot look for stop texts."
         return None
+
+    def ends_at_stop(self, request: GenerationRequest, sampled: Sequence[int] | IntArray) -> bool:
+        """Whether the last of the response's tokens so far completes one of the request's stop texts."""
+        stop = request.sampling.stop
+        if not stop or self.decode is None:
+            return False
+        # A token has a character; some have none, parts of a letter among them.
+        tail = self.decode([int(token) for token in sampled[-max(map(len, stop)) - SPARE_TOKENS :]])
+        return any(text in tail for text in stop)
 
     @abstractmethod
     def step(self, now: float) -> StepOutput:
@@ -234,9 +249,23 @@ def build_engine(
     vocab_size: int,
     version: int = 0,
     answer_ids: AnswerIds | None = None,
+    decode: Decode | None = None,
 ) -> Engine:
     """``load_model`` is called for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and ``answer_ids``
-    serve the fake one."""
+    serve the fake one, ``decode`` serves stop texts."""
+    engine = _build(config, model, load_model, vocab_size, version, answer_ids)
+    engine.decode = decode
+    return engine
+
+
+def _build(
+    config: GeneratorConfig,
+    model: ModelConfig,
+    load_model: Callable[[ModelConfig], PreTrainedModel],
+    vocab_size: int,
+    version: int,
+    answer_ids: AnswerIds | None,
+) -> Engine:
     if config.engine == "fake":
         from asyncrlhf.engines.fake import FakeEngine
 

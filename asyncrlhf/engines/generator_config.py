@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_settings, group, overlay, setting
+from asyncrlhf.validation import check, check_keywords, check_settings, group, overlay, setting
 
 VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
 ENGINES = ("hf", "vllm", "fake")
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Of vLLM's SamplingParams, what follows from other settings.
+OWN_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
+    "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
+)  # fmt: skip
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # from ``generator.*`` by a group
 
@@ -67,8 +72,10 @@ class VllmConfig:
         1, "GPUs, or groups of them, that hold some of the layers; needs GPUs.", low=1
     )
     enable_expert_parallel: bool = setting(False, "Deals the experts of a mixture out over the workers.")
+    engine_kwargs: Any = setting(None, "More keywords of vLLM's EngineArgs, by name.")
 
     def __post_init__(self) -> None:
+        check_keywords("generator.vllm.engine_kwargs", self.engine_kwargs)
         check_settings("generator.vllm", self)
 
     @property
@@ -118,6 +125,11 @@ class GeneratorConfig:
     min_p: float = setting(
         0.0, "Leaves out tokens below this share of the largest probability.", low=0, high=1, exclusive_high=True
     )
+    repetition_penalty: float = setting(
+        1.0, "Divides the logits of tokens of the prompt and the response so far; 1 is off.", low=0, exclusive_low=True
+    )
+    stop: list[str] = setting([], "Texts that end a response.")
+    generation_kwargs: Any = setting(None, "engine=vllm: more keywords of vLLM's SamplingParams, by name.")
     threads: int = setting(1, "CPU threads of one replica; 0 is Ray's choice.", low=0)
     gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0)
     ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
@@ -128,6 +140,26 @@ class GeneratorConfig:
     fake: FakeConfig = group(FakeConfig, "The world of engine=fake: lengths and latencies from distributions.")
     vllm: VllmConfig = group(VllmConfig, "What engine=vllm hands on to vLLM, under vLLM's own names.")
 
+    def _check_engine(self) -> None:
+        """What an engine cannot do, and what would say a second time what has a setting of its own."""
+        check_keywords("generator.generation_kwargs", self.generation_kwargs)
+        check(all(self.stop), "generator.stop holds an empty text; allowed: texts of at least one character.")
+        check(
+            self.engine != "fake" or not (self.stop or self.repetition_penalty != 1),
+            "generator.stop and generator.repetition_penalty need a model, which generator.engine=fake has not.",
+        )
+        check(
+            self.engine == "vllm" or not self.generation_kwargs,
+            f"generator.generation_kwargs={self.generation_kwargs} are vLLM's; generator.engine={self.engine} "
+            "samples by temperature, top_p, top_k, min_p, repetition_penalty and stop alone.",
+        )
+        for name in self.generation_kwargs or ():
+            check(
+                name not in OWN_SAMPLING,
+                f"generator.generation_kwargs.{name} is decided by settings of its own: generator.{name}, or those of "
+                "the run.",
+            )
+
     @property
     def truncated(self) -> bool:
         """Whether some tokens are left without a chance."""
@@ -135,6 +167,7 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         check_settings("generator", self)
+        self._check_engine()
         check(
             self.engine != "vllm" or self.gpus > 0 or self.vllm.pipeline_parallel_size == 1,
             f"generator.vllm.pipeline_parallel_size={self.vllm.pipeline_parallel_size} needs generator.gpus; "

@@ -12,7 +12,7 @@ import transformers
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
-from asyncrlhf.engines.sampling import sample_tokens, uniforms
+from asyncrlhf.engines.sampling import penalise_repetition, sample_tokens, uniforms
 from asyncrlhf.engines.slots import SlotTable, choose_prefills, plan_score, plan_step
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
@@ -49,6 +49,7 @@ class HFEngine(Engine):
         # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
         self._donors: dict[bytes, int] = {}
         self._capacity = 0  # of the cache when it fell asleep
+        self._stop_texts = False  # whether any request so far has some
 
     @torch.inference_mode()
     def step(self, now: float) -> StepOutput:
@@ -74,10 +75,22 @@ class HFEngine(Engine):
             logits = logits[torch.from_numpy(rows).to(self._device)]
         facts = table.rows[rows]
         uniform = uniforms(facts["state"], facts["length"] - facts["prompt_length"])
+        if (facts["repetition_penalty"] != 1.0).any():
+            texts = [table.tokens[row, : table.length[row]] for row in rows]
+            logits = penalise_repetition(logits, texts, facts["repetition_penalty"])
         settings = (facts[name] for name in ("temperature", "top_p", "top_k", "min_p"))
         ended, stopped = table.append(rows, sample_tokens(logits, uniform, *settings), self.version)
-        self._holes.extend(ended.tolist())
-        return [table.take(int(row), "stop" if stop else "length") for row, stop in zip(ended, stopped, strict=True)]
+        done = dict(zip(ended.tolist(), stopped.tolist(), strict=True))
+        if self._stop_texts:
+            done |= {row: True for row in rows.tolist() if not done.get(row) and self._completes_stop(row)}
+        self._holes.extend(done)
+        return [table.take(row, "stop" if stop else "length") for row, stop in done.items()]
+
+    def _completes_stop(self, row: int) -> bool:
+        request = self._table.requests[row]
+        assert request is not None
+        start, end = int(self._table.prompt_length[row]), int(self._table.length[row])
+        return self.ends_at_stop(request, self._table.tokens[row, start:end])
 
     def _refill(self) -> None:
         """Put waiting requests into free rows; close the holes that remain, so that the active rows come first."""
@@ -107,6 +120,7 @@ class HFEngine(Engine):
         if donor is not None and donor != row:
             copies.append((donor, row))
         self._row_prompt[row] = key
+        self._stop_texts |= bool(request.sampling.stop)
         self._table.occupy(row, request, ready=donor is not None)
 
     def _close_holes(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +140,17 @@ def sample_tokens(
         part.kept_ids,
         counts.index_copy(0, where, part.kept_counts),
     )
+
+
+def penalise_repetition(logits: torch.Tensor, texts: Sequence[NDArray[np.int64]], penalty: DoubleArray) -> torch.Tensor:
+    """``logits`` [n, V] with those of the tokens in each row's text made smaller, as in CTRL (1909.05858, section 4.1):
+    positive ones divided by the row's ``penalty`` [n], negative ones multiplied."""
+    logits = logits.float().clone()
+    for row in np.flatnonzero(penalty != 1.0).tolist():
+        seen = torch.from_numpy(np.unique(texts[row])).to(logits.device)
+        factor, found = float(penalty[row]), logits[row, seen]
+        logits[row, seen] = torch.where(found > 0, found / factor, found * factor)
+    return logits
 
 
 def _draw_truncated(

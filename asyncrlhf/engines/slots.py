@@ -18,6 +18,7 @@ from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, 
 ROW = np.dtype([
     ("length", np.int64), ("prompt_length", np.int64), ("limit", np.int64), ("ready", np.bool_), ("state", np.uint64),
     ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64), ("min_p", np.float64),
+    ("repetition_penalty", np.float64),
 ], align=True)  # fmt: skip
 
 
@@ -47,7 +48,7 @@ class SlotTable:
         self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
         self.rows[row] = (
             len(prompt), len(prompt), limit, ready, seed_state(request.seed),
-            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty,
         )  # fmt: skip
         self.kept[row] = []
 

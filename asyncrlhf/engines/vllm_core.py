@@ -13,8 +13,10 @@ from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards.judge import starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
+from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -36,12 +38,15 @@ class VllmCore:
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig) -> None:
         with starting_vllm("generator.engine=vllm"):
+            from vllm import SamplingParams
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
             from vllm.v1.executor import Executor
 
             register()
-            settings = EngineArgs(**engine_arguments(config, model)).create_engine_config()
+            settings = _known(EngineArgs, engine_arguments(config, model)).create_engine_config()
+            self._generation_kwargs = dict(config.generation_kwargs or {})
+            _known(SamplingParams, self._generation_kwargs)
             self._llm = LLMEngine(settings, Executor.get_class(settings), log_stats=False, multiprocess_mode=False)
         self.context = int(settings.model_config.max_model_len)
         self._vocabulary = int(settings.model_config.get_vocab_size())
@@ -57,7 +62,8 @@ class VllmCore:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**sampling_arguments(request, self._vocabulary), output_kind=RequestOutputKind.DELTA)
+        own = sampling_arguments(request, self._vocabulary)
+        params = SamplingParams(**{**self._generation_kwargs, **own}, output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=salt)
         self._llm.add_request(str(request.rollout_id), prompt, params)
 
@@ -151,9 +157,22 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
     }
+    more = own.engine_kwargs or {}
+    for name in more:
+        check(name not in arguments, f"generator.vllm.engine_kwargs.{name} is decided by settings of its own.")
+    arguments |= more
     if own.kv_cache_gb or on_cpu:
         arguments["kv_cache_memory_bytes"] = int(own.kv_cache_gb * 2**30) or _cpu_cache_bytes(config, folder, model)
     return arguments
+
+
+def _known(kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """``kind``, a class of vLLM's, with these keywords; ConfigError for one that it does not take."""
+    try:
+        return kind(**arguments)
+    except (TypeError, ValueError) as error:
+        which = "generation_kwargs" if kind.__name__ == "SamplingParams" else "vllm.engine_kwargs"
+        raise ConfigError(f"generator.{which} is refused by vLLM: {error}.") from error
 
 
 def tells_kept(sampling: SamplingParams) -> bool:
@@ -171,6 +190,7 @@ def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> d
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "seed": request.seed & (2**63 - 1),
         "max_tokens": sampling.max_completion_length,
         "stop_token_ids": list(sampling.stop_token_ids),

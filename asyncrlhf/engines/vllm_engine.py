@@ -88,14 +88,17 @@ class VllmEngine(Engine):
     def _take(self, output: RequestOutput) -> None:
         draft = self._drafts[output.request_id]
         made = output.outputs[0]
-        ids = list(made.token_ids)
+        ids, before = list(made.token_ids), len(draft.tokens)
         draft.take(ids, made.logprobs, self.version)
         self._tokens += len(ids)
-        if not output.finished:
+        at_stop = self._cut_at_stop(draft, before)
+        if at_stop and not output.finished:
+            self._core.abort([output.request_id])
+        elif not output.finished:
             return
         del self._drafts[output.request_id]
         rollout_id = draft.request.rollout_id
-        if made.finish_reason not in ("stop", "length"):
+        if not at_stop and made.finish_reason not in ("stop", "length"):
             self._finished.append(GenerationFailure(rollout_id, f"vLLM ended the request with {made.finish_reason!r}."))
             return
         self._finished.append(
@@ -106,11 +109,22 @@ class VllmEngine(Engine):
                 response_ids=np.asarray(draft.tokens, np.int64),
                 behavior_logprobs=np.asarray(draft.logprobs, np.float32),
                 policy_versions=np.asarray(draft.versions, np.int64),
-                finish_reason="stop" if made.finish_reason == "stop" else "length",
+                finish_reason="stop" if at_stop or made.finish_reason == "stop" else "length",
                 kept_ids=np.concatenate(draft.kept) if draft.kept else None,
                 kept_counts=np.array([len(kept) for kept in draft.kept], np.int32) if draft.kept else None,
             )
         )
+
+    def _cut_at_stop(self, draft: _Draft, before: int) -> bool:
+        """Whether one of the tokens behind the first ``before`` completes a stop text; what follows it is dropped."""
+        if not draft.request.sampling.stop:
+            return False
+        for length in range(before + 1, len(draft.tokens) + 1):
+            if self.ends_at_stop(draft.request, draft.tokens[:length]):
+                for values in (draft.tokens, draft.logprobs, draft.versions, draft.kept):
+                    del values[length:]
+                return True
+        return False
 
     def _sampled(self) -> Iterator[tuple[int, list[int]]]:
         for draft in self._drafts.values():

@@ -18,8 +18,9 @@ from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import Shards, barrier, init_single_process_group, padded
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.updaters import Updater, build_optimizer, clip_gradient
+from asyncrlhf.learner.updaters import Updater, clip_gradient
 
 FOLDER = "deepspeed"  # of a checkpoint: what the engines write
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, fields
+from typing import Any
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.validation import check, check_settings, setting
+from asyncrlhf.validation import check, check_choice, check_keywords, check_settings, setting
 
 WHERE = ("learner", "service")
 
@@ -70,6 +71,7 @@ class CriticConfig(WorkersConfig):
 
 
 SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 OFFLOADS = ("none", "cpu")
 SHARDINGS = ("none", "fsdp2")
 PRECISIONS = ("none", "bfloat16", "float16")
@@ -102,6 +104,12 @@ class LearnerConfig:
     learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0)
     critic_learning_rate: float = setting(0.0, "The critic's learning rate; 0 is the policy's.", low=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay; not of biases and norms.", low=0)
+    optim: str = setting(
+        "adamw",
+        "The optimizer: adamw, muon (torch's, with AdamW for what is not a hidden matrix), adamw_8bit (GPUs, by "
+        "bitsandbytes), or package.module:callable.",
+    )
+    optim_args: Any = setting(None, "More keywords of the optimizer, by name.")
     adam_beta1: float = setting(0.9, "AdamW's decay of the gradient's mean.", low=0, high=1, exclusive_high=True)
     adam_beta2: float = setting(0.95, "AdamW's decay of the squared gradient.", low=0, high=1, exclusive_high=True)
     max_grad_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it; 0 leaves them.", low=0)
@@ -123,6 +131,7 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         check_settings("learner", self)
+        self._check_optimizer()
         check(
             self.mixed_precision != "none" or not self.float32_head,
             "learner.float32_head=true changes nothing under learner.mixed_precision=none, where all is float32; "
@@ -137,6 +146,25 @@ class LearnerConfig:
         check(
             not (self.compile and self.sharded),
             f"learner.compile does not work with {self.layout}, which gathers the weights module by module.",
+        )
+
+    def _check_optimizer(self) -> None:
+        check_keywords("learner.optim_args", self.optim_args)
+        if ":" not in self.optim:
+            check_choice("learner.optim", self.optim, OPTIMIZERS)
+        check(
+            self.optim != "adamw_8bit" or self.gpus > 0,
+            "learner.optim=adamw_8bit needs learner.gpus: its 8-bit states live on a GPU; allowed here: adamw, muon.",
+        )
+        check(
+            self.backend != "deepspeed" or self.optim == "adamw",
+            f"learner.optim={self.optim} does not work with learner.backend=deepspeed, whose ZeRO lays out AdamW's "
+            "states; allowed: adamw, or learner.backend=torch.",
+        )
+        check(
+            self.sharding != "fsdp2" or self.optim not in ("muon", "adamw_8bit"),
+            f"learner.optim={self.optim} does not work with learner.sharding=fsdp2, where no rank has a whole matrix; "
+            "allowed: adamw, or an elementwise optimizer of your own.",
         )
 
     @property

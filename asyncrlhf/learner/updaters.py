@@ -23,6 +23,7 @@ from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import Peers, Shards, all_sum, init_single_process_group, on_host, padded, whole
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
 
 FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks
@@ -46,30 +47,12 @@ def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
     return 1.0
 
 
-def build_optimizer(config: LearnerConfig, policy: nn.Module | None, critic: nn.Module | None) -> torch.optim.AdamW:
-    """Fused AdamW over float32 weights; norms and biases do not decay. Each group keeps its rate as ``base_lr``."""
-    groups = []
-    if policy is not None:
-        groups += _groups(policy, config.learning_rate, config.weight_decay)
-    if critic is not None:
-        rate = config.critic_learning_rate or config.learning_rate
-        groups += _groups(critic, rate, config.weight_decay)
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
-
-
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """The gradient's norm over all its shards before clipping, 0-dim; ``max_norm`` 0 only measures."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     norm = whole(nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None]))
     nn.utils.clip_grads_with_norm_(trained, max_norm or math.inf, norm)
     return norm
-
-
-def _groups(module: nn.Module, rate: float, decay: float) -> list[dict]:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    parts = ((decay, [p for p in trained if p.ndim >= 2]), (0.0, [p for p in trained if p.ndim < 2]))
-    return [{"params": part, "weight_decay": d, "lr": rate, "base_lr": rate} for d, part in parts if part]
 
 
 class Updater(ABC):
@@ -80,7 +63,7 @@ class Updater(ABC):
 
     policy: Any
     critic: Any = None
-    optimizers: Sequence[torch.optim.Optimizer]  # the policy's first
+    optimizers: Sequence[Any]  # the policy's first; of torch's interface
 
     def __init__(
         self,
@@ -218,7 +201,12 @@ class TorchUpdater(Updater):
             raise CheckpointError(f"{folder / checkpoint.MODEL} does not hold this run's model: {error}") from error
         if self.critic is not None:
             self._modules[1].load_state_dict(state["critic"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder} holds another optimizer's states than learner.optim={self.config.optim} has: {error}."
+            ) from error
         self._scaler.load_state_dict(state["scaler"])
 
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:

@@ -251,7 +251,8 @@ class Rewards(Annotator):
     def _accept(self, info: RolloutInfo, annotation: Annotation) -> None:
         """Raises RewardError for a rollout without a score where ``reward.on_failure`` is ``stop``."""
         super()._accept(info, annotation)
-        if annotation.error is not None and self._state.config.reward.on_failure == "stop":
+        failed = annotation.error is not None and not annotation.abstained
+        if failed and self._state.config.reward.on_failure == "stop":
             raise RewardError(
                 f"Rollout {annotation.rollout_id} got no reward (reward.on_failure=stop): {annotation.error}"
             )

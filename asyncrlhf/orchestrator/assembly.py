@@ -20,7 +20,7 @@ class Assembly:
     def __init__(self, state: RunState, discard: Discard) -> None:
         self._state = state
         self._discard = discard
-        self._outcomes: deque[bool] = deque(maxlen=state.config.batch_size)
+        self._outcomes: deque[bool | None] = deque(maxlen=state.config.batch_size)
         self._failures_told = 0
         served = {"reference": state.config.reference_served, "critic": state.config.critic_served}
         self._kinds = ["reward", *(kind for kind, is_served in served.items() if is_served)]  # that a rollout waits for
@@ -49,7 +49,8 @@ class Assembly:
         if not self.awaits(info):
             return
         if annotation.reward is None and annotation.arrays is None:
-            self.failed(info.rollout_id, info.group_id, annotation.error or f"the {kind} worker gave nothing", info)
+            error = annotation.error or f"the {kind} worker gave nothing"
+            self.failed(info.rollout_id, info.group_id, error, info, judged=not annotation.abstained)
             return
         group = self._state.groups[info.group_id]
         group.annotations[kind][info.rollout_id] = (annotation, self._state.now())
@@ -75,23 +76,29 @@ class Assembly:
         group.scored.append(info)
         self._close_if_done(group)
 
-    def failed(self, rollout_id: int, group_id: int, error: str, facts: RolloutInfo | None) -> None:
-        """One failure is one counted failed rollout; too many of them end the run with the last cause."""
+    def failed(
+        self, rollout_id: int, group_id: int, error: str, facts: RolloutInfo | None, judged: bool = True
+    ) -> None:
+        """One failure is one counted failed rollout; too many of them end the run with the last cause. One that no
+        reward had an opinion of (not ``judged``) is no failure: it leaves as untrainable."""
         group = self._state.groups.get(group_id)
         if group is None or rollout_id not in group.unscored:
             return
-        self._state.ledger.fail(rollout_id, error)
+        if judged:
+            self._state.ledger.fail(rollout_id, error)
+        else:
+            self._state.ledger.drop(rollout_id, "untrainable")
         self._state.buffer.release(1)
         self._state.room.notify()
-        self._discard(rollout_id, group_id, facts, "failed", error)
+        self._discard(rollout_id, group_id, facts, "failed" if judged else "dropped", error)
         group.unfinished.discard(rollout_id)
         group.unscored.discard(rollout_id)
         for given in group.annotations.values():
             given.pop(rollout_id, None)
-        self._outcomes.append(False)
+        self._outcomes.append(False if judged else None)
         self._failures_told += 1
         if self._failures_told <= 5:
-            self._state.message(f"rollout {rollout_id} failed: {error}")
+            self._state.message(f"rollout {rollout_id} {'failed' if judged else 'is not trained on'}: {error}")
         self._refuse_mass_failure(error)
         self._close_if_done(group)
 
@@ -102,6 +109,10 @@ class Assembly:
             raise AsyncRLHFError(
                 f"{failures} of the last {len(self._outcomes)} rollouts failed "
                 f"(max_failure_fraction={self._state.config.max_failure_fraction:g}); the last cause: {error}"
+            )
+        if full and None in self._outcomes and True not in self._outcomes:
+            raise AsyncRLHFError(
+                f"None of the last {len(self._outcomes)} rollouts got a reward; the last cause: {error}"
             )
 
     def _close_if_done(self, group: GroupInProgress) -> None:

@@ -151,13 +151,13 @@ def _latencies(taken: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _reward_parts(taken: Sequence[RolloutGroup]) -> dict[str, float]:
-    """The mean of each part of the reward, where it has more than one."""
+    """The mean of each part of the reward over those that it had an opinion of; one unnamed part is the reward."""
     values: dict[str, list[float]] = {}
     for item in taken:
         for rollout in item.rollouts:
             for name, value in rollout.reward_parts.items():
                 values.setdefault(name, []).append(value)
-    return {f"reward/{name}": float(np.mean(of)) for name, of in values.items()} if len(values) > 1 else {}
+    return {f"reward/{name}": float(np.mean(of)) for name, of in values.items()} if values.keys() != {"score"} else {}
 
 
 LISTED = 16  # replicas with figures of their own; those beyond are put together as "others"

@@ -24,6 +24,7 @@ from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
@@ -42,6 +43,8 @@ from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 ERROR_FILE = "error.txt"
+# Of vLLM's SamplingParams, those that leave every token a chance.
+WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def prepare(config: RunConfig) -> Prepared:
     task = _fitting_task(config, tokenizer)
     first = (task.heldout() or [task.train_source(config.seed).next()])[0]
     check_rewards(config.reward, tokenizer, lambda: task, completion, first)
+    check_optimizer(config.learner)
     if config.algorithm.loss.target:
         load_loss(config.algorithm.loss.target)
     given = Path(config.run_dir) if config.run_dir else None
@@ -79,6 +83,8 @@ def prepare(config: RunConfig) -> Prepared:
         top_p=config.generator.top_p,
         top_k=config.generator.top_k,
         min_p=config.generator.min_p,
+        repetition_penalty=config.generator.repetition_penalty,
+        stop=tuple(config.generator.stop),
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
     saved = read_checkpoint(found) if found is not None else None
@@ -147,6 +153,27 @@ def check_truncation(generator: GeneratorConfig) -> None:
     )
 
 
+def check_penalties(config: RunConfig) -> None:
+    """A penalty makes the sampler another policy than the model's. Its log-probs are recorded as they were, so that
+    training is right where the loss weighs pi / mu, and wrong where it takes the samples for the policy's own."""
+    generator, algorithm = config.generator, config.algorithm
+    asked = {"repetition_penalty": generator.repetition_penalty} if generator.repetition_penalty != 1 else {}
+    more = generator.generation_kwargs or {}
+    given = {**asked, **{f"generation_kwargs.{name}": value for name, value in more.items()}}
+    said = ", ".join(f"generator.{name}={value}" for name, value in given.items())
+    strange = [name for name in more if name not in WEIGHABLE]
+    check(
+        not strange,
+        f"generator.generation_kwargs.{strange and strange[0]} may leave tokens without a chance that the learner does "
+        f"not hear of; allowed in training: {', '.join(WEIGHABLE)}.",
+    )
+    check(
+        not given or algorithm.correction != "none" or algorithm.anchor == "mu",
+        f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
+        "weigh the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
+    )
+
+
 def new_run_dir(name: str) -> Path:
     """``runs/<name>/<time>``, with a number behind when two runs start in one second."""
     stem = RUNS / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -167,6 +194,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 def _train(config: RunConfig) -> dict[str, Any]:
     check_truncation(config.generator)
+    check_penalties(config)
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None

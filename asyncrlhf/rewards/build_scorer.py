@@ -76,7 +76,8 @@ def _build(
     if part.kind == "python":
         from asyncrlhf.rewards.sandbox import SandboxSource
 
-        return SandboxSource(part.target, f"{key}.target", config.timeout_seconds)
+        named = "reward.reward_funcs" if config.reward_funcs else f"{key}.target"
+        return SandboxSource(part.target, named, config.timeout_seconds)
     if part.kind == "http":
         from asyncrlhf.rewards.endpoint import HttpSource
 
@@ -116,5 +117,5 @@ def preflight(scorer: Scorer, prompt: Prompt) -> None:
     logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
     probe = Rollout(-1, -1, prompt, ids, logprobs, versions, "stop", text, "preflight")
     (result,) = scorer.score([probe])
-    if result.error is not None:
+    if result.error is not None and not result.abstained:
         raise ConfigError(f"{scorer.source} gives no score for a first probe: {result.error}")

@@ -14,7 +14,7 @@ import requests
 
 from asyncrlhf.errors import RewardError
 from asyncrlhf.rewards.guard import checked_scores
-from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError, call_with_timeout, columns_of, late
+from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError, call_with_timeout, late, texts_of
 from asyncrlhf.rewards.reward_config import HttpConfig
 from asyncrlhf.types import Rollout
 
@@ -172,5 +172,5 @@ class HttpSource(RewardSource):
                 raise causes[0]  # all nonsense: a failure of the service, which its breaker should count
             return scores
 
-        scores: list[Score] = self._endpoint.ask(columns_of(rollouts), parse)
+        scores: list[Score] = self._endpoint.ask(texts_of(rollouts), parse)
         return scores

@@ -30,9 +30,9 @@ def correct(completions: list[str], answer: list[str | None], **columns: list[An
 def _equal(reference: str | None, completion: str) -> bool:
     if reference is None:
         raise ValueError("the prompt has no answer to compare with")
-    gold = _gold(reference)
+    gold = _gold(str(reference))  # a dataset's column may hold numbers
     if not gold:
-        raise ValueError(f"the reference {reference[-40:]!r} is no number and no LaTeX expression")
+        raise ValueError(f"the reference {str(reference)[-40:]!r} is no number and no LaTeX expression")
     return verify(list(gold), parse(_final(completion), TARGETS))
 
 

@@ -110,9 +110,9 @@ def text_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) 
 
 
 def chat_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
-    """A conversation of two turns, as the model's chat template writes it."""
+    """The conversation, of two turns where the prompt is a text, as the model's chat template writes it."""
     turns = [
-        {"role": "user", "content": rollout.prompt.text},
+        *(rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]),
         {"role": "assistant", "content": rollout.response_text},
     ]
     # As text first: the template writes the special tokens itself.

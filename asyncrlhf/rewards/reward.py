@@ -13,24 +13,27 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
-from asyncrlhf.rewards.guard import call_function
+from asyncrlhf.rewards.guard import TrainerState, call_function, log_extra, log_metric
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Annotation, Prompt, Rollout
 
-# A finite number, or why there is none.
-Score = float | RewardError
+# A finite number; why there is none; or None, where the source has no opinion.
+Score = float | RewardError | None
 
 
 class RewardFunction(Protocol):
     """Scores completions. A reward function written for TRL's trainers works here as it is.
 
-    ``prompts`` are the task's texts (without chat template), ``completions`` the responses without special tokens. The
-    columns, each a list as long as ``prompts``: ``answer`` (str or None), ``metadata`` (dict) and ``completion_ids``
-    (list of int). More may come; take them up in ``**columns``. Returns one finite number a completion, in order.
+    ``prompts`` are the task's texts (without chat template), ``completions`` the responses without special tokens;
+    where the dataset has conversations, both are lists of messages. The columns, each a list as long as ``prompts``:
+    ``completion_ids`` (list of int), those of the dataset's rows by name, and ``answer`` (str or None) and ``metadata``
+    (dict) where the dataset has none of that name. Beside them come ``trainer_state``, ``log_extra`` and
+    ``log_metric``; take up the rest in ``**columns``. Returns one finite number, or None for no opinion, a completion,
+    in order. It may be ``async``.
     """
 
-    def __call__(self, prompts: list[str], completions: list[str], **columns: list[Any]) -> Sequence[float]: ...
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Sequence[float | None]: ...
 
 
 class RewardSource:
@@ -56,8 +59,30 @@ class StuckError(ReplicaError):
     """A model's call does not end. Nothing is known of its rollouts; the worker's owner must replace it."""
 
 
-def columns_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """The arguments of a reward function: N prompts, N completions and the other columns."""
+def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The arguments of a user's reward function, in the form that its dataset has: N prompts, N completions, N of each
+    column of its rows, and what TRL hands over beside them."""
+    plain = texts_of(rollouts)
+    names = dict.fromkeys(name for r in rollouts for name in r.prompt.metadata)
+    columns = {name: [r.prompt.metadata.get(name) for r in rollouts] for name in names}
+    talks = [r.prompt.messages for r in rollouts]
+    given = {
+        "prompts": [text if talk is None else [*talk] for talk, text in zip(talks, plain["prompts"], strict=True)],
+        "completions": [
+            text if talk is None else [{"role": "assistant", "content": text}]
+            for talk, text in zip(talks, plain["completions"], strict=True)
+        ],
+        "completion_ids": plain["completion_ids"],
+        "trainer_state": TrainerState(max((int(r.policy_versions.max(initial=0)) for r in rollouts), default=0)),
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+    # As in TRL, a column cannot take the place of what the trainer says, and what was written is not handed over.
+    return {k: v for k, v in {**plain, **columns, **given}.items() if k not in ("prompt", "completion")}
+
+
+def texts_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """What endpoints and the task's rule get: N prompts and N completions as texts, and three columns of ours."""
     return {
         "prompts": [r.prompt.text for r in rollouts],
         "completions": [r.response_text for r in rollouts],
@@ -65,6 +90,9 @@ def columns_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         "metadata": [dict(r.prompt.metadata) for r in rollouts],
         "completion_ids": [r.response_ids.tolist() for r in rollouts],
     }
+
+
+NO_OPINION = "every reward function returned None for it"
 
 
 class WeightedSource(NamedTuple):
@@ -77,7 +105,8 @@ class Scorer:
 
     ``parts`` of a result: each part's score under its name (``score`` where there is one part) as the part gave it, and
     ``missing_eos`` and ``overlong`` where those penalties are on. The reward is the weighted sum of the scores and the
-    sum of the penalties. A rollout that any part fails has no reward.
+    sum of the penalties. A rollout that any part fails has no reward. A part without an opinion (None) adds nothing; a
+    rollout of which no part has one has no reward, and is ``abstained``.
     """
 
     def __init__(self, sources: dict[str, WeightedSource], config: RewardConfig, max_completion_length: int) -> None:
@@ -89,12 +118,14 @@ class Scorer:
         self.sources = sources
         self._config = config
         self._max_completion_length = max_completion_length
+        self._several = config.kind == "sum" or bool(config.reward_funcs)  # whether a failure names its part
 
     @property
     def source(self) -> str:
         """The settings that name the reward, for messages."""
-        target = f" reward.target={self._config.target}" if self._config.kind == "python" else ""
-        return f"reward.kind={self._config.kind}{target}"
+        named = self._config.reward_funcs
+        target = f"reward.reward_funcs=[{','.join(named)}]" if named else f"reward.target={self._config.target}"
+        return f"reward.kind={self._config.kind}" + (f" {target}" if self._config.kind == "python" else "")
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Annotation]:
         """One result a rollout, in order and with its id; a rollout without a valid score has ``error`` instead.
@@ -108,8 +139,8 @@ class Scorer:
             left = [i for i in range(len(rollouts)) if i not in errors]
             for i, score in zip(left, _scores(source, [rollouts[i] for i in left]), strict=True):
                 if isinstance(score, RewardError):
-                    errors[i] = f"{self._config.key(name)}: {score}" if self._config.kind == "sum" else str(score)
-                else:
+                    errors[i] = f"{self._config.key(name)}: {score}" if self._several else str(score)
+                elif score is not None:
                     parts[i][name] = score
         return [
             Annotation(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
@@ -117,6 +148,8 @@ class Scorer:
         ]
 
     def _result(self, rollout: Rollout, parts: dict[str, float]) -> Annotation:
+        if not parts:
+            return Annotation(rollout.rollout_id, error=NO_OPINION, abstained=True)
         penalties: dict[str, float] = {}
         if self._config.missing_eos_penalty > 0:
             penalties["missing_eos"] = -self._config.missing_eos_penalty if rollout.finish_reason == "length" else 0.0
@@ -174,7 +207,7 @@ class FunctionSource(RewardSource):
         self._timeout = timeout_seconds
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        columns = columns_of(rollouts)
+        columns = texts_of(rollouts)
         scores: list[Score] = call_with_timeout(lambda: call_function(self._function, columns), self._timeout)
         return scores
 

@@ -183,6 +183,10 @@ class RewardConfig:
     target: str = setting(
         "", "kind=python: the function, package.module:function, called as f(prompts, completions, **columns)."
     )
+    reward_funcs: list[str] = setting(
+        [], "kind=python: several functions in the place of target; the reward is their weighted sum."
+    )
+    reward_weights: list[float] = setting([], "Weights of reward_funcs, in their order; empty is 1 each.")
     model: RewardModelConfig = group(RewardModelConfig, "The reward model of kind=model.")
     judge: JudgeConfig = group(JudgeConfig, "The generative judge of kind=judge.")
     http: HttpConfig = group(HttpConfig, "The endpoint of kind=http, or the judge's server.")
@@ -224,6 +228,7 @@ class RewardConfig:
             self.kind == "sum" or not self.parts,
             f"reward.parts needs reward.kind=sum, not reward.kind={self.kind}.",
         )
+        self._check_functions()
         check(self.kind != "sum" or self.parts, "reward.kind=sum needs reward.parts: NAME: {kind: ..., weight: ...}.")
         for name, part in self.sources.items():
             if self.kind != "sum":
@@ -232,15 +237,45 @@ class RewardConfig:
             check(name not in PENALTIES, f"reward.parts.{name} has the name of a penalty; choose another name.")
             part.check(f"reward.parts.{name}", (*KINDS, "length"))
 
+    def _check_functions(self) -> None:
+        named, weights = self.reward_funcs, self.reward_weights
+        check(
+            self.kind == "python" or not named,
+            f"reward.reward_funcs needs reward.kind=python, not reward.kind={self.kind}.",
+        )
+        check(not (named and self.target), "reward.target and reward.reward_funcs both name functions; keep one.")
+        check(
+            not weights or len(weights) == len(named),
+            f"reward.reward_weights has {len(weights)} weights for the {len(named)} functions of reward.reward_funcs.",
+        )
+        for target in named:
+            check(":" in target, f"reward.reward_funcs={target} is not of the form package.module:function.")
+        twice = sorted({target for target in named if named.count(target) > 1})
+        check(not twice, f"reward.reward_funcs names {', '.join(twice)} twice.")
+
     @property
     def sources(self) -> dict[str, RewardPart]:
-        """The parts of the reward by name; one called ``score`` unless ``kind=sum``."""
+        """The parts of the reward by name: those of ``kind=sum``, the functions of ``reward_funcs``, or one ``score``.
+
+        A function goes by its own name, and by its whole target where another has the same name.
+        """
+        if self.reward_funcs:
+            short = [target.rpartition(":")[2] for target in self.reward_funcs]
+            names = [
+                whole if short.count(name) > 1 or name in PENALTIES else name
+                for name, whole in zip(short, self.reward_funcs, strict=True)
+            ]
+            weights = [float(w) for w in self.reward_weights] or [1.0] * len(names)
+            given = zip(names, weights, self.reward_funcs, strict=True)
+            return {name: RewardPart("python", weight, target=target) for name, weight, target in given}
         if self.kind == "sum":
             return {str(name): _part(str(name), raw) for name, raw in self.parts.items()}
         return {"score": RewardPart(self.kind, 1.0, self.target, self.model, self.judge, self.http)}
 
     def key(self, name: str) -> str:
         """Where a part's settings stand, for messages."""
+        if self.reward_funcs:
+            return f"reward.reward_funcs={self.sources[name].target}"
         return f"reward.parts.{name}" if self.kind == "sum" else "reward"
 
 

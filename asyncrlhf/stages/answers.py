@@ -49,6 +49,7 @@ def sample_answers(
         model,
         load_model=lambda wanted: load_model(wanted, device),
         vocab_size=len(tokenizer),
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
     )
     requests = [
         GenerationRequest(i, i // each, prompts[i // each], request_seed(config.seed, i), sampling)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.config.stage_config import TrainerConfig
+from asyncrlhf.data.rows import SAVED_SPLITS, is_saved, pick_split
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 # By suffix: what `datasets` calls the format.
 BUILDERS = {".jsonl": "json", ".parquet": "parquet"}
 LOOKED_AT = 2**26  # bytes of a file that the first look reads
-# What `save_to_disk` leaves in the folder of a table, and in that of several splits.
-SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
     datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said in one sentence below
     try:
         if saved:
-            table = _split(datasets.load_from_disk(str(local)), split, key, path)
+            table = pick_split(datasets.load_from_disk(str(local)), split, key, path)
         elif files:
             names = [str(file) for file in files]
             table = datasets.load_dataset(BUILDERS[files[0].suffix], data_files=names, split="train")
@@ -78,20 +77,6 @@ def first_look(path: str, key: str) -> None:
     _, files = find_rows(path, key)
     broken = _broken_line([file for file in files if file.stat().st_size < LOOKED_AT], columns=False)
     check(not broken, f"{key}={path} could not be read: {broken}.")
-
-
-def is_saved(local: Path) -> bool:
-    """Whether `datasets` wrote this folder by ``save_to_disk``."""
-    return any((local / name).is_file() for name in (SAVED_TABLE, SAVED_SPLITS))
-
-
-def _split(found: Any, split: str, key: str, path: str) -> Dataset:
-    """Of a table there is but one; of splits the one that is asked for."""
-    if not isinstance(found, dict):
-        return found  # type: ignore[no-any-return]
-    if split not in found:
-        raise ConfigError(f"{key}={path} has no split {split}; allowed: {', '.join(found)}.")
-    return found[split]  # type: ignore[no-any-return]
 
 
 def _files(local: Path, key: str) -> list[Path]:

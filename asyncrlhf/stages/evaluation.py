@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,16 @@ import transformers
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import ANSWERS
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
-from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.data.pretrained import check_model, load_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.rewards.model import same_tokens
 from asyncrlhf.stages.answers import Scored, sample_answers, score_answers, written
 from asyncrlhf.stages.statistics import figures, kl_figures, perplexity, response_logprobs
-from asyncrlhf.tasks.build_task import build_task
+from asyncrlhf.tasks.build_task import build_task, evaluation_prompts
 from asyncrlhf.types import Prompt, Rollout, SamplingParams
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, overlay
 
 
 def evaluate(config: RunConfig) -> dict[str, Any]:
@@ -30,16 +31,43 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
 
     Rewards are means over the answers that could be scored, with standard errors over prompts. ``win_rate``: the chance
     that an answer has more reward than the opponent's to the same prompt, ties counted half. ``kl``: of the policy from
-    ``evaluation.reference`` at the temperature of the answers; None for greedy ones, which are no sample.
+    ``evaluation.reference`` at the temperature of the answers; None for greedy ones, which are no sample. ``sets``: the
+    same of each of ``evaluation.sets``, by name.
     """
     torch.set_num_threads(max(1, config.generator.threads))
-    settings = config.evaluation
     prepared = prepare(config)
-    prompts = prepared.task.heldout()
+    sets = {name: _evaluation_set(prepared, name, given) for name, given in (config.evaluation.sets or {}).items()}
+    result = _evaluate(prepared, prepared.task.heldout(), lambda task, own: build_task(task, own).heldout())
+    found = {name: _evaluate(own, prompts, evaluation_prompts) for name, (own, prompts) in sets.items()}
+    return {**result, "sets": found} if sets else result
+
+
+# The prompts of a task, in the tokens of a tokenizer.
+ReadPrompts = Callable[[TaskConfig, transformers.PreTrainedTokenizerBase], list[Prompt]]
+
+
+def _evaluation_set(prepared: Prepared, name: str, given: Mapping[str, Any]) -> tuple[Prepared, list[Prompt]]:
+    """Another task under the settings of the evaluation, and its prompts."""
+    key = f"evaluation.sets.{name}"
+    base = prepared.config.task
+    if "path" in given:  # first, for a kind that needs one
+        base = replace(base, kind="prompts", path=str(given["path"]), mixture=None, heldout_split="")
+    task = overlay(base, given, key)
+    try:
+        prompts = evaluation_prompts(task, prepared.tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"In {key}: {error}") from error
+    return replace(prepared, config=replace(prepared.config, task=task)), prompts
+
+
+def _evaluate(prepared: Prepared, prompts: list[Prompt], read: ReadPrompts) -> dict[str, Any]:
+    config, settings = prepared.config, prepared.config.evaluation
     sampling = replace(prepared.sampling, temperature=settings.temperature, top_p=1.0, top_k=0, min_p=0.0)
     opponent = _other_model(config, settings.against, "against") if settings.against not in ("", ANSWERS) else None
     reference = _other_model(config, settings.reference, "reference") if settings.reference else None
     if reference is not None:
+        penalty = config.generator.repetition_penalty
+        check(penalty == 1, f"evaluation.reference has no KL to answers of generator.repetition_penalty={penalty:g}.")
         check(
             same_tokens(load_tokenizer(reference), prepared.tokenizer),
             f"evaluation.reference={reference.path} has other tokens than model.path={config.model.path}; "
@@ -51,7 +79,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
             f"evaluation.against={ANSWERS}, but no held-out prompt of task={config.task.kind} has an answer.",
         )
     answers = sample_answers(config, config.model, prepared.tokenizer, prompts, sampling, settings.num_generations)
-    theirs = _opponents(prepared, prompts, opponent, sampling)
+    theirs = _opponents(prepared, prompts, read, opponent, sampling)
     scored, scored_theirs = score_answers(config, answers, theirs)
     asked = settings.num_generations * len(prompts)
     result = {
@@ -62,6 +90,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
         "temperature": settings.temperature,
         "failed": asked - len(scored),
         **_rewards(scored, answers),
+        **pass_at(settings.pass_k, settings.pass_reward, scored),
     }
     if settings.against:
         result |= {"against": settings.against, **win_rate(scored, scored_theirs)}
@@ -81,7 +110,11 @@ def _other_model(config: RunConfig, path: str, key: str) -> ModelConfig:
 
 
 def _opponents(
-    prepared: Prepared, prompts: Sequence[Prompt], opponent: ModelConfig | None, sampling: SamplingParams
+    prepared: Prepared,
+    prompts: Sequence[Prompt],
+    read: ReadPrompts,
+    opponent: ModelConfig | None,
+    sampling: SamplingParams,
 ) -> list[Rollout]:
     """The second model's answers, or the task's, in the policy's own tokens; none where there is no opponent."""
     config, tokenizer = prepared.config, prepared.tokenizer
@@ -94,21 +127,35 @@ def _opponents(
     if same_tokens(own, tokenizer):
         return sample_answers(config, opponent, tokenizer, prompts, sampling, each)
     stop = (own.eos_token_id,) if sampling.stop_token_ids else ()
-    asked = build_task(config.task, own).heldout()
+    asked = read(config.task, own)
     made = sample_answers(config, opponent, own, asked, replace(sampling, stop_token_ids=stop), each)
     return written([(r.group_id, r.response_text, r.finish_reason == "stop") for r in made], prompts, tokenizer)
 
 
 def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, Any]:
     groups = [s.rollout.group_id for s in scored]
-    names = list(scored[0].result.parts) if scored else []
-    parts = {name: figures("mean", [s.result.parts[name] for s in scored], groups) for name in names}
+    parts: dict[str, dict[str, float | None]] = {}
+    for name in dict.fromkeys(name for s in scored for name in s.result.parts):
+        judged = [s for s in scored if name in s.result.parts]  # a part may have no opinion of some
+        parts[name] = figures("mean", [s.result.parts[name] for s in judged], [s.rollout.group_id for s in judged])
     return {
         **figures("reward_mean", [s.reward for s in scored], groups),
-        "reward_parts": parts if len(names) > 1 else {},
+        "reward_parts": parts if parts.keys() != {"score"} else {},
         "response_length_mean": float(np.mean([len(r.response_ids) for r in answers])) if answers else None,
         "truncation_rate": float(np.mean([r.finish_reason == "length" for r in answers])) if answers else None,
     }
+
+
+def pass_at(ks: Sequence[int], least: float, scored: Sequence[Scored]) -> dict[str, float | None]:
+    """For each k the chance that one of k answers to a prompt has a reward of ``least``, with its standard error over
+    prompts: 1 - C(n - c, k) / C(n, k) of n answers, c of them right (Chen et al., 2107.03374, eq. 1). Prompts with
+    fewer than k scored answers are left out."""
+    found: dict[str, float | None] = {}
+    right = [[s.reward >= least for s in own] for own in _by_prompt(scored).values()]
+    for k in ks:
+        chances = [1.0 - comb(len(r) - sum(r), k) / comb(len(r), k) for r in right if len(r) >= k]
+        found |= figures(f"pass_at_{k}", chances)
+    return found
 
 
 def win_rate(ours: Sequence[Scored], theirs: Sequence[Scored]) -> dict[str, Any]:

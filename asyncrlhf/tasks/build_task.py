@@ -8,14 +8,22 @@ import transformers
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
-from asyncrlhf.tasks.prompts import PromptsTask
+from asyncrlhf.tasks.prompts import PromptsTask, build_prompts
 from asyncrlhf.tasks.task import Task
+from asyncrlhf.types import Prompt
 from asyncrlhf.validation import check_package
 
 
 def build_task(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
     """The task of ``task.kind``; raises ConfigError for prompts that the run could not use."""
     return BUILDERS[config.kind](config, tokenizer)
+
+
+def evaluation_prompts(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts of data that is for evaluation alone: of files and datasets the first ``task.heldout_size``."""
+    if config.kind == "prompts" and config.mixture is None:
+        return PromptsTask(config, tokenizer, trains=False).heldout()
+    return build_task(config, tokenizer).heldout()
 
 
 def _reasoning(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
@@ -28,6 +36,6 @@ def _reasoning(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBa
 
 BUILDERS: dict[str, Callable[[TaskConfig, transformers.PreTrainedTokenizerBase], Task]] = {
     "arithmetic": ArithmeticTask,
-    "prompts": PromptsTask,
+    "prompts": build_prompts,
     "reasoning_gym": _reasoning,
 }

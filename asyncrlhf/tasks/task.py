@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jinja2
 import numpy as np
 
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import Prompt
+from asyncrlhf.validation import check
 
 if TYPE_CHECKING:  # seconds of imports, which a check of the data need not wait for
     import transformers
@@ -45,17 +47,16 @@ class Task(Protocol):
 
 
 class PromptEncoder:
-    """Makes a :class:`Prompt` of a text: templates if asked for, tokens, length check.
+    """Makes a :class:`Prompt` of a text or a conversation: templates if asked for, tokens, length check.
 
-    ``Prompt.text`` stays the task's own text, as reward functions and records want it; ``token_ids`` hold what the
-    model sees, ``task.prompt_template``, chat template and special tokens included.
+    ``Prompt.text`` stays the task's own text, as records want it, and of a conversation its rendering; ``token_ids``
+    hold what the model sees, ``task.prompt_template``, chat template and special tokens included. A conversation goes
+    through the chat template as it is, with ``task.system_prompt`` before it unless it begins with a system's message.
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, config: TaskConfig) -> None:
         if config.chat_template and not tokenizer.chat_template:
             raise ConfigError("task.chat_template=true, but the tokenizer of model.path has no chat template.")
-        if config.system_prompt and not config.chat_template:
-            raise ConfigError("task.system_prompt needs task.chat_template=true.")
         self._tokenizer = tokenizer
         self._unknown = tokenizer.unk_token_id
         self._config = config
@@ -63,13 +64,18 @@ class PromptEncoder:
     def __call__(
         self,
         prompt_id: str,
-        text: str,
+        given: str | Sequence[Mapping[str, Any]],
         answer: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Raises ConfigError, naming ``prompt_id``, for a prompt that is empty, unreadable to the model or too long
         (LongPromptError)."""
-        ids = self._token_ids(text)
+        messages = None if isinstance(given, str) else given
+        text = given if isinstance(given, str) else written_out(given)
+        try:
+            ids = self._token_ids(text) if messages is None else self._conversation_ids(prompt_id, messages)
+        except jinja2.TemplateError as error:  # what a template refuses, such as two turns of one role
+            raise ConfigError(f"The prompt {prompt_id} is refused by the chat template: {error}.") from error
         limit = self._config.max_prompt_length
         if len(ids) == 0:
             raise ConfigError(f"The prompt {prompt_id} is empty.")
@@ -89,14 +95,46 @@ class PromptEncoder:
             token_ids=np.asarray(ids, dtype=np.int64),
             answer=answer,
             metadata=dict(metadata or {}),
+            messages=messages,
         )
 
     def _token_ids(self, text: str) -> list[int]:
         text = self._config.prompt_template.replace("{prompt}", text)
         if not self._config.chat_template:
+            for key in ("system_prompt", "chat_template_kwargs"):
+                check(not getattr(self._config, key), f"task.{key} needs task.chat_template=true.")
             return list(self._tokenizer(text).input_ids)
         messages = [{"role": "user", "content": text}]
         if self._config.system_prompt:
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
-        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self._rendered_ids(messages)
+
+    def _conversation_ids(self, prompt_id: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"The prompt {prompt_id} is a conversation, but the tokenizer of model.path has no chat template."
+            )
+        if self._config.prompt_template != "{prompt}":
+            raise ConfigError(f"task.prompt_template is for texts, and the prompt {prompt_id} is a conversation.")
+        if self._config.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
+        return self._rendered_ids(messages)
+
+    def _rendered_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a chat; an assistant's last message is one that the model is to go on with, as in TRL."""
+        begun = messages[-1]["role"] == "assistant"
+        rendered: Any = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+            tokenize=False,
+            **(self._config.chat_template_kwargs or {}),
+        )
         return list(self._tokenizer(rendered, add_special_tokens=False).input_ids)
+
+
+def written_out(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as one text: the content of a single message, several with their roles before them."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -14,6 +14,7 @@ from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams, TrainSample
 
@@ -47,3 +48,20 @@ def test_the_learner_takes_the_same_step(tmp_path: Path) -> None:
         weights[device] = {name: tensor.cpu() for name, tensor in learner.parameters().items()}
     for name, tensor in weights["cpu"].items():
         torch.testing.assert_close(weights["cuda"][name], tensor, atol=1e-3, rtol=1e-2)
+
+
+def test_eight_bit_adamw_steps_as_adamw_does() -> None:
+    pytest.importorskip("bitsandbytes")
+    moved = {}
+    for optim in ("adamw", "adamw_8bit"):
+        model = load_model(ModelConfig(), "cuda", dtype=torch.float32)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = build_optimizer(LearnerConfig(optim=optim, gpus=1, learning_rate=1e-3), model, None)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        moved[optim] = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
+    gap = (moved["adamw"] - moved["adamw_8bit"]).norm() / moved["adamw"].norm()
+    assert 0 < gap < 0.1

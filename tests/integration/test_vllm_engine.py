@@ -39,7 +39,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     running.close()
 
 
-def requests(count: int, longest: int, *, first: int = 0, prompt: int = 5, **sampling: float) -> list:
+def requests(count: int, longest: int, *, first: int = 0, prompt: int = 5, **sampling: Any) -> list:
     return [
         GenerationRequest(i, i, Prompt("", "", np.random.default_rng(i).integers(0, VOCABULARY, prompt)), 1000 + i,
                           SamplingParams(max_completion_length=longest, **sampling))  # type: ignore[arg-type]
@@ -308,3 +308,30 @@ def test_a_head_that_was_not_packed_anew_is_named(tiny: TinyVllm, monkeypatch: p
     monkeypatch.setattr(StagedWeightTransferEngine, "_pack_tied_heads", lambda self: None)
     engine.load_weights(1, weights, "keep")
     assert differing_tensors(tensor_digests(weights), tensor_digests(engine.parameters())) == ["lm_head.weight"]
+
+
+def test_a_penalty_and_stop_texts_are_as_in_the_hf_engine(tiny: TinyVllm) -> None:
+    """Log-probs of the tokens that were sampled have the penalty in them; a stop text ends with its last token."""
+    engine = tiny.engine(4)
+    weights: Weights = {n: w.clone() for n, w in named_weights(tiny.model).items()}
+    engine.load_weights(0, weights, "recompute")
+    engine.submit(requests(4, 20, first=300, repetition_penalty=1.6))
+    free = finish(engine)
+    for request in requests(4, 20, first=300):
+        result = free[request.rollout_id]
+        text = np.concatenate([request.prompt_ids, result.response_ids])
+        logits = reference(tiny, weights, text)
+        for t in range(len(request.prompt_ids), len(text)):
+            row, seen = logits[t - 1].clone(), torch.from_numpy(np.unique(text[:t]))
+            row[seen] = torch.where(row[seen] > 0, row[seen] / 1.6, row[seen] * 1.6)
+            own = row.log_softmax(-1)[text[t]]
+            assert_close(result.behavior_logprobs[t - len(request.prompt_ids)], float(own), atol=AGREE)
+    engine.decode = lambda ids: "".join(f"<{i}>" for i in ids)
+    stop = engine.decode(free[300].response_ids[3:5].tolist())
+    engine.submit(requests(4, 20, first=300, repetition_penalty=1.6, stop=(stop,)))
+    for rollout_id, result in finish(engine).items():
+        text = engine.decode(free[rollout_id].response_ids.tolist())
+        end = text[: text.find(stop) + len(stop)].count("<") if stop in text else 20
+        assert np.array_equal(result.response_ids, free[rollout_id].response_ids[:end])
+        assert result.finish_reason == ("stop" if stop in text else "length")
+    assert not engine.in_flight()

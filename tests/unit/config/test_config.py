@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrlhf.cli import train
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config, sweep_jobs
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.orchestrator.run import check_penalties
 from asyncrlhf.validation import check_range
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -272,3 +277,30 @@ def test_ranges_have_no_holes() -> None:
             check_range("key", value, low=0, high=1, exclusive_high=True)
     with pytest.raises(ConfigError, match="finite"):
         check_range("key", float("-inf"))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "algorithm", "message"),
+    [
+        ({"repetition_penalty": 1.1}, {"correction": "none"}, "repetition_penalty=1.1 samples from another"),
+        ({"generation_kwargs": {"frequency_penalty": 0.1}}, {"correction": "none"}, "frequency_penalty=0.1 samples"),
+        ({"generation_kwargs": {"min_tokens": 3}}, {}, "min_tokens may leave tokens without"),
+        ({"repetition_penalty": 1.1}, {"correction": "mask"}, ""),
+        ({"repetition_penalty": 1.1}, {"correction": "none", "anchor": "mu"}, ""),
+    ],
+)  # fmt: skip
+def test_a_penalty_trains_under_an_algorithm_that_weighs_it(
+    sampling: dict[str, Any], algorithm: dict[str, Any], message: str
+) -> None:
+    generator = GeneratorConfig(engine="vllm", **sampling)
+    config = RunConfig(generator=generator, algorithm=AlgorithmConfig(**algorithm))
+    if not message:
+        check_penalties(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_penalties(config)
+
+
+def test_what_from_pretrained_takes_from_settings_is_not_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"model.model_init_kwargs.dtype is decided by settings of its own"):
+        load_config(["model.model_init_kwargs={dtype:float32}"])

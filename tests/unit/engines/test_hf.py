@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -335,3 +336,37 @@ def test_a_model_without_the_attention_interface_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
     with pytest.raises(ConfigError, match="BloomForCausalLM"):
         HFEngine(transformers.BloomForCausalLM(config), slots=1)
+
+
+def test_a_penalty_is_in_the_behavior_logprobs() -> None:
+    """Those of the tokens that were sampled, under the penalty for what prompt and response held before each."""
+    requests = make_requests(SamplingParams(12, temperature=0.8, repetition_penalty=1.7), [3, 9, 5])
+    model = make_model()
+    for request in requests:
+        result = run(HFEngine(model, slots=2), [request])[request.rollout_id]
+        logits = reference_logits(make_model(), request, result)
+        text = np.concatenate([request.prompt_ids, result.response_ids])
+        for t in range(len(logits)):
+            seen = torch.from_numpy(np.unique(text[: len(request.prompt_ids) + t]))
+            logits[t, seen] = torch.where(logits[t, seen] > 0, logits[t, seen] / 1.7, logits[t, seen] * 1.7)
+        assert_close(result.behavior_logprobs, picked(logits / 0.8, result), atol=FLOAT32)
+
+
+def test_stop_texts_end_a_response_with_the_token_that_completes_one() -> None:
+    plain = make_requests(SamplingParams(40), [3, 9, 5, 2])
+    free = run(HFEngine(make_model(), slots=4), plain)
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+    stop = decode(free[0].response_ids[6:8].tolist())
+    engine = HFEngine(make_model(), slots=4)
+    engine.decode = decode
+    done = run(engine, make_requests(SamplingParams(40, stop=("##", stop)), [3, 9, 5, 2]))
+    for i, result in done.items():
+        text = decode(free[i].response_ids.tolist())
+        end = text.find(stop) + len(stop) if stop in text else len(text)
+        assert np.array_equal(result.response_ids, free[i].response_ids[:end])
+        assert_close(result.behavior_logprobs, free[i].behavior_logprobs[:end], atol=FLOAT32)
+        assert result.finish_reason == ("stop" if stop in text else "length")
+    assert len(done[0].response_ids) <= 8

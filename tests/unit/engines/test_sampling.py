@@ -8,9 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from asyncrlhf.engines.sampling import MAX_KEPT, Draws, sample_tokens, seed_state, uniforms
+from asyncrlhf.engines.sampling import MAX_KEPT, Draws, penalise_repetition, sample_tokens, seed_state, uniforms
 from tests.numeric import assert_close
 from tests.truncated import kept_count
 
@@ -182,3 +188,19 @@ def test_greedy_takes_the_argmax_and_reports_the_plain_logprob() -> None:
     tokens, logprobs = sample_tokens(logits, np.full(8, 0.999), *rows(8, 0.0, 0.5, 3, 0.2))[:2]
     assert torch.equal(tokens, logits.argmax(-1))
     assert_close(logprobs, logits.log_softmax(-1).max(-1).values, atol=1e-5)
+
+
+def test_the_repetition_penalty_is_transformers() -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(0, 2, (4, 11)).astype(np.float32))
+    texts = [rng.integers(0, 11, length) for length in (1, 6, 3, 9)]
+    penalty = np.array([1.0, 1.3, 0.8, 2.0])
+    expected = torch.stack(
+        [
+            RepetitionPenaltyLogitsProcessor(float(p))(torch.from_numpy(text)[None], row[None].clone())[0]
+            for row, text, p in zip(logits, texts, penalty, strict=True)
+        ]
+    )
+    kept = logits.clone()
+    assert_close(penalise_repetition(logits, texts, penalty), expected)
+    assert torch.equal(logits, kept), "the caller's logits stay"

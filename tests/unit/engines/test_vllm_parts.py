@@ -223,3 +223,17 @@ def test_half_a_gpu_is_a_device() -> None:
     GeneratorConfig(engine="vllm", gpus=0.5)
     with pytest.raises(ConfigError, match=r"generator\.vllm\.dtype"):
         VllmConfig(dtype="float8")
+
+
+def test_more_keywords_of_vllm_pass_through_and_those_with_settings_do_not() -> None:
+    own = VllmConfig(engine_kwargs={"model_impl": "transformers"})
+    config = GeneratorConfig(engine="vllm", vllm=own, generation_kwargs={"frequency_penalty": 0.5})
+    assert engine_arguments(config, ModelConfig())["model_impl"] == "transformers"
+    with pytest.raises(ConfigError, match=r"engine_kwargs.max_num_seqs is decided by settings of its own"):
+        engine_arguments(GeneratorConfig(vllm=VllmConfig(engine_kwargs={"max_num_seqs": 3})), ModelConfig())
+    with pytest.raises(ConfigError, match=r"generation_kwargs.top_p is decided by settings of its own"):
+        GeneratorConfig(engine="vllm", generation_kwargs={"top_p": 0.5})
+    with pytest.raises(ConfigError, match=r"generation_kwargs=.* are vLLM's; generator.engine=hf samples by"):
+        GeneratorConfig(generation_kwargs={"num_beams": 2})
+    with pytest.raises(ConfigError, match=r"generator.stop and generator.repetition_penalty need a model"):
+        GeneratorConfig(engine="fake", stop=["x"])

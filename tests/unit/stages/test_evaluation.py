@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.stages.answers import Scored
-from asyncrlhf.stages.evaluation import evaluate, win_rate
+from asyncrlhf.stages.evaluation import evaluate, pass_at, win_rate
 from asyncrlhf.stages.statistics import kl_figures, perplexity, response_logprobs
 from asyncrlhf.types import Annotation, Prompt, Rollout
 from tests.numeric import assert_close
@@ -192,3 +195,44 @@ def test_a_model_that_is_not_there(settings: dict[str, str], words: list[str]) -
 def test_greedy_answers_are_all_the_same() -> None:
     with pytest.raises(ConfigError, match=r"evaluation.num_generations=2 greedy answers"):
         EvaluationConfig(num_generations=2)
+
+
+def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_right_answer() -> None:
+    rewards = {0: [1.0, 0.0, 0.0, 1.0], 1: [0.0, 0.5, 0.0, 0.0], 2: [1.0, 1.0, 0.0]}
+    scored = [Scored(rollout(g, [1], [2]), Annotation(0, r)) for g, given in rewards.items() for r in given]
+    found = pass_at([1, 2, 4], 1.0, scored)
+    for k, groups in ((1, [0, 1, 2]), (2, [0, 1, 2]), (4, [0, 1])):
+        draws = {g: [max(drawn) >= 1.0 for drawn in itertools.combinations(rewards[g], k)] for g in groups}
+        assert_close(found[f"pass_at_{k}"], float(np.mean([np.mean(draws[g]) for g in groups])))
+    assert found["pass_at_2_standard_error"] > 0
+    assert pass_at([1], 0.5, scored)["pass_at_1"] > found["pass_at_1"]
+
+
+def test_several_sets_are_evaluated_with_their_own_samples(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{20 + i}+{31 + i}=", "answer": 51 + 2 * i} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
+    sets = {"own": {"path": str(tmp_path / "rows.jsonl")}, "long": {"digits": 2, "heldout_size": 3}}
+    settings = EvaluationConfig(temperature=1.0, num_generations=4, pass_k=[1, 4], sets=sets)
+    found = evaluate(replace(SMALL, evaluation=settings))
+    own, long = found["sets"]["own"], found["sets"]["long"]
+    assert (own["prompts"], long["prompts"]) == (5, 3) and found["prompts"] == 11
+    assert {s["prompt"] for s in own["samples"]} == {row["prompt"] for row in rows} and len(own["samples"]) == 20
+    graded = [s["reward"] for s in own["samples"]]
+    assert graded == [float(s["response"].strip() == s["answer"]) for s in own["samples"]]
+    assert_close(own["pass_at_1"], float(np.mean(graded)))
+    assert 0 < own["pass_at_1"] <= own["pass_at_4"] <= 1
+    sets["own"]["splitt"] = "test"
+    with pytest.raises(ConfigError, match=r"evaluation.sets.own.splitt is not a setting"):
+        evaluate(replace(SMALL, evaluation=settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pass_k": [4]}, "pass_k=4 needs as many answers"),
+        ({"sets": ["a"]}, "are no data by name"),
+    ],
+)
+def test_settings_of_sets_and_pass_at_k(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EvaluationConfig(**settings)

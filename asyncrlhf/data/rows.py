@@ -1,0 +1,131 @@
+"""Rows of prompts: JSONL and Parquet files, folders that `datasets` saved, datasets by name, objects of the user's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrlhf.data.data_config import TaskConfig
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.plugins import guarded, load_object
+
+SUFFIXES = (".jsonl", ".parquet")
+# What `save_to_disk` leaves in the folder of a table, and in that of several splits.
+SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"
+_OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+# (where the row stands, for messages; the row)
+Row = tuple[str, dict[str, Any]]
+
+
+def read_rows(config: TaskConfig, split: str) -> Iterator[Row]:
+    """The rows that ``task.path`` names, one after the other; raises ConfigError, naming file and line where it can."""
+    path = config.path
+    local = Path(path).expanduser()
+    if is_saved(local):
+        yield from _rows_of(_load_saved(local), path, split)
+    elif local.exists():
+        files = sorted(f for f in local.iterdir() if f.suffix in SUFFIXES) if local.is_dir() else [local]
+        if not files:
+            raise ConfigError(f"The folder task.path={path} holds no {' or '.join(SUFFIXES)} file.")
+        for file in files:
+            yield from _read_file(file)
+    elif path.startswith((".", "/", "~")) or local.suffix in SUFFIXES:
+        raise ConfigError(f"task.path={path} does not exist.")
+    elif _OBJECT.fullmatch(path):
+        found = load_object("task.path", path)
+        made = guarded(f"task.path={path} could not be called", found) if callable(found) else found
+        yield from _rows_of(made, path, split)
+    else:
+        yield from _rows_of(_load_dataset(config, split), path, split)
+
+
+def has_splits(path: str) -> bool:
+    """Whether another split than ``task.split`` may be asked for: not of plain local files."""
+    local = Path(path).expanduser()
+    return not local.exists() or (local / SAVED_SPLITS).is_file()
+
+
+def is_saved(local: Path) -> bool:
+    """Whether `datasets` wrote this folder by ``save_to_disk``."""
+    return any((local / name).is_file() for name in (SAVED_TABLE, SAVED_SPLITS))
+
+
+def pick_split(found: Any, split: str, key: str, path: str) -> Any:
+    """Of a table there is but one; of splits the one that is asked for."""
+    if not isinstance(found, Mapping):
+        return found
+    if split not in found:
+        raise ConfigError(f"{key}={path} has no split {split}; allowed: {', '.join(map(str, found))}.")
+    return found[split]
+
+
+def _rows_of(found: Any, path: str, split: str) -> Iterator[Row]:
+    """The rows of a Dataset, an IterableDataset, splits of them, or a plain list of mappings."""
+    table = pick_split(found, split, "task.path", path)
+    if not isinstance(table, Iterable):
+        raise ConfigError(f"task.path={path} gave {type(table).__name__}; needed is a dataset, or a list of rows.")
+    for number, row in enumerate(table, start=1):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{path} row {number} is {type(row).__name__}, not a mapping of columns.")
+        yield f"{path}[{split}] row {number}", dict(row)
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    if file.suffix == ".jsonl":
+        yield from _read_jsonl(file)
+    elif file.suffix == ".parquet":
+        try:
+            rows = (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{file.name} row {number}", row
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from error
+    else:
+        raise ConfigError(f"task.path={file} is neither {' nor '.join(SUFFIXES)}.")
+
+
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file.name} line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{where} is not valid JSON: {error.msg}.") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where} is not a JSON object.")
+            yield where, row
+
+
+# The library takes a second to import, and only these two kinds of path need it.
+def _load_saved(local: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(local))
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        raise ConfigError(f"task.path={local} could not be read: {_reason(error)}.") from error
+
+
+def _load_dataset(config: TaskConfig, split: str) -> Any:
+    import datasets
+
+    streaming = {"streaming": True} if config.streaming else {}
+    try:
+        return datasets.load_dataset(config.path, config.subset or None, split=split, **streaming)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"task.path={config.path} is no local file, and no dataset that loads: {_reason(error)}."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
