@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrlhf.validation import check, check_choice, check_range
 
 PLACEMENTS = ("auto", "flatten", "interleave", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
+SINKS = ("wandb", "tensorboard", "mlflow")
+MAX_TAG = 64  # characters of a tag, by W&B's server
 PROGRESS_MODES = ("auto", "rich", "plain", "none")
 
 
@@ -53,11 +55,23 @@ class RayConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """``progress=auto``: live on a terminal, plain lines elsewhere; ``flush_every``: rows of one Parquet file."""
+    """``progress=auto``: live on a terminal, plain lines elsewhere; ``flush_every``: rows of one Parquet file.
 
+    ``sinks``: where metrics go beside the run directory: wandb, tensorboard, mlflow, or a class of your own as
+    ``package.module:Class``. A sweep gives its jobs W&B's group, name, job type and tags, where they are empty here.
+    """
+
+    sinks: list[str] = field(default_factory=lambda: ["wandb"])
     wandb: str = "offline"
     wandb_project: str = "asyncrlhf"
+    wandb_entity: str = ""  # empty: the user's own
     wandb_group: str = ""
+    wandb_name: str = ""  # empty: the last two parts of the run directory
+    wandb_job_type: str = ""  # empty: train, sft or reward-model
+    wandb_tags: list[str] = field(default_factory=list)
+    wandb_notes: str = ""
+    wandb_completions: int = 16  # rollouts of each table of completions; 0 is none
+    wandb_model: bool = False  # hand in the newest checkpoint's model as an artifact at the end
     progress: str = "auto"
     rollouts: bool = True  # write rollouts/*.parquet
     flush_every: int = 2048
@@ -68,3 +82,18 @@ class LoggingConfig:
         check(self.wandb_project, "logging.wandb_project is empty; give the name of a W&B project.")
         check_choice("logging.progress", self.progress, PROGRESS_MODES)
         check_range("logging.flush_every", self.flush_every, low=1)
+        check_range("logging.wandb_completions", self.wandb_completions, low=0)
+        for sink in self.sinks:
+            if ":" not in sink:
+                check_choice("logging.sinks", sink, (*SINKS, "package.module:Class"))
+        check(len({*self.sinks}) == len(self.sinks), f"logging.sinks={self.sinks} names a sink twice.")
+        for tag in self.wandb_tags:
+            check(
+                0 < len(tag) <= MAX_TAG,
+                f"logging.wandb_tags: {tag!r} has {len(tag)} characters; allowed: 1 to {MAX_TAG}.",
+            )
+
+    @property
+    def active_sinks(self) -> list[str]:
+        """Those of ``sinks`` that are on."""
+        return [sink for sink in self.sinks if sink != "wandb" or self.wandb != "disabled"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,11 +26,12 @@ from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
 from asyncrlhf.readahead.outlook import fusion_in_force
+from asyncrlhf.records.callbacks import Callbacks
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import build_summary
-from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
@@ -56,6 +58,7 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Everything that can be wrong with the input is found here; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
+    check_sinks(config.logging)
     _check_devices(config)
     check_model(config.model)
     tokenizer = load_tokenizer(config.model)
@@ -152,17 +155,18 @@ def new_run_dir(name: str) -> Path:
     return folder
 
 
-def train(config: RunConfig) -> dict[str, Any]:
+def train(config: RunConfig, callbacks: Callbacks | None = None) -> dict[str, Any]:
     """Run to the end; returns the summary. Raises ConfigError before anything starts, or what made the run fail,
     in which case the summary on disk has the cause."""
+    callbacks = callbacks or Callbacks()
     check_truncation(config.generator)
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
     recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
-    wandb = WandbSink(prepared.run_dir, plain, config.logging)
     start = prepared.saved.step if prepared.saved is not None else 0
-    view = RunView(wandb, config.steps, config.logging.progress, start)
+    sinks = Sinks(prepared.run_dir, plain, config.logging, start_step=start)
+    view = RunView(sinks, config.steps, config.logging.progress, start, callbacks)
     view.message(f"Run directory: {prepared.run_dir}")
     for note in prepared.notes:
         view.message(note)
@@ -184,7 +188,10 @@ def train(config: RunConfig) -> dict[str, Any]:
     finally:
         view.stop()
         recorder.finish(summary)
-        wandb.finish(summary, 0 if summary.get("exit_reason") == "done" else 1)
+        if said := sinks.finish(summary):
+            summary = {**summary, "sinks": said}
+            recorder.finish(summary)
+        callbacks.call("on_end", summary)
     return summary
 
 
@@ -241,7 +248,9 @@ class _Job:
 
 
 def _on_interrupt(controller: Controller, view: RunView) -> Any:
-    """The first Ctrl-C ends the run in order; a second one ends it at once."""
+    """The first Ctrl-C ends the run in order; a second one ends it at once. None in a thread that hears no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
     loop = asyncio.get_running_loop()
 
     def first() -> None:
