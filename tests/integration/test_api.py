@@ -149,8 +149,9 @@ def test_values_are_written_in_hydras_grammar() -> None:
     from asyncrlhf.config.compose import load_config
 
     given = {
-        "name": "it's a, b", "steps": 3, "learner.learning_rate": 1e-5, "task.operations": ["+", "-"], "run_dir": "null",
-        "logging.rollouts": False, "algorithm": "tis", "task.system_prompt": "", "logging.wandb_notes": "a\\'b",
+        "name": "it's a, b", "steps": 3, "learner.learning_rate": 1e-5, "task.operations": ["+", "-"],
+        "run_dir": "null", "logging.rollouts": False, "algorithm": "tis", "task.system_prompt": "",
+        "logging.wandb_notes": "a\\'b",
     }  # fmt: skip
     config = load_config(api._overrides(given))
     assert config.name == "it's a, b" and config.run_dir == "null" and config.learner.learning_rate == 1e-5

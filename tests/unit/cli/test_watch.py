@@ -1,4 +1,4 @@
-"""The dashboard of `asyncrlhf watch`, driven by textual's own pilot: a run that starts later, grows and ends; a sweep."""
+"""The dashboard of `asyncrlhf watch`, driven by textual's pilot: a run that starts later, grows and ends; a sweep."""
 
 from __future__ import annotations
 
