@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 1_000_000
 # A fresh start for the next notebook, but for what has been imported.
-CLEAN = "import matplotlib.pyplot as plt\nplt.close('all')\n%reset -f\nimport os; os.chdir({folder!r}); del os\n%matplotlib inline"
+CLEAN = """import matplotlib.pyplot as plt
+plt.close("all")
+%reset -f
+%cd -q {folder}
+%matplotlib inline"""
 
 
 def start_kernel() -> KernelManager:
@@ -40,7 +44,7 @@ def kernel() -> Iterator[KernelManager]:
 def executed(path: Path, kernel: KernelManager, folder: Path) -> Any:
     """The notebook with the outputs of this run; raises CellExecutionError for a cell that does."""
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(CLEAN.format(folder=str(folder))))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(CLEAN.format(folder=folder)))
     NotebookClient(notebook, timeout=240, km=kernel).execute()
     del notebook.cells[0]
     for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), start=1):
