@@ -1,8 +1,10 @@
-"""The user's own objects, named ``package.module:name`` in the config: reward functions, losses, optimizers, data."""
+"""The user's own objects, named ``package.module:name`` in the config: reward functions, losses, optimizers, data,
+sinks; and functions of a notebook, which travel as a file."""
 
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,12 @@ from typing import Any
 
 from asyncrlhf.errors import ConfigError
 
+PICKLED = "pickle:"
+
 
 def load_function(key: str, target: str) -> Callable[..., Any]:
-    """What ``target`` names; the working directory is looked in too.
+    """What ``target`` names; the working directory is looked in too. ``pickle:FILE`` is a function that the Python API
+    was given.
 
     Raises ConfigError, in one sentence that opens with ``key=target``, when it cannot be imported, does not exist or
     cannot be called.
@@ -26,6 +31,9 @@ def load_function(key: str, target: str) -> Callable[..., Any]:
 def load_object(key: str, target: str) -> Any:
     """As :func:`load_function`, of anything that a module holds."""
     where = f"{key}={target}"
+    if target.startswith(PICKLED):
+        file = Path(target.removeprefix(PICKLED))
+        return guarded(f"{where} cannot be read back", lambda: pickle.loads(file.read_bytes()))
     module_name, _, name = target.partition(":")
     if not module_name or not name or " " in target:
         raise ConfigError(f"{where} is not of the form package.module:function.")

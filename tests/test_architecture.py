@@ -34,6 +34,7 @@ LAYERS = {
     "orchestrator": 9,
     "stages": 10, "sweeps": 10,
     "cli": 11, "report": 11, "bench": 11, "__main__": 11, "__init__": 0,
+    "api": 12,
 }  # fmt: skip
 PLANNER = "planner"  # beside the layers: imports `types` only
 MAX_FILE_LINES = 350
@@ -45,10 +46,11 @@ NOT_IN_ALGORITHMS = ("ray", "hydra", "omegaconf", "os", "io", "pathlib", "json",
 # one that ends in a bare `raise` hides nothing and needs no entry.
 BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
-    "asyncrlhf/records/wandb_sink.py": (1, "W&B is another process; a run does not end for it"),
     "asyncrlhf/cli/main.py": (1, "whatever ends a command is one sentence, and its trace is kept"),
     "asyncrlhf/orchestrator/run.py": (1, "a part that fails to close keeps no other from closing, and hides no cause"),
-    "asyncrlhf/plugins.py": (1, "importing runs the user's own code; it becomes a ConfigError"),
+    "asyncrlhf/records/sinks.py": (1, "a sink is other people's code; a run does not end for it"),
+    "asyncrlhf/records/callbacks.py": (1, "a user's callback may raise anything; the run ends with its name"),
+    "asyncrlhf/plugins.py": (1, "the user's own code may raise anything; it becomes a ConfigError"),
     "asyncrlhf/sweeps/worker.py": (1, "whatever ends one job of a sweep stops no other"),
     "asyncrlhf/rewards/model_thread.py": (1, "a call's error goes to its caller"),
     "asyncrlhf/rewards/guard.py": (1, "a user's reward function may raise anything; it fails one rollout"),

@@ -46,7 +46,7 @@ def needed(config: RunConfig) -> set[str]:
     names = {"torch", "transformers"}
     if config.runtime == "ray":
         names.add("ray")
-    if config.logging.wandb != "disabled":
+    if "wandb" in config.logging.active_sinks:
         names.add("wandb")
     if config.learner.backend == "deepspeed":
         names.add("deepspeed")

@@ -28,6 +28,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf reward-model [...]     a reward model from the preferences in reward_model.path
   asyncrlhf evaluate [overrides]   held-out reward, win rate and KL of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
+  asyncrlhf watch [RUN]            a live dashboard of a run or a sweep on the terminal
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
@@ -61,6 +62,7 @@ COMMANDS = {
     "preferences": ("asyncrlhf.cli.stages", "preferences"),
     "reward-model": ("asyncrlhf.cli.stages", "reward_model"),
     "evaluate": ("asyncrlhf.cli.stages", "evaluate"),
+    "watch": ("asyncrlhf.cli.watch", "main"),
     "report": ("asyncrlhf.cli.main", "_report"),
     "schema": ("asyncrlhf.cli.reference", "schema"),
     "bench": ("asyncrlhf.bench.run", "main"),

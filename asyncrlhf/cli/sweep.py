@@ -39,10 +39,11 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(job.name for job in plan.jobs))
         return 0
     with owned(RUNS / "sweeps" / plan.folder_name):
-        return _run(plan, accept_changed=ACCEPT in arguments)
+        return run_plan(plan, accept_changed=ACCEPT in arguments)
 
 
-def _run(plan: SweepPlan, accept_changed: bool) -> int:
+def run_plan(plan: SweepPlan, accept_changed: bool) -> int:
+    """Run what is left of the sweep, whose folder the caller holds; returns the exit code."""
     from asyncrlhf.sweeps.run import Sweeper, open_sweep
     from asyncrlhf.sweeps.table import SweepTable
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -117,7 +118,8 @@ class RayRuntime(Runtime):
                 **common,
             )
         # Ray puts its own handler there, which ends the process on the spot; a run ends with a checkpoint.
-        signal.signal(signal.SIGTERM, terminate)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)
         self._owns_ray = True
 
     async def _set_cores_aside(self) -> None:

@@ -77,6 +77,12 @@ def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
         raise ConfigError(_not_an_option(overrides) or f"{error}.") from error
 
 
+def quoted(text: str) -> str:
+    """``text`` as the value of an override, whatever characters it has."""
+    # Within quotes a backslash stands for itself, but for those right before a quote.
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
+
+
 def check_words(overrides: Sequence[str]) -> None:
     """Raise ConfigError for anything that is neither ``key=value`` nor ``~key``."""
     for argument in overrides:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from asyncrlhf.validation import check, check_settings, setting
+from asyncrlhf.validation import check, check_choice, check_settings, setting
 
 PLACEMENTS = ("auto", "flatten", "interleave", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
+SINKS = ("wandb", "tensorboard", "mlflow")
+MAX_TAG = 64  # characters of a tag, by W&B's server
 PROGRESS_MODES = ("auto", "rich", "plain", "none")
 
 
@@ -59,9 +61,21 @@ class RayConfig:
 class LoggingConfig:
     """What is recorded and shown."""
 
+    sinks: list[str] = setting(
+        ["wandb"],
+        "Where metrics go beside the run directory: wandb, tensorboard, mlflow, or a class of your own, "
+        "package.module:Class.",
+    )
     wandb: str = setting("offline", "Weights & Biases: recorded on disk, sent, or not at all.", choices=WANDB_MODES)
     wandb_project: str = setting("asyncrlhf", "Project of the W&B run.")
-    wandb_group: str = setting("", "Group of the W&B run; empty is none.")
+    wandb_entity: str = setting("", "Team or user of the W&B run; empty is your own.")
+    wandb_group: str = setting("", "Group of the W&B run; empty is the sweep's name, and none outside a sweep.")
+    wandb_name: str = setting("", "Name of the W&B run; empty is the last two parts of the run directory.")
+    wandb_job_type: str = setting("", "Job type of the W&B run; empty is train, sft or reward-model.")
+    wandb_tags: list[str] = setting([], "Tags of the W&B run; a sweep adds what differs in its jobs.")
+    wandb_notes: str = setting("", "Notes of the W&B run.")
+    wandb_completions: int = setting(16, "Rollouts of each table of completions; 0 writes none.", low=0)
+    wandb_model: bool = setting(False, "Hands in the newest checkpoint's model as an artifact at the end.")
     progress: str = setting(
         "auto", "What the terminal shows: a live panel, plain lines, or nothing; auto is live on a terminal.",
         choices=PROGRESS_MODES,
@@ -77,3 +91,17 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         check_settings("logging", self)
         check(self.wandb_project, "logging.wandb_project is empty; give the name of a W&B project.")
+        for sink in self.sinks:
+            if ":" not in sink:
+                check_choice("logging.sinks", sink, (*SINKS, "package.module:Class"))
+        check(len({*self.sinks}) == len(self.sinks), f"logging.sinks={self.sinks} names a sink twice.")
+        for tag in self.wandb_tags:
+            check(
+                0 < len(tag) <= MAX_TAG,
+                f"logging.wandb_tags: {tag!r} has {len(tag)} characters; allowed: 1 to {MAX_TAG}.",
+            )
+
+    @property
+    def active_sinks(self) -> list[str]:
+        """Those of ``sinks`` that are on."""
+        return [sink for sink in self.sinks if sink != "wandb" or self.wandb != "disabled"]

@@ -101,6 +101,9 @@ class Bookkeeping:
             metrics["heldout_accuracy"] = await self.evaluate()
         await off_loop(partial(self.recorder.log_step, metrics))
         await off_loop(partial(self.view.step, metrics))
+        if self.view.stop_asked:
+            self.state.stopping = True
+            self.state.changed.notify()
         self.state.ledger.check()
         if self._falls_on(step, self.state.config.checkpoint.every):
             await self.save()
@@ -122,12 +125,19 @@ class Bookkeeping:
         if accuracy is not None:
             self.accuracies.append(accuracy)
             self.state.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")
+            await off_loop(partial(self.view.evaluated, self.state.version, accuracy))
         return accuracy
 
     def give_up_evaluation(self) -> None:
         """End an evaluation under way without a figure; without effect where there is none."""
         if self._asking is not None:
             self._asking.cancel()
+
+    async def evaluate_end(self) -> None:
+        """Evaluate where no step's line takes it up: before the first step and after the last."""
+        if (accuracy := await self.evaluate()) is not None:
+            state = self.state
+            await off_loop(partial(self.view.evaluated_apart, state.version, state.elapsed, accuracy))
 
     async def save(self) -> None:
         """Write a checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that a resumed run
@@ -142,6 +152,7 @@ class Bookkeeping:
         await off_loop(partial(self.normalizer.save, writer.learner))
         # No await between these two: what the document counts as ended is what the records hold.
         document, payloads = snapshot_state(state, self.source, self.log)
+        document["heldout_before"] = self.accuracies[:1]
         marker = self.log.mark()
         await self.log.flush()
         rollouts = await self.runtime.fetch(payloads)

@@ -103,6 +103,7 @@ class Controller:
     ) -> None:
         self.config = config
         self.state = build_state(config, view.message)
+        self.state.published = view.published
         self._runtime = runtime
         self._source = source
         self._sampling = sampling
@@ -148,10 +149,11 @@ class Controller:
             self._normalizer.load(self._saved.learner)
             saved = await completed(self._saved, self.config, self._runtime)
             restore(state, saved, self._source, self._log, self._runtime)
+            self._bookkeeping.accuracies += saved.state.get("heldout_before", [])  # the baseline is the first run's
         self._publisher.publish(state.version)
         await self._publisher.idle()
         self._starting = None
-        await self._bookkeeping.evaluate()
+        await self._bookkeeping.evaluate_end()
         state.progressed()
         learn = LearnLoop(
             state, self._runtime, self._assembly, self._publisher, self._log, self._bookkeeping, self._turns,
@@ -206,7 +208,7 @@ class Controller:
         await learn.settle()
         if self.config.checkpoint.every:
             await self._bookkeeping.save()
-        await self._bookkeeping.evaluate()
+        await self._bookkeeping.evaluate_end()
         if self.state.stopping:
             return await self._interrupted()
         self._assembly.abandon(sorted(self.state.groups), "shutdown")

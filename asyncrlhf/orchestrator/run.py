@@ -30,11 +30,12 @@ from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.readahead.outlook import fusion_in_force
+from asyncrlhf.records.callbacks import Callbacks
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import build_summary
-from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
@@ -64,6 +65,7 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Everything that can be wrong with the input is found here; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
+    check_sinks(config.logging)
     _check_devices(config)
     check_model(config.model)
     tokenizer = load_tokenizer(config.model)
@@ -184,24 +186,24 @@ def new_run_dir(name: str) -> Path:
     return folder
 
 
-def train(config: RunConfig) -> dict[str, Any]:
+def train(config: RunConfig, callbacks: Callbacks | None = None) -> dict[str, Any]:
     """Run to the end; returns the summary. Raises ConfigError before anything starts, KeyboardInterrupt where a signal
     ended it at once or before it trained, or what made the run fail, in which case the summary on disk has the cause
     and ``error.txt`` beside it the trace."""
     with like_ctrl_c():
-        return _train(config)
+        return _train(config, callbacks or Callbacks())
 
 
-def _train(config: RunConfig) -> dict[str, Any]:
+def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     check_truncation(config.generator)
     check_penalties(config)
     prepared = prepare(config)
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
     recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
-    wandb = WandbSink(prepared.run_dir, plain, config.logging)
     start = prepared.saved.step if prepared.saved is not None else 0
-    view = RunView(wandb, config.steps, config.logging.progress, start)
+    sinks = Sinks(prepared.run_dir, plain, config.logging, start_step=start)
+    view = RunView(sinks, config.steps, config.logging.progress, start, callbacks)
     view.message(f"Run directory: {prepared.run_dir}")
     for note in prepared.notes:
         view.message(note)
@@ -223,10 +225,21 @@ def _train(config: RunConfig) -> dict[str, Any]:
         summary = job.summary(f"failed: {failure_sentence(error)}", None)
         raise
     finally:
-        exit_code = 0 if cause is None and summary["exit_reason"] == "done" else 1
-        ends = (view.stop, partial(recorder.finish, summary), partial(wandb.finish, summary, exit_code))
+        ends = (
+            view.stop,
+            partial(recorder.finish, summary),
+            partial(_finish_sinks, sinks, recorder, summary),
+            partial(callbacks.call, "on_end", summary),
+        )
         _end_all(ends, cause, prepared.run_dir)
     return summary
+
+
+def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) -> None:
+    """What the sinks have to say of their end belongs to the summary."""
+    if said := sinks.finish(summary):
+        summary["sinks"] = said
+        recorder.finish(summary)
 
 
 def _end_all(ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path) -> None:

@@ -111,6 +111,7 @@ class RunState:
     gate: Gate
     buffer: ReplayBuffer
     message: Callable[[str], None] = lambda text: None  # for the user
+    published: Callable[[int], None] = lambda version: None  # told of each publish that is through, beside the loop
     replicas: list[Replica] = field(default_factory=list)
     groups: Groups = field(default_factory=Groups)
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.generator_config import replica_kinds
@@ -108,6 +110,7 @@ class WeightPublisher:
                 handing.cancel()
         self.last_seconds = self._state.now() - started
         self._state.progressed()
+        await off_loop(partial(self._state.published, version))
 
     async def _send(self, members: list[Replica]) -> None:
         """Transfer the newest snapshot to all members. A member that dies or hangs meanwhile leaves ``members``, and

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: the terminal's live panel, and W&B beside it."""
+"""What a run shows while it goes: the terminal's live panel; sinks and the user's callbacks hear the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from asyncrlhf.records.callbacks import Callbacks
+from asyncrlhf.records.sinks import Sinks
 from asyncrlhf.records.summary import duration, mean, reward_ends, time_weighted_mean, values
-from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.validation import check_choice
 
 _SHOWN = (
@@ -165,14 +166,35 @@ class Progress:
 
 
 class RunView(Progress):
-    """A run's progress, with its curves in W&B."""
+    """A run's progress, with what else follows it. No method but ``message`` may run on the event loop: callbacks are
+    the user's code, and may take their time."""
 
-    def __init__(self, wandb: WandbSink, total: int, mode: str, start_step: int) -> None:
+    def __init__(self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks) -> None:
         super().__init__(total, mode, start_step=start_step)
-        self._wandb = wandb
-        if wandb.note:
-            self.message(wandb.note)
+        self._sinks = sinks
+        self._callbacks = callbacks
+        self._resumed = start_step > 0
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether a callback wants the run to end in order after this step."""
+        return self._callbacks.stop_asked
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self.update(metrics)
-        self._wandb.log(metrics)
+        self._sinks.log(metrics)
+        for sentence in self._sinks.news():
+            self.message(sentence)
+        self._callbacks.call("on_step", dict(metrics))
+
+    def evaluated(self, step: int, accuracy: float) -> None:
+        self._callbacks.call("on_evaluation", step, accuracy)
+
+    def evaluated_apart(self, step: int, wall_time: float, accuracy: float) -> None:
+        """Log an evaluation that no step's line has: before the first step and after the last. That of a resumed run's
+        start is left out, for the first run's stays the baseline."""
+        if not (self._resumed and step == self._start_step):
+            self._sinks.log({"step": step, "wall_time": wall_time, "heldout_accuracy": accuracy})
+
+    def published(self, version: int) -> None:
+        self._callbacks.call("on_publish", version)

@@ -231,6 +231,7 @@ def plain_words(summary: Mapping[str, Any]) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in ledger["failed"].items())
         failures = sum(ledger["failed"].values())
         lines.append(f"{failures:,} rollout{'s' * (failures > 1)} failed ({reasons}) and never reached training.")
+    lines += [sentence for said in summary.get("sinks", {}).values() for sentence in said]
     lines.append(f"Everything is in {folder}; `asyncrlhf report {folder}` draws its curves.")
     buffer = io.StringIO()
     console = Console(file=buffer, width=100, color_system=None)

@@ -1,138 +1,166 @@
-"""Sends a run's curves to Weights & Biases, offline unless the user is logged in and asked for more."""
+"""W&B: one run under ``run_dir/wandb``, offline unless the user is logged in and asked for more."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.config.environment_config import LoggingConfig
-from asyncrlhf.records.recorder import plain
+import pyarrow.parquet as pq
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "reward": ("reward_mean", "reward_std", "heldout_accuracy", "zero_spread_groups", "advantage_std"),
-    "staleness": (
-        "staleness_mean",
-        "staleness_max",
-        "staleness_in_flight_mean",
-        "staleness_in_queue_mean",
-        "staleness_bound",
-    ),
-    "off_policy": (
-        "ess_fraction",
-        "ess_fraction_seq",
-        "behavior_kl",
-        "mismatch_kl",
-        "clip_fraction",
-        "harmful_second_moment",
-    ),
-    "policy": (
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "effective_learning_rate",
-        "entropy",
-        "ref_kl",
-        "response_length_mean",
-    ),
-    "critic": ("value_loss", "explained_variance"),
-    "time": (
-        "wall_time",
-        "samples_per_second",
-        "tokens_per_second",
-        "learner_idle_fraction",
-        "generator_idle_fraction",
-        "weight_sync_seconds",
-        "loop_lag_p99",
-    ),
-    "buffer": ("buffer_size", "buffer_age", "replayed_fraction", "dropped"),
-}
-_GROUP_OF = {metric: group for group, metrics in GROUPS.items() for metric in metrics}
+from asyncrlhf.config.environment_config import LoggingConfig
+from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
+from asyncrlhf.records.recorder import ROLLOUTS_FOLDER
+from asyncrlhf.records.sections import titled
+from asyncrlhf.records.sinks import RunFacts
+
 _ID_FILE = "run-id.txt"
 _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
-
-
-def grouped_name(metric: str) -> str:
-    """The name of a curve in W&B: ``staleness/staleness_max``. A metric with a group of its own, such as
-    ``lag_1/ess_fraction``, keeps it; what no group knows is under ``other/``."""
-    return metric if metric == "step" or "/" in metric else f"{_GROUP_OF.get(metric, 'other')}/{metric}"
+_TRYING_AGAIN = (b"retrying", b"giving up")  # of W&B's own log, when it does not reach its server
+COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state")
 
 
 class WandbSink:
-    """One W&B run under ``run_dir/wandb``. Trouble with W&B switches the sink off and never ends the run.
+    """A resumed run goes on under the id of the first, its steps behind the first's.
 
-    ``note`` is one sentence for the user about what W&B is doing other than asked, or None. A resumed run goes on under
-    the id of the first.
+    Each line is W&B's step of the same number, and every metric's axis is ``step``; ``total/samples``,
+    ``total/tokens`` and ``time/wall_time`` are logged beside it, to be chosen as an axis.
     """
 
-    def __init__(self, run_dir: Path, config: Mapping[str, Any], logging: LoggingConfig) -> None:
-        self.note: str | None = None
+    def __init__(self, logging: LoggingConfig) -> None:
+        self._logging = logging
         self._run: Any = None
         self._wandb: Any = None
-        if logging.wandb == "disabled":
-            return
-        self._guard(lambda: self._start(Path(run_dir), config, logging))
+        self._defined: set[str] = {"step"}
+        self._unreached = False
+        self._log_read = 0  # bytes of W&B's own log
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """One learner step's metrics; ``step`` is the horizontal axis of every curve."""
-        if self._run is None:
-            return
-        row = {grouped_name(key): value for key, value in plain(metrics).items() if value is not None}
-        self._guard(lambda: self._run.log(row))
-
-    def finish(self, summary: Mapping[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Write the summary, then end the run and W&B's own process. A second call does nothing."""
-        run, wandb = self._run, self._wandb
-        self._run = self._wandb = None
-        if run is not None:
-            self._guard(lambda: run.summary.update(plain(summary or {})))
-            self._guard(lambda: run.finish(exit_code=exit_code))
-        if wandb is not None:
-            self._guard(wandb.teardown)
-
-    def _start(self, run_dir: Path, config: Mapping[str, Any], logging: LoggingConfig) -> None:
+    def start(self, run: RunFacts) -> None:
         import wandb  # a second of imports that a run without W&B need not pay
 
-        self._wandb = wandb
-        wandb.setup(wandb.Settings(**{**_QUIET, "mode": logging.wandb}))
-        mode = logging.wandb
+        self._wandb, self._table, self._facts = wandb, wandb.Table, run
+        self._tables = _NewParts(run.run_dir / ROLLOUTS_FOLDER, self._logging.wandb_completions)
+        mode = self._logging.wandb
+        wandb.setup(wandb.Settings(**{**_QUIET, "mode": mode}))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode = "offline"
-            self.note = "logging.wandb=online, but no W&B login was found: this run is recorded offline."
+            run.say("logging.wandb=online, but no W&B login was found: this run is recorded offline.")
         try:
-            self._run = _init(wandb, run_dir, config, logging, mode)
+            self._run = self._init(mode)
         except wandb.Error as error:
             if mode == "offline":
                 raise
-            self.note = f"W&B could not be reached ({error}): this run is recorded offline."
+            cause = " ".join(str(error).split())
+            run.say(f"W&B could not be reached ({cause}): this run is recorded offline; {self._how_to_send()}")
             wandb.teardown()  # its process holds the run's id until it ends
-            self._run = _init(wandb, run_dir, config, logging, "offline")
-        for group in (*GROUPS, "other"):
-            self._run.define_metric(f"{group}/*", step_metric="step")
+            mode = "offline"
+            self._run = self._init(mode)
+        self._online = mode == "online"
+        self._run.define_metric("step", hidden=True)
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        row = {titled(key): value for key, value in metrics.items()}
+        for name in row.keys() - self._defined:
+            self._run.define_metric(name, step_metric="step")
+            self._defined.add(name)
+        self._run.log(row | self._completions(), step=int(metrics["step"]))
+        self._look_at_the_network()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary, last completions and model, then end the run and W&B's own process."""
+        run, wandb, self._run, self._wandb = self._run, self._wandb, None, None
         try:
-            action()
-        except Exception as error:  # W&B is another process, with exception types of every kind
-            self._run = None
-            self.note = f"W&B stopped recording ({type(error).__name__}: {error}); the run goes on without it."
+            if run is not None:
+                run.log(self._completions())
+                self._hand_in_model(run, wandb)
+                run.summary.update(dict(summary))
+                self._look_at_the_network(run)
+                run.finish(exit_code=0 if summary.get("exit_reason") == "done" else 1)
+        except TimeoutError:
+            self._facts.say(f"W&B's server had not taken everything at the run's end; {self._how_to_send()}")
+        finally:
+            if wandb is not None:
+                wandb.teardown()
+
+    def _init(self, mode: str) -> Any:
+        facts, logging = self._facts, self._logging
+        folder = facts.run_dir / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / _ID_FILE
+        run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:8]
+        id_file.write_text(run_id + "\n")
+        return self._wandb.init(
+            entity=logging.wandb_entity or None,
+            project=logging.wandb_project,
+            group=logging.wandb_group or None,
+            job_type=logging.wandb_job_type or facts.stage,
+            name=logging.wandb_name or f"{facts.run_dir.parent.name}/{facts.run_dir.name}",
+            tags=logging.wandb_tags or None,
+            notes=logging.wandb_notes or None,
+            id=run_id,
+            resume="allow" if mode == "online" else None,
+            dir=str(facts.run_dir),
+            config=dict(facts.config),
+            mode=mode,
+            settings=self._wandb.Settings(init_timeout=20, finish_timeout=60, finish_timeout_raises=True, **_QUIET),
+        )
+
+    def _completions(self) -> dict[str, Any]:
+        """A table of the first rollouts of the newest Parquet file, where there is a new one."""
+        rows = self._tables.newest()
+        return {"completions": self._table(columns=list(COMPLETION_COLUMNS), data=rows)} if rows else {}
+
+    def _hand_in_model(self, run: Any, wandb: Any) -> None:
+        if not self._logging.wandb_model:
+            return
+        found = list_checkpoints(self._facts.run_dir)
+        if not found:
+            self._facts.say("logging.wandb_model=true, but there is no checkpoint; checkpoint.every=N makes some.")
+            return
+        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"checkpoint": found[-1].name})
+        artifact.add_dir(str(found[-1] / LEARNER_FOLDER / "model"))
+        run.log_artifact(artifact)
+
+    def _look_at_the_network(self, run: Any = None) -> None:
+        """W&B tries again for days and says so in its own log alone; here the user hears of it, once."""
+        run = run or self._run
+        if self._unreached or not self._online or run is None:
+            return
+        log = Path(run.settings.log_internal)
+        if not log.is_file():
+            return
+        with log.open("rb") as file:
+            file.seek(self._log_read)
+            new = file.read().lower()
+            self._log_read = file.tell()
+        if any(word in new for word in _TRYING_AGAIN):
+            self._unreached = True
+            self._facts.say(f"W&B's server is not reached; the run goes on recording, and {self._how_to_send()}")
+
+    def _how_to_send(self) -> str:
+        return f"nothing is lost: wandb sync --append {self._facts.run_dir}/wandb/*run-* sends it later."
 
 
-def _init(wandb: Any, run_dir: Path, config: Mapping[str, Any], logging: LoggingConfig, mode: str) -> Any:
-    folder = run_dir / "wandb"
-    folder.mkdir(parents=True, exist_ok=True)
-    id_file = folder / _ID_FILE
-    run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:8]
-    id_file.write_text(run_id + "\n")
-    return wandb.init(
-        project=logging.wandb_project,
-        group=logging.wandb_group or None,
-        name=f"{run_dir.parent.name}/{run_dir.name}",
-        id=run_id,
-        resume="allow" if mode == "online" else None,
-        dir=str(run_dir),
-        config=plain(config),
-        mode=mode,
-        settings=wandb.Settings(init_timeout=20, finish_timeout=60, **_QUIET),
-    )
+class _NewParts:
+    """The Parquet files of a run's rollouts, each looked at once."""
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        self._folder, self._rows = folder, rows
+        self._seen: set[str] = set()
+
+    def newest(self) -> list[list[Any]]:
+        """Some rows of the newest file since the last call, as a table's cells; empty without a new one."""
+        if not self._rows:
+            return []
+        new = [path for path in sorted(self._folder.glob("part-*.parquet")) if path.name not in self._seen]
+        self._seen |= {path.name for path in new}
+        return list(_cells(new[-1], self._rows)) if new else []
+
+
+def _cells(path: Path, rows: int) -> Iterator[list[Any]]:
+    batch = next(pq.ParquetFile(path).iter_batches(rows, columns=list(COMPLETION_COLUMNS)), None)
+    for row in batch.to_pylist() if batch is not None else []:
+        uses = row["consumed_at_version"]
+        row["consumed_at_version"] = uses[-1] if uses else None
+        yield [row[name] for name in COMPLETION_COLUMNS]

@@ -1,4 +1,4 @@
-"""A stage's run directory, terminal and W&B run, on the main process of several alone, and its end by Ctrl-C."""
+"""A stage's run directory, terminal and sinks, on the main process of several alone, and its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformers import TrainerCallback
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.orchestrator.run import new_run_dir
 from asyncrlhf.records.checkpoint import FOLDER
-from asyncrlhf.records.recorder import ROLLOUTS_FOLDER, RecordMarker, RunRecorder
+from asyncrlhf.records.recorder import METRICS_FILE, ROLLOUTS_FOLDER, RecordMarker, RunRecorder, read_metrics
+from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import environment
-from asyncrlhf.records.wandb_sink import WandbSink
 from asyncrlhf.validation import check
 
 MODEL_FOLDER = "model"
@@ -49,8 +49,8 @@ def run_folder(config: RunConfig, stage: str) -> Path:
 
 
 class StageRecord(TrainerCallback):
-    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does, and W&B's run, out of what TRL logs; keeps
-    the records' marker with each checkpoint. ``marker`` is that of a resumed run.
+    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does, and feeds the sinks, out of what TRL logs;
+    keeps the records' marker with each checkpoint. ``marker`` is that of a resumed run.
 
     Raises ConfigError for a folder that cannot be written or already holds a run.
     """
@@ -64,14 +64,14 @@ class StageRecord(TrainerCallback):
         self._started = time.monotonic()
         self._console = Console() if is_main() and config.logging.progress != "none" else None
         self._recorder: RunRecorder | None = None
-        self._wandb: WandbSink | None = None
+        self._sinks: Sinks | None = None
         self._step = 0
         if not is_main():
             return
+        check_sinks(config.logging)
         self._recorder = RunRecorder(run_dir, to_plain(config), config.logging, marker)
-        self._wandb = WandbSink(run_dir, to_plain(config), config.logging)
-        if self._wandb.note:
-            self.message(self._wandb.note)
+        start = int(read_metrics(run_dir / METRICS_FILE)[-1]["step"]) if marker and marker.metrics_lines else 0
+        self._sinks = Sinks(run_dir, to_plain(config), config.logging, stage, start)
         self.message(f"Run directory: {run_dir}")
 
     def message(self, text: str) -> None:
@@ -84,10 +84,15 @@ class StageRecord(TrainerCallback):
         row = {**metrics, "wall_time": time.monotonic() - self._started}
         if self._recorder is not None:
             self._recorder.log_step(row)
-        if self._wandb is not None:
-            self._wandb.log(row)
+        if self._sinks is not None:
+            self._sinks.log(row)
+            self._tell_news()
         facts = ", ".join(f"{name.replace('_', ' ')} {row[name]:.3f}" for name in SHOWN if row.get(name) is not None)
         self.message(f"step {self._step}/{total}: {facts}")
+
+    def _tell_news(self) -> None:
+        for sentence in self._sinks.news() if self._sinks is not None else ():
+            self.message(sentence)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
         known = {name: value for name, value in (logs or {}).items() if not name.endswith(LEFT_OUT)}
@@ -126,7 +131,7 @@ class StageRecord(TrainerCallback):
             restore()
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the summary and end W&B; returns the summary."""
+        """Write the summary and end the sinks; returns the summary."""
         summary = {
             "run_dir": str(self.run_dir),
             "stage": self.stage,
@@ -142,6 +147,9 @@ class StageRecord(TrainerCallback):
             for name in (ROLLOUTS_FOLDER, FOLDER):  # made in any case, and empty in most
                 with suppress(OSError):
                     (self.run_dir / name).rmdir()
-        if self._wandb is not None:
-            self._wandb.finish(summary, 0 if self.exit_reason == "done" else 1)
+        if self._sinks is not None and self._recorder is not None:
+            if said := self._sinks.finish(summary):
+                summary["sinks"] = said
+                self._recorder.finish(summary)
+            self._tell_news()
         return summary

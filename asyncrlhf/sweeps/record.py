@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.config.compose import quoted
 from asyncrlhf.config.run_config import to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.checkpoint import list_checkpoints
@@ -99,8 +100,7 @@ class SweepRecord:
             job.folder = f"{JOBS_FOLDER}/{job.name}{suffix}"
         job.state, job.note = "running", ""
         self.save()
-        run_dir = str(self.folder / job.folder).replace("'", "\\'")
-        return [f"run_dir='{run_dir}'", f"checkpoint.resume={'auto' if resumed else 'no'}"]
+        return [f"run_dir={quoted(str(self.folder / job.folder))}", f"checkpoint.resume={'auto' if resumed else 'no'}"]
 
     def end(self, job: JobRecord, state: str, seconds: float, note: str = "") -> None:
         job.state, job.seconds, job.note = state, seconds, note

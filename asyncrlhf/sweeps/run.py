@@ -12,6 +12,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.config.compose import quoted
+from asyncrlhf.config.environment_config import MAX_TAG
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.sweeps.plan import Job, SweepPlan
@@ -81,8 +83,16 @@ class Sweeper:
             self._idle_worker().give(order, job)
 
     def _grouped(self, job: Job) -> list[str]:
-        """W&B shows the jobs of a sweep as one group, unless the user named another."""
-        return [] if job.config.logging.wandb_group else [f"logging.wandb_group={self._plan.folder_name}"]
+        """W&B shows the jobs of a sweep as one group, each by what differs, unless the user said otherwise."""
+        logging = job.config.logging
+        tags = [f"{key}={value}"[:MAX_TAG] for key, value in job.choices.items()] + [f"seed={job.seed}"]
+        own = {
+            "wandb_group": quoted(self._plan.folder_name),
+            "wandb_name": quoted(job.name),
+            "wandb_job_type": quoted(job.part or "job"),
+            "wandb_tags": f"[{','.join(map(quoted, tags))}]",
+        }
+        return [f"logging.{name}={value}" for name, value in own.items() if not getattr(logging, name)]
 
     def _fits(self, job: Job) -> bool:
         """A job that has the machine alone waits for all others to end, and all others for it."""

@@ -250,11 +250,15 @@ class OnePrompt:
 class Silent:
     """A view that shows nothing."""
 
+    stop_asked = False
+
     def begin(self) -> None: ...
 
     def step(self, metrics: Any) -> None: ...
 
     def message(self, text: str) -> None: ...
+
+    def published(self, version: int) -> None: ...
 
 
 async def _measured(replicas: int, batches: float, limit: float, folder: Path) -> dict[str, float]:

@@ -119,7 +119,10 @@ def imitate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     config = load_config([*settings, "learner.virtual_step_seconds=0", *overrides])
     prepared = prepare(config)
     recorder = RunRecorder(folder, {}, config.logging, None)
-    view: Any = SimpleNamespace(begin=lambda: None, step=lambda metrics: None, message=lambda text: None)
+    silent = {
+        name: lambda *_: None for name in ("begin", "step", "message", "published", "evaluated", "evaluated_apart")
+    }
+    view: Any = SimpleNamespace(**silent, stop_asked=False)
 
     async def main() -> None:
         workers = Workers(generator=Generator, learner=lambda spec: Learner(), annotator=Annotator)

@@ -1,4 +1,5 @@
-"""W&B offline: a run is recorded, its process ends, and no trouble with W&B reaches the training run."""
+"""W&B offline: what a run logs can be read back whole, a resumed run goes on, its process ends, and no trouble with W&B
+reaches the training run."""
 
 from __future__ import annotations
 
@@ -9,59 +10,123 @@ import psutil
 import pytest
 
 from asyncrlhf.config.environment_config import LoggingConfig
-from asyncrlhf.records.wandb_sink import WandbSink, grouped_name
+from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.records.sections import OF_THE_ALGORITHM, section_of, titled
+from asyncrlhf.records.sinks import Sinks
+from tests.loop import FAKE, Finished, run
+from tests.wandb_file import axes, history, records, run_of
+
+LOGGED = (
+    *FAKE,
+    "logging.wandb=offline",
+    "eval_every=2",
+    "checkpoint.every=3",
+    "algorithm=gspo",
+    "async.max_staleness=2",
+)
 
 
 def wandb_processes() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
 
 
-def test_curves_are_grouped() -> None:
-    assert grouped_name("staleness_max") == "staleness/staleness_max"
-    assert grouped_name("reward_mean") == "reward/reward_mean"
-    assert grouped_name("something_new") == "other/something_new"
-    assert grouped_name("step") == "step"
+def files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_offline_runs_are_written_and_a_second_one_keeps_the_id(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = tmp_path / "arithmetic" / "today"
-    run_dir.mkdir(parents=True)
-    for first_step in (1, 4):  # a run, and its resumption
-        sink = WandbSink(run_dir, {"async": {"max_staleness": 2}}, LoggingConfig())
-        for step in range(first_step, first_step + 3):
-            sink.log({"step": step, "reward_mean": 0.5, "loss": float("nan")})
-        sink.finish({"reward": {"last": 0.5}})
-        sink.finish()
-        sink.log({"step": 99})
-        assert sink.note is None
-        assert wandb_processes() == []
-    files = list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
-    assert files and len({path.name for path in files}) == 1
-    written = b"".join(path.read_bytes() for path in files)
-    for name in (b"reward/reward_mean", b"max_staleness", b"last"):
-        assert name in written
-    assert b"policy/loss" not in written  # NaN is left out
-    captured = capfd.readouterr()
-    assert captured.out == captured.err == ""
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Six steps, then two more of the same run."""
+    folder = tmp_path_factory.mktemp("sweep") / "lag-2"
+    tags = "logging.wandb_tags=['lag=2','seed=0']"
+    named = ("logging.wandb_group=study", "logging.wandb_job_type=quality", tags, "logging.wandb_notes='a, b'")
+    first = run(folder, *LOGGED, *named, "steps=6", "logging.wandb_model=true", "logging.wandb_entity=us")
+    assert "sinks" not in first.summary
+    return run(folder, *LOGGED, *named, "steps=8", "checkpoint.resume=auto")
+
+
+def test_every_metric_is_read_back_with_its_value(logged: Finished) -> None:
+    rows: dict[int, dict[str, Any]] = {}
+    for path in files(logged.folder):
+        for row in history(path):
+            assert row["_step"] == row["step"]
+            rows[row["step"]] = row
+    assert sorted(rows) == list(range(9))
+    for line in logged.metrics:
+        for name, value in line.items():
+            found = rows[line["step"]].get(titled(name))
+            assert found == pytest.approx(value) if value is not None else found is None, name
+    sequences = [line["sequences"] for line in logged.metrics]
+    assert [rows[s]["total/samples"] for s in range(1, 9)] == [sum(sequences[:s]) for s in range(1, 9)]
+    assert rows[8]["total/tokens"] == sum(line["response_tokens"] for line in logged.metrics)
+
+
+def test_the_ends_are_evaluated_and_a_resumed_run_keeps_the_first_baseline(logged: Finished) -> None:
+    first, second = files(logged.folder)
+    heldout = "heldout/heldout_accuracy"
+    before = {row["step"]: row[heldout] for row in history(first) if heldout in row}
+    assert sorted(before) == [0, 2, 4, 6]
+    after = {row["step"]: row[heldout] for row in history(second) if heldout in row}
+    assert sorted(after) == [8]
+    assert logged.summary["heldout_accuracy"] == {"before": before[0], "after": after[8]}
+    assert run_of(first).run_id == run_of(second).run_id
+
+
+def test_every_metric_has_its_section_and_the_axis_of_steps(logged: Finished) -> None:
+    bound = axes(files(logged.folder)[0])
+    metrics = {titled(name) for line in logged.metrics[:6] for name, value in line.items() if value is not None}
+    assert {"lag_0/kl", "heldout/heldout_accuracy", "total/tokens"} <= bound.keys()
+    assert all(bound.get(name) == "step" for name in (metrics | {"total/tokens"}) - {"step"})
+    assert not [name for line in logged.metrics for name in line if section_of(name) == OF_THE_ALGORITHM]
+
+
+def test_the_run_has_its_names_its_completions_and_its_model(logged: Finished) -> None:
+    first = files(logged.folder)[0]
+    found = run_of(first)
+    assert (found.entity, found.project, found.run_group, found.job_type) == ("us", "asyncrlhf", "study", "quality")
+    assert found.display_name.endswith("/lag-2") and list(found.tags) == ["lag=2", "seed=0"] and found.notes == "a, b"
+    table = next(row["completions"] for row in history(first) if "completions" in row)
+    assert table["_type"] == "table-file" and table["nrows"] == 16 and table["ncols"] == 6
+    models = [r.artifact for r in records(first) if r.HasField("artifact") and r.artifact.type == "model"]
+    assert len(models) == 1 and any("safetensors" in entry.path for entry in models[0].manifest.contents)
+    assert wandb_processes() == []
+
+
+@pytest.mark.parametrize(
+    "metric, section",
+    [
+        ("staleness_in_queue_mean", "staleness"), ("reference_latency_p95", "time"), ("critic_latency_p50", "time"),
+        ("reference_prefill_evictions", "fusion"), ("generators_held_back", "generator"), ("heldout_loss", "heldout"),
+        ("lag_3-4/kl", "lag_3-4"), ("reward/rule", "reward"), ("behavior_weight_mean", "off_policy"),
+        ("prefilled_fraction", "fusion"), ("value_loss", "critic"), ("normalized_reward_std", "reward"),
+        ("policy_version", "time"), ("mine", "algorithm"),
+    ],
+)  # fmt: skip
+def test_sections(metric: str, section: str) -> None:
+    assert section_of(metric) == section
 
 
 def test_disabled_does_nothing(tmp_path: Path) -> None:
-    sink = WandbSink(tmp_path, {}, LoggingConfig(wandb="disabled"))
-    sink.log({"step": 1})
-    sink.finish({})
-    assert sink.note is None and list(tmp_path.iterdir()) == []
+    sinks = Sinks(tmp_path, {}, LoggingConfig(wandb="disabled"))
+    sinks.log({"step": 1})
+    assert sinks.finish({}) == {} and list(tmp_path.iterdir()) == []
 
 
-def test_online_without_a_login_is_recorded_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_without_a_login_is_recorded_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "")
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "no-settings"))
-    sink = WandbSink(tmp_path / "run", {}, LoggingConfig(wandb="online"))
-    sink.finish({})
-    assert sink.note is not None and "no W&B login was found" in sink.note
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    sinks = Sinks(tmp_path / "run", {}, LoggingConfig(wandb="online"))
+    sinks.log({"step": 1, "loss": float("nan"), "entropy": 1.5})
+    said = sinks.finish({})
+    assert "no W&B login was found" in said["wandb"][0] and sinks.news() == said["wandb"] and sinks.news() == []
+    (file,) = files(tmp_path / "run")
+    (row,) = history(file)
+    assert row["policy/entropy"] == 1.5 and "policy/loss" not in row
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == "" and wandb_processes() == []
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
@@ -82,8 +147,50 @@ def test_trouble_with_wandb_never_reaches_the_run(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(wandb, "setup", lambda *_: None)
     monkeypatch.setattr(wandb, "teardown", lambda: None)
     monkeypatch.setattr(wandb, "init", fail if broken == "init" else lambda **_: Run())
-    sink = WandbSink(tmp_path, {}, LoggingConfig())
+    sinks = Sinks(tmp_path, {}, LoggingConfig())
     for step in range(3):
-        sink.log({"step": step})
-    sink.finish({})
-    assert sink.note == "W&B stopped recording (ConnectionError: no route to host); the run goes on without it."
+        sinks.log({"step": step})
+    assert sinks.finish({}) == {
+        "wandb": [
+            "The sink wandb stopped recording (ConnectionError: no route to host); the run goes on without it, and "
+            "metrics.jsonl has everything."
+        ]
+    }
+
+
+def test_a_server_that_is_not_reached_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B's own process tries again and writes so into its log; the run's end comes before it is through."""
+    import wandb
+
+    log = tmp_path / "debug-internal.log"
+
+    class Settings:
+        log_internal = str(log)
+
+    class Run:
+        settings = Settings()
+        summary: dict[str, Any] = {}  # noqa: RUF012
+
+        def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+        def log(self, row: dict[str, Any], **_: Any) -> None:
+            with log.open("a") as file:
+                file.write('{"msg":"api: retrying HTTP error"}\n' if row.get("step") else '{"msg":"fine"}\n')
+
+        def finish(self, **_: Any) -> None:
+            raise TimeoutError("Timed out finishing run.")
+
+    monkeypatch.setattr(wandb, "setup", lambda *_: None)
+    monkeypatch.setattr(wandb, "teardown", lambda: None)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setattr(wandb, "init", lambda **_: Run())
+    sinks = Sinks(tmp_path, {}, LoggingConfig(wandb="online"))
+    for step in range(4):
+        sinks.log({"step": step})
+    said = sinks.finish({})["wandb"]
+    assert len(said) == 2 and "is not reached" in said[0] and "had not taken everything" in said[1]
+    assert all("nothing is lost: wandb sync --append" in sentence for sentence in said)
+
+
+def test_metrics_of_the_resumed_run_are_whole(logged: Finished) -> None:
+    assert [row["step"] for row in read_metrics(logged.folder / "metrics.jsonl")] == list(range(1, 9))

@@ -1,0 +1,259 @@
+"""The Python API: ``train``, ``evaluate``, ``sweep`` and ``load_runs``, from a script or a notebook.
+
+What ``docs/api.md`` shows is public and versioned; nothing here loads torch before it is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncrlhf.config.compose import load_config, quoted
+from asyncrlhf.config.run_config import conf_folder
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.callbacks import Callbacks
+from asyncrlhf.validation import check
+
+if TYPE_CHECKING:
+    from asyncrlhf.report.frames import Evaluation, Run, Sweep
+
+T = TypeVar("T")
+Reward = str | Callable[..., Sequence[float | None]]
+REWARD_FOLDER, DATA_STEM = "reward", "dataset"
+
+
+def train(
+    model: str | Path | None = None,
+    dataset: Any = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    *,
+    callbacks: Sequence[Any] = (),
+    overrides: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Run:
+    """One run, as ``asyncrlhf train``; blocks until it has ended.
+
+    ``model``: a preset (``tiny``), a local folder or a hub name. ``dataset``: a preset of tasks (``arithmetic``), a
+    file, folder or name that ``task.path`` takes, or rows: a list of dictionaries, a pandas data frame or a
+    ``datasets.Dataset``. ``reward``: a function under TRL's signature, wherever it is defined, the name
+    ``package.module:function``, or a list of those, whose sum it is. ``callbacks``:
+    :class:`~asyncrlhf.records.callbacks.Callbacks` says what they hear. ``settings`` are the top-level settings and
+    groups (``steps=20, algorithm="tis"``), ``overrides`` those with a dot (``{"async.max_staleness": 4}``).
+
+    Raises ConfigError with one sentence for a wrong setting or input, or what made the run fail. In a notebook the
+    first interrupt ends the run in order after its step, with a checkpoint.
+    """
+    given = {**settings, **(overrides or {})}
+    listeners = Callbacks(callbacks)
+    if not isinstance(dataset, str | Path | None) or _has_function(reward):
+        given["run_dir"] = str(_own_folder(given))
+    arguments = [*_model(model), *_dataset(dataset, given), *_reward(reward, given), *_overrides(given)]
+    config = load_config(arguments)
+
+    def run() -> dict[str, Any]:
+        from asyncrlhf.orchestrator.run import train
+
+        return train(config, listeners)
+
+    summary = _beside_a_running_loop(run, listeners)
+    from asyncrlhf.report.frames import Run
+
+    return Run(Path(summary["run_dir"]))
+
+
+def evaluate(
+    model: str | Path | Run | None = None,
+    dataset: Any = None,
+    reward: str | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Evaluation:
+    """Answers to the held-out prompts, as ``asyncrlhf evaluate``. A :class:`Run` as ``model`` takes that run's settings
+    and its newest checkpoint."""
+    import pandas as pd
+
+    from asyncrlhf.report.frames import Evaluation, Run
+
+    given = {**settings, **(overrides or {})}
+    check(isinstance(dataset, str | Path | None), "evaluate(dataset=...) takes a preset's name or a path; save rows.")
+    check(isinstance(reward, str | None), "evaluate(reward=...) takes package.module:function.")
+    rest = [*_dataset(dataset, given), *_reward(reward, given), *_overrides(given)]
+    if isinstance(model, Run):
+        from asyncrlhf.cli.stages import config_of_run
+
+        config = config_of_run(model.path, rest)
+    else:
+        config = load_config([*_model(model), *rest])
+
+    def run() -> dict[str, Any]:
+        from asyncrlhf.stages.evaluation import evaluate
+
+        return evaluate(config)
+
+    figures = _beside_a_running_loop(run, Callbacks())
+    return Evaluation(figures, pd.DataFrame(figures["samples"]))
+
+
+def sweep(
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    seeds: int | None = None,
+    accept_changed: bool = False,
+    **settings: Any,
+) -> Sweep:
+    """A grid of runs, as ``asyncrlhf sweep``: a list is a choice (``algorithm=["grpo", "tis"]``), a tuple one value.
+    ``seeds=3`` trains every configuration with seeds 0, 1 and 2. The same call goes on with what an earlier one left.
+
+    Jobs run in processes that import the calling script: keep the call under ``if __name__ == "__main__":`` there.
+    Raises ConfigError for a wrong setting, KeyboardInterrupt after an interrupt, with every job under way recorded.
+    """
+    from asyncrlhf.cli.sweep import RUNS, run_plan
+    from asyncrlhf.report.frames import Sweep
+    from asyncrlhf.sweeps.plan import plan_sweep
+    from asyncrlhf.sweeps.record import owned
+
+    given = {**settings, **(overrides or {}), **({"sweep.seeds": seeds} if seeds is not None else {})}
+    plan = plan_sweep([f"{key}={','.join(map(_text, _choices(key, value)))}" for key, value in given.items()])
+    folder = RUNS / "sweeps" / plan.folder_name
+    with owned(folder):
+        if run_plan(plan, accept_changed) == 130:
+            raise KeyboardInterrupt
+    return Sweep(folder)
+
+
+def _model(model: str | Path | None) -> list[str]:
+    if model is None:
+        return []
+    return [f"model={model}"] if _is_preset("model", model) else [f"model.path={_text(str(model))}"]
+
+
+def _dataset(dataset: Any, given: Mapping[str, Any]) -> list[str]:
+    if dataset is None:
+        return []
+    if isinstance(dataset, str | Path) and _is_preset("task", dataset):
+        return [f"task={dataset}"]
+    path = str(dataset) if isinstance(dataset, str | Path) else str(_written(dataset, Path(given["run_dir"])))
+    return ["task=prompts", f"task.path={_text(path)}"]
+
+
+def _written(rows: Any, folder: Path) -> Path:
+    """The rows as a file of the run's own, which a resumed run reads again."""
+    if hasattr(rows, "to_parquet"):  # a data frame, or a dataset of the library of that name
+        path = folder / f"{DATA_STEM}.parquet"
+        rows.to_parquet(str(path))
+        return path
+    check(
+        isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows) and len(rows),
+        f"dataset={type(rows).__name__} is none; allowed: a path, a list of dictionaries, a data frame, or a Dataset.",
+    )
+    path = folder / f"{DATA_STEM}.jsonl"
+    path.write_text("".join(json.dumps(dict(row), default=str) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _has_function(reward: Any) -> bool:
+    return any(callable(part) for part in reward) if isinstance(reward, list | tuple) else callable(reward)
+
+
+def _reward(reward: Reward | Sequence[Reward] | None, given: Mapping[str, Any]) -> list[str]:
+    if reward is None:
+        return []
+    if isinstance(reward, str) or callable(reward):
+        return ["reward.kind=python", f"reward.target={_text(_target(reward, given, 'score'))}"]
+    names = [_reward_name(part, number) for number, part in enumerate(reward)]
+    check(len(set(names)) == len(names) > 0, f"reward: the functions' names must differ, and these are {names}.")
+    parts = {
+        name: {"kind": "python", "target": _target(part, given, name)} for name, part in zip(names, reward, strict=True)
+    }
+    return ["reward.kind=sum", *_overrides({"reward.parts": parts})]
+
+
+def _reward_name(part: Reward, number: int) -> str:
+    name = part.rpartition(":")[2] if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
+    return name if name.isidentifier() else f"part{number}"
+
+
+def _target(part: Reward, given: Mapping[str, Any], name: str) -> str:
+    """The function's name for ``reward.target``; a function itself is pickled by value into the run's folder, so that
+    one of a notebook or a closure travels to the workers, and a resumed run finds it."""
+    if isinstance(part, str):
+        return part
+    import cloudpickle
+
+    path = Path(given["run_dir"]) / REWARD_FOLDER / f"{name}.pkl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.write_bytes(cloudpickle.dumps(part))
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # what pickling says of what it cannot take
+        raise ConfigError(f"reward={name} cannot be sent to the reward workers: {error}.") from error
+    return f"pickle:{path.absolute()}"
+
+
+def _own_folder(given: Mapping[str, Any]) -> Path:
+    """The run directory, made here where something must lie in it before the run starts."""
+    from asyncrlhf.orchestrator.run import new_run_dir
+    from asyncrlhf.records.recorder import refuse_used_folder, writing_to
+
+    folder = Path(given.get("run_dir") or new_run_dir(str(given.get("name", "arithmetic"))))
+    if given.get("checkpoint.resume", "no") == "no":
+        refuse_used_folder(folder)
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _is_preset(group: str, name: str | Path) -> bool:
+    return isinstance(name, str) and name.isidentifier() and (conf_folder() / group / f"{name}.yaml").is_file()
+
+
+def _overrides(given: Mapping[str, Any]) -> list[str]:
+    """Dictionaries may bring keys of their own, which Hydra takes with two plus signs alone."""
+    return [f"{'++' if isinstance(value, Mapping) else ''}{key}={_text(value)}" for key, value in given.items()]
+
+
+def _choices(key: str, value: Any) -> list[Any]:
+    check(not callable(value), f"{key}: a sweep takes package.module:function, for its jobs are other processes.")
+    if isinstance(value, list):
+        return value
+    return [list(value) if isinstance(value, tuple) else value]
+
+
+def _text(value: Any) -> str:
+    """The value in Hydra's grammar."""
+    if isinstance(value, str | Path):
+        plain = re.fullmatch(r"[A-Za-z_][\w./-]*", str(value)) and str(value).lower() not in _WORDS
+        return str(value) if plain else quoted(str(value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_text, value)) + "]"
+    number = value.item() if hasattr(value, "item") else value
+    check(isinstance(number, int | float), f"{value!r} is no setting's value; allowed: text, numbers, lists and dicts.")
+    return repr(number)
+
+
+_WORDS = ("null", "true", "false", "nan", "inf", "none")  # what Hydra would read as something other than a text
+
+
+def _beside_a_running_loop(run: Callable[[], T], callbacks: Callbacks) -> T:
+    """What ``run`` returns. A notebook's thread has an event loop already, so that the run gets a thread of its own
+    there; an interrupt then asks it to end after its step."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, thread_name_prefix="asyncrlhf") as pool:
+        future = pool.submit(run)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            callbacks.stop_asked = True
+            return future.result()

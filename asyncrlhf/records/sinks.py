@@ -1,0 +1,193 @@
+"""Where a run's metrics go beside its own files: W&B, TensorBoard, MLflow or a class of the user's.
+
+Each sink lives in a thread of its own, behind a queue: it may be slow, wait for a network or fail, and the run neither
+waits for it nor ends for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from asyncrlhf.config.environment_config import LoggingConfig
+from asyncrlhf.plugins import load_function
+from asyncrlhf.records.recorder import METRICS_FILE, plain, read_metrics
+from asyncrlhf.validation import check_package
+
+FINISH_SECONDS = 90.0  # for a sink to send what it holds after the run's end
+# Running totals that metrics.jsonl has by the step, and the lines they are added up from: more axes for curves.
+TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a sink is started with.
+
+    ``config``: the resolved settings, as config.yaml holds them. ``stage``: train, sft or reward-model.
+    ``start_step``: steps that were done before; 0 unless the run is resumed. ``say`` tells the user one sentence, on
+    the terminal and in the summary.
+    """
+
+    run_dir: Path
+    config: Mapping[str, Any]
+    stage: str
+    start_step: int
+    say: Callable[[str], None]
+
+
+class Sink(Protocol):
+    """Takes a run's metrics. ``logging.sinks=[my_module:MySink]`` calls ``MySink()`` and then, in one thread, these
+    three. What one of them raises switches the sink off and never ends the run; ``finish`` is called all the same."""
+
+    def start(self, run: RunFacts) -> None:
+        """Called once, before any metrics."""
+        ...
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """One line: a learner step's as metrics.jsonl has it, or the held-out evaluation before the first step and
+        after the last. ``step`` is always there, ``total/samples`` and ``total/tokens`` wherever they are known; values
+        that are not finite are left out."""
+        ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Called once, with what summary.json holds."""
+        ...
+
+
+def check_sinks(logging: LoggingConfig) -> None:
+    """Raise ConfigError for a sink whose package is missing or which cannot be imported."""
+    for name in logging.active_sinks:
+        if name in ("tensorboard", "mlflow"):
+            check_package(f"logging.sinks={name}", name, name)
+        elif name != "wandb":
+            load_function("logging.sinks", name)
+
+
+def build_sink(name: str, logging: LoggingConfig) -> Sink:
+    if name == "wandb":
+        from asyncrlhf.records.wandb_sink import WandbSink
+
+        return WandbSink(logging)
+    if name == "tensorboard":
+        from asyncrlhf.records.tensorboard_sink import TensorboardSink
+
+        return TensorboardSink()
+    if name == "mlflow":
+        from asyncrlhf.records.mlflow_sink import MlflowSink
+
+        return MlflowSink()
+    made: Sink = load_function("logging.sinks", name)()
+    return made
+
+
+class Sinks:
+    """All sinks of a run. ``log`` returns at once; ``finish`` waits for each at most ``seconds``."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        logging: LoggingConfig,
+        stage: str = "train",
+        start_step: int = 0,
+        seconds: float = FINISH_SECONDS,
+    ) -> None:
+        self._seconds = seconds
+        self._said: list[tuple[str, str]] = []  # (sink, sentence); its end is appended to by several threads
+        self._shown = 0
+        self._totals = _totals_before(Path(run_dir)) if start_step else dict.fromkeys(TOTALS, 0.0)
+
+        def facts(name: str) -> RunFacts:
+            say = lambda sentence: self._said.append((name, sentence))  # noqa: E731
+            return RunFacts(Path(run_dir), plain(config), stage, start_step, say)
+
+        self._followers = [_Follower(name, logging, facts(name)) for name in logging.active_sinks]
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Hand one line to every sink."""
+        if not self._followers:
+            return
+        row = {key: value for key, value in plain(metrics).items() if value is not None}
+        for total, key in TOTALS.items():
+            self._totals[total] += row.get(key, 0.0)
+        if any(self._totals.values()):
+            row |= self._totals
+        for follower in self._followers:
+            follower.put(row)
+
+    def news(self) -> list[str]:
+        """What the sinks have said since the last call."""
+        new = self._said[self._shown :]
+        self._shown += len(new)
+        return [sentence for _, sentence in new]
+
+    def finish(self, summary: Mapping[str, Any]) -> dict[str, list[str]]:
+        """End every sink; what each has said during the run, by its name, for the summary. A second call ends
+        nothing."""
+        for follower in self._followers:
+            follower.end(plain(summary))
+        for follower in self._followers:
+            follower.join(self._seconds)
+        self._followers = []
+        names = dict.fromkeys(name for name, _ in self._said)
+        return {name: [sentence for other, sentence in self._said if other == name] for name in names}
+
+
+class _Follower:
+    """One sink, its thread and its queue."""
+
+    def __init__(self, name: str, logging: LoggingConfig, facts: RunFacts) -> None:
+        self._name, self._logging, self._facts = name, logging, facts
+        self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        self._summary: Mapping[str, Any] = {}
+        self._failed = False
+        # A daemon thread: a sink that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._serve, daemon=True, name=f"sink {name}")
+        self._thread.start()
+
+    def put(self, row: Mapping[str, Any]) -> None:
+        if not self._failed:
+            self._queue.put(row)
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        self._summary = summary
+        self._queue.put(None)
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._facts.say(f"The sink {self._name} was not through {seconds:g} s after the run's end and was left.")
+
+    def _serve(self) -> None:
+        made: list[Sink] = []
+        self._guard(lambda: made.append(build_sink(self._name, self._logging)))
+        self._guard(lambda: made[0].start(self._facts))
+        while (row := self._queue.get()) is not None:
+            self._guard(lambda row=row: made[0].log(row))  # type: ignore[misc]
+        if made:
+            self._guard(lambda: made[0].finish(self._summary), always=True)
+
+    def _guard(self, action: Callable[[], Any], always: bool = False) -> None:
+        if self._failed and not always:
+            return
+        try:
+            action()
+        except Exception as error:  # a library or the user's code, with exception types of every kind
+            if not self._failed:
+                cause = " ".join(str(error).split())
+                self._facts.say(
+                    f"The sink {self._name} stopped recording ({type(error).__name__}: {cause}); "
+                    f"the run goes on without it, and {METRICS_FILE} has everything."
+                )
+            self._failed = True
+
+
+def _totals_before(run_dir: Path) -> dict[str, float]:
+    """The totals of the steps that a resumed run goes on from."""
+    path = run_dir / METRICS_FILE
+    rows = read_metrics(path) if path.exists() else []
+    return {total: sum(float(row.get(key) or 0.0) for row in rows) for total, key in TOTALS.items()}
