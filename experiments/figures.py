@@ -56,7 +56,7 @@ def _draw_panel(axes: Axes, groups: Sequence[Group], series: Sequence[Series], p
     axes.set_ylabel(panel.unit, fontsize=9)
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
-    elif panel.from_zero:
+    elif panel.unit.startswith("policy versions"):
         axes.set_ylim(0, max(axes.get_ylim()[1], 1.0) * 1.02)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=axes.get_ylim()[1] >= 3))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))

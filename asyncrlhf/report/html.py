@@ -64,7 +64,7 @@ def render(runs: Sequence[Run], sweeps: Sequence[Results] = (), unread: Mapping[
     folder = resources.files("asyncrlhf.report")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((folder / "page.html").read_text(encoding="utf-8")).render(
-        title=f"Run {series[0].label}" if len(groups) == 1 else f"{len(groups)} configurations compared",
+        title=_title(series, sweeps),
         note=_note(runs, groups),
         style=(folder / "page.css").read_text(encoding="utf-8"),
         script=(folder / "page.js").read_text(encoding="utf-8"),
@@ -130,6 +130,13 @@ def _side_by_side(sweeps: Sequence[Results]) -> str:
         return ""
     compared = f"compare {', '.join(alone)} alone" if alone else "do not compare them"
     return f"Most jobs ran side by side, which costs each of them time; over wall-clock {compared}."
+
+
+def _title(series: Sequence[Series], sweeps: Sequence[Results]) -> str:
+    if len(series) == 1:
+        return f"Run {series[0].label}"
+    compared = f"{len(series)} configurations compared"
+    return f"Sweep {sweeps[0].name}: {compared}" if len(sweeps) == 1 else compared
 
 
 def _note(runs: Sequence[Run], groups: Sequence[Group]) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -54,7 +57,7 @@ class Run:
         found = (stage for name, stage in _OF_STAGE.items() if {name, f"heldout_{name}"} & self.columns.keys())
         return next(found, TRAIN)
 
-    @property
+    @cached_property
     def configuration(self) -> dict[str, Any]:
         """The settings that make two runs comparable: all but the seed and where the run lies."""
         return {key: value for key, value in self.config.items() if key.split(".")[0] not in _NOT_CONFIGURATION}
@@ -92,7 +95,7 @@ def load_run(path: Path) -> Run:
         raise ConfigError(f"{metrics} has no complete learner step yet; there is nothing to report.")
     if not all(_is_number(row["step"]) for row in rows):
         raise ConfigError(f"{metrics} has a line whose step is no number; was it edited by hand?")
-    config = _read(path / CONFIG_FILE, yaml.safe_load, yaml.YAMLError) or {}
+    config = _read(path / CONFIG_FILE, _yaml, yaml.YAMLError) or {}
     summary = _read(path / SUMMARY_FILE, json.loads, json.JSONDecodeError)
     for key in _MAPPINGS:
         if not isinstance((summary or {}).get(key) or {}, dict):
@@ -148,7 +151,7 @@ def _multirun_jobs(file: Path) -> list[str]:
     from asyncrlhf.config.compose import sweep_jobs
 
     try:
-        settings = (_read(file, yaml.safe_load, yaml.YAMLError) or {})["hydra"]
+        settings = (_read(file, _yaml, yaml.YAMLError) or {})["hydra"]
         overrides = [str(override) for override in settings["overrides"]["task"]]
         plain = settings["sweep"]["subdir"] == "${hydra.job.num}" and "BasicSweeper" in settings["sweeper"]["_target_"]
         if not plain or any(override.startswith("run_dir=") for override in overrides):
@@ -193,11 +196,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value))
-    return {
-        key: np.array([float(row[key]) if _is_number(row.get(key)) else np.nan for row in rows], dtype=np.float64)
-        for key in keys
-    }
+    columns = {}
+    for key in dict.fromkeys(chain.from_iterable(rows)):
+        values = [row.get(key) for row in rows]
+        if not {type(value) for value in values} <= {int, float, NoneType}:
+            values = [value if _is_number(value) else None for value in values]
+        if any(value is not None for value in values):
+            columns[key] = np.array(values, dtype=np.float64)  # None becomes NaN
+    return columns
 
 
 def _is_number(value: Any) -> bool:
@@ -244,7 +250,12 @@ def _label(members: Sequence[Run], differing: Mapping[str, Sequence[Any]]) -> st
 def _said(key: str, value: Any) -> str:
     if key.endswith(".name"):
         return str(value)
-    return f"{key.removeprefix('async.')}={value}"
+    return f"{key.removeprefix('async.')}={f'{value:g}' if isinstance(value, float) else value}"
+
+
+def _yaml(text: str) -> Any:
+    """By libyaml where PyYAML has it: a run's config takes a third of a second otherwise."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _read(path: Path, parse: Any, errors: type[Exception]) -> Any:

@@ -31,13 +31,14 @@ function drawn(trace) {
   const marks = at.of && at.of.map(s => page.series[s].mark);
   switch (trace.kind) {
     case "faint": return [{...base, mode: "lines", line: {color: one.color, width: 1}, opacity: 0.3}];
-    case "band": return [{...base, mode: "lines", line: {width: 0}, fill: "toself", fillcolor: faded(one.color, 0.16),
+    case "band": return [{...base, mode: "lines", line: {width: 0}, fill: "toself", fillcolor: faded(one.color, Math.min(0.16, 0.5 / page.series.length)),
       x: [...at.x, ...[...at.x].reverse()], y: [...at.high, ...[...at.low].reverse()]}];
     case "seeds": return [{...base, mode: "markers", text: at.text, hovertemplate: "%{text}: %{y:.3f}<extra></extra>",
       hoverinfo: "all", opacity: 0.35, marker: {color: one.color, size: 6, symbol: marks}}];
     case "marks": return [{...base, mode: "lines+markers", text: at.text, hovertemplate: "%{text}: %{y:.3f}<extra></extra>",
       hoverinfo: "all", line: {...line, dash: "solid"}, marker: {color: one.color, size: 10, symbol: marks}}];
-    case "front": return [{...base, mode: "lines", line: {...line, width: 1.4, shape: "hv"}}];
+    case "front": return [{...base, mode: "lines+markers", line: {...line, width: 1.4, shape: "hv"},
+      marker: {color: one.color, size: 18, symbol: "circle-open"}}];
     case "points": return [{...base, ...told, mode: "lines+markers", line: {...line, width: 1.6},
       marker: {color: one.color, symbol: one.mark, size: 7},
       error_y: at.error && {type: "data", array: at.error, color: one.color, thickness: 1.2, width: 3}}];
@@ -68,7 +69,7 @@ function draw(number) {
   const traces = (chart.traces[axis] || chart.traces[""] || []).flatMap(drawn);
   const made = layout(chart, page.series.length - hidden.size);
   if (!traces.length) made.annotations = [{xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, text: "nothing to show here"}];
-  return Plotly.react(plots[number], traces, made, {displaylogo: false, responsive: true, displayModeBar: innerWidth > 700 ? "hover" : false});
+  return Plotly.react(plots[number], traces, made, {displaylogo: false, responsive: true, displayModeBar: false});
 }
 
 // One chart after the other, so that the page answers meanwhile; a later call ends the one under way.

@@ -36,7 +36,8 @@ class Panel:
 
     @property
     def from_zero(self) -> bool:
-        return self.unit.startswith("policy versions")
+        """Counts, shares, times and rates, of which none is negative."""
+        return self.unit.startswith(("policy versions", "fraction", "seconds", "trained", "since"))
 
 
 _FRACTION = (0.0, 1.0)
@@ -61,8 +62,20 @@ PANELS = (
     Panel("KL of policy and reference", "nats a token", "ref_kl", _UPDATES),
     _ENTROPY,
     Panel("Clipped tokens", "fraction of the tokens", "clip_fraction", _UPDATES),
-    Panel("Clipped where the advantage is positive", "fraction of these tokens", "clip_fraction_positive", _UPDATES),
-    Panel("Clipped where the advantage is negative", "fraction of these tokens", "clip_fraction_negative", _UPDATES),
+    Panel(
+        "Clipped where the advantage is positive",
+        "fraction of these tokens",
+        "clip_fraction_positive",
+        _UPDATES,
+        quiet=True,
+    ),
+    Panel(
+        "Clipped where the advantage is negative",
+        "fraction of these tokens",
+        "clip_fraction_negative",
+        _UPDATES,
+        quiet=True,
+    ),
     Panel(
         "Truncated importance weights", "fraction of the tokens", "behavior_truncated_fraction", _UPDATES, quiet=True
     ),

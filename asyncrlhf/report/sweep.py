@@ -34,7 +34,7 @@ def sweep_section(results: Results, groups: Sequence[Group], canvas: Canvas) -> 
         charts.append(Chart(title, results.what, {"": traces}, "mean over seeds; band: one standard error", x))
     if timed:
         traces = _quality(timed, numbers, arrays, lambda point: point.train_seconds, [_front(timed, numbers, arrays)])
-        note = "jobs that had the machine alone; dotted: Pareto front, what no other beats in both"
+        note = "jobs that had the machine alone; ringed: the Pareto front, what no other beats in both"
         charts.append(Chart("Quality against wall-clock", results.what, {"": traces}, note, "seconds of training"))
     found = reached(cells, groups, canvas.axes)
     if found is not None:
