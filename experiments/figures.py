@@ -13,26 +13,21 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from asyncrlhf.report.curves import (
-    DASHES,
-    Line,
-    Panel,
-    line_color,
-    panel_lines,
-    shown_panels,
-    staleness_bound,
-    step_name,
-)
+from asyncrlhf.report.curves import Line, panel_lines
 from asyncrlhf.report.load import Group
+from asyncrlhf.report.panels import Panel, shown_panels, staleness_bound, step_name
+from asyncrlhf.report.series import DASHES, MARKS, Series, build_series
 
-_DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (4, 2)), "dot": ":"}
+_STYLES = ("-", (0, (4, 2)), ":", "-.", (0, (8, 3)), (0, (8, 2, 1, 2)))
+_DASHES: dict[str, Any] = dict(zip(DASHES, _STYLES, strict=True))
+_MARKS = dict(zip(MARKS, "osD^X*Pv", strict=True))
 _COLUMNS = 3
 _DPI = 110
 
 
 def write_curves(groups: Sequence[Group], path: Path) -> None:
     """Write every panel of the report over steps as one PNG."""
-    panels = shown_panels(groups)
+    panels, series = shown_panels(groups), build_series(groups, [""] * len(groups))
     columns = max(1, min(_COLUMNS, len(panels)))
     rows = -(-len(panels) // columns)
     figure = Figure(
@@ -42,21 +37,21 @@ def write_curves(groups: Sequence[Group], path: Path) -> None:
     )
     FigureCanvasAgg(figure)
     for index, panel in enumerate(panels, start=1):
-        _draw_panel(figure.add_subplot(rows, columns, index), groups, panel)
+        _draw_panel(figure.add_subplot(rows, columns, index), groups, series, panel)
     if len(groups) > 1:
-        handles = [Line2D([], [], color=line_color(i), linewidth=2.5) for i in range(len(groups))]
+        handles = [Line2D([], [], color=one.color, linestyle=_DASHES[one.dash], linewidth=2.5) for one in series]
         labels = [_group_label(group) for group in groups]
         figure.legend(handles, labels, loc="outside upper left", ncols=min(len(groups), 3), frameon=False, fontsize=10)
     figure.savefig(path)
 
 
-def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel) -> None:
+def _draw_panel(axes: Axes, groups: Sequence[Group], series: Sequence[Series], panel: Panel) -> None:
     for line in panel_lines(groups, panel, "step"):
-        _draw_line(axes, line)
+        _draw_line(axes, line, series[line.group])
     bound = staleness_bound(groups) if panel.bound else None
     if bound is not None:
         axes.axhline(bound, color="#888888", linewidth=1.2, linestyle=":")
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=20)
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel(step_name(groups), fontsize=9)
     axes.set_ylabel(panel.unit, fontsize=9)
     if panel.limits is not None:
@@ -69,43 +64,20 @@ def _draw_panel(axes: Axes, groups: Sequence[Group], panel: Panel) -> None:
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    _style_legend(axes, panel, len(groups), bound)
 
 
-def _draw_line(axes: Axes, line: Line) -> None:
-    drawn, color = line.curve, line.color
+def _draw_line(axes: Axes, line: Line, series: Series) -> None:
+    drawn, color = line.curve, series.color
     for x, y in drawn.faint:
         style = {"linestyle": "-"} if len(x) > 1 else {"linestyle": "", "marker": "."}
         axes.plot(x, y, color=color, linewidth=0.8, alpha=0.3, **style)
     if drawn.low is not None and drawn.high is not None:
         axes.fill_between(drawn.x, drawn.low, drawn.high, color=color, alpha=0.18, linewidth=0)
-    dash, marker = _DASHES[line.dash], "o" if line.markers else ""
-    axes.plot(drawn.x, drawn.y, color=color, linewidth=1.9, linestyle=dash, marker=marker, markersize=4)
-
-
-def _style_legend(axes: Axes, panel: Panel, groups: int, bound: float | None) -> None:
-    """Names of the panel's lines, between title and axes, where they can cover nothing."""
-    if len(panel.labels) < 2:
-        return
-    colors = ["#555555" if groups > 1 else line_color(i) for i in range(len(panel.labels))]
-    handles = [
-        Line2D([], [], color=color, linestyle=_DASHES[dash], linewidth=1.9)
-        for color, dash in zip(colors, DASHES, strict=False)
-    ]
-    labels = list(panel.labels.values())
-    if bound is not None:
-        handles.append(Line2D([], [], color="#888888", linestyle=":", linewidth=1.2))
-        labels.append(f"bound ({bound:g})")
-    axes.legend(
-        handles,
-        labels,
-        loc="lower left",
-        bbox_to_anchor=(-0.02, 0.985),
-        ncols=len(labels),
-        frameon=False,
-        fontsize=8.5,
-        handlelength=2.2,
-        columnspacing=1.2,
+    marks = line.points or series.marked or len(drawn.x) == 1
+    dash, marker = _DASHES[series.dash], _MARKS[series.mark] if marks else ""
+    every = None if line.points else max(1, len(drawn.x) // 8)
+    axes.plot(
+        drawn.x, drawn.y, color=color, linewidth=1.9, linestyle=dash, marker=marker, markersize=4, markevery=every
     )
 
 

@@ -101,14 +101,14 @@ class Meters:
         rollouts = [r for t in taken for r in t.rollouts]
         total = np.array([r.staleness(version) for r in rollouts])
         flight = np.array([r.staleness_in_flight() for r in rollouts])
-        p50, p90 = np.percentile(total, [50, 90])
         return {
             "staleness_mean": float(total.mean()),
-            "staleness_p50": float(p50),
-            "staleness_p90": float(p90),
             "staleness_max": int(total.max()),
             "staleness_in_flight_mean": float(flight.mean()),
             "staleness_in_queue_mean": float((total - flight).mean()),
+            **_spread("staleness", total),
+            **_spread("staleness_in_flight", flight),
+            **_spread("staleness_in_queue", total - flight),
             "mixed_version_fraction": float(np.mean([r.max_version > r.min_version for r in rollouts])),
             "reward_mean": float(np.mean([r.reward for r in rollouts])),
             "response_length_mean": float(np.mean([r.response_length for r in rollouts])),
@@ -135,6 +135,12 @@ class Meters:
             found[f"{name}prefilled_fraction"] = (now.early - before.early) / scored if scored else 0.0
             found[f"{name}prefill_evictions"] = now.evicted - before.evicted
         return found
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """How the rollouts of a batch [N] lie around the mean."""
+    low, middle, high = np.percentile(values, [10, 50, 90])
+    return {f"{name}_p10": float(low), f"{name}_p50": float(middle), f"{name}_p90": float(high)}
 
 
 def _latencies(taken: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -1,134 +1,56 @@
-"""What the report draws: its panels, and each run's numbers made ready for an axis (smoothing, bands over seeds)."""
+"""Each run's numbers made ready to be drawn: over steps, samples, tokens or wall-clock, smoothed, and with bands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from asyncrlhf.report.load import TRAIN, Group, Run
+from asyncrlhf.report.load import SAMPLES, TOKENS, Group, Run
+from asyncrlhf.report.panels import Panel, is_sparse
 
-Axis = Literal["step", "wall_time"]
-GRID_POINTS = 200  # of the common wall-clock axis on which seeds are averaged
+Axis = Literal["step", "samples_trained", "tokens_trained", "wall_time"]
+AXES: tuple[Axis, ...] = ("step", SAMPLES, TOKENS, "wall_time")
+GRID_POINTS = 200  # of a common axis on which seeds are averaged
 SMOOTH_FROM = 40  # steps; shorter runs are drawn as they are
+MOST_POINTS = 300  # of one line; longer ones are thinned after they were smoothed
 
-DASHES = ("solid", "dash", "dot")  # of a panel's lines, told apart by them where colour tells the runs apart
-
-# Okabe and Ito's palette, told apart also by colour-blind readers; yellow is left out, too pale on white.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-
-
-def is_sparse(metric: str) -> bool:
-    """Whether it is known at few steps alone, and drawn as points joined by lines."""
-    return metric.startswith("heldout_")
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One set of axes. ``labels``: what the line of each metric is called; ``limits`` fixes the vertical range."""
-
-    title: str
-    unit: str
-    labels: Mapping[str, str]
-    limits: tuple[float, float] | None = None
-    bound: bool = False  # draws the staleness bound
-
-
-_FRACTION = (0.0, 1.0)
-_ENTROPY = Panel("Entropy", "nats a token", {"entropy": "entropy"})
-PANELS = (
-    Panel("Reward", "mean reward of a batch", {"reward_mean": "reward"}),
-    Panel("Held-out accuracy", "fraction solved", {"heldout_accuracy": "greedy"}, _FRACTION),
-    Panel(
-        "Staleness of the trained data",
-        "policy versions",
-        {"staleness_mean": "mean", "staleness_max": "max"},
-        bound=True,
-    ),
-    Panel(
-        "Where staleness arises",
-        "policy versions, mean",
-        {"staleness_in_flight_mean": "in flight", "staleness_in_queue_mean": "in queue"},
-    ),
-    Panel(
-        "Idle time",
-        "fraction of the time",
-        {"learner_idle_fraction": "learner", "generator_idle_fraction": "generators"},
-        _FRACTION,
-    ),
-    Panel(
-        "Effective sample size",
-        "fraction of the samples",
-        {"ess_fraction": "tokens", "ess_fraction_seq": "sequences"},
-        (0.0, 1.05),
-    ),
-    Panel("Policy against data", "behavior KL, nats a token", {"behavior_kl": "behavior KL"}),
-    _ENTROPY,
-    Panel("Throughput", "samples/s", {"samples_per_second": "trained"}),
-    Panel("Response length", "tokens, mean", {"response_length_mean": "length"}),
-)
-
-
-def _both(title: str, unit: str, metric: str, limits: tuple[float, float] | None = None) -> Panel:
-    """A metric of training, and the same of the held-out rows."""
-    return Panel(title, unit, {metric: "training", f"heldout_{metric}": "held out"}, limits)
-
-
-_LOSS = _both("Loss", "nats", "loss")
-_OPTIMIZER = (
-    Panel("Gradient norm", "before clipping", {"grad_norm": "norm"}),
-    Panel("Learning rate", "", {"learning_rate": "learning rate"}),
-)
-_SCORES = {"mean_reward": "mean", "max_reward": "largest", "min_reward": "smallest"}
-STAGE_PANELS = {
-    TRAIN: PANELS,
-    "sft": (
-        _LOSS,
-        _both("Token accuracy", "fraction of the tokens", "mean_token_accuracy", _FRACTION),
-        _ENTROPY,
-        *_OPTIMIZER,
-    ),
-    "reward-model": (
-        _LOSS,
-        _both("Accuracy", "fraction of the pairs", "accuracy", _FRACTION),
-        _both("Margin", "chosen less rejected, mean", "margin"),
-        Panel("Scores", "of a batch", _SCORES),
-        *_OPTIMIZER,
-    ),
-}
+Points = tuple[np.ndarray, np.ndarray]  # x, y [K]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line to draw: ``x``, ``y`` [K], its unsmoothed self or the seeds under it, and the band of one deviation."""
+    """One line to draw: ``x``, ``y`` [K], its unsmoothed self or the seeds under it, and the band around it."""
 
     x: np.ndarray
     y: np.ndarray
-    faint: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    faint: tuple[Points, ...] = ()
     low: np.ndarray | None = None
     high: np.ndarray | None = None
 
 
-def shown_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Panels for which at least one run has data."""
-    runs = [run for group in groups for run in group.runs]
-    panels = STAGE_PANELS.get(runs[0].stage, PANELS)
-    return [p for p in panels if any(run.column(metric) is not None for run in runs for metric in p.labels)]
-
-
-def step_name(groups: Sequence[Group]) -> str:
-    """What a step of these runs is."""
-    return "learner steps" if groups[0].runs[0].stage == TRAIN else "optimizer steps"
-
-
-def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0) -> Curve | None:
+def curve(
+    group: Group, metric: str, axis: Axis, scale: float = 1.0, band: tuple[str, str] | None = None
+) -> Curve | None:
     """The group's line for one metric, or None without data. ``scale`` divides the axis (60: minutes).
 
     One run: its values, smoothed by a running mean when it is long, with the raw values faint. Several: the mean and
-    one sample standard deviation over the runs, on the steps (or the wall-clock span) that all of them reached.
+    one sample standard deviation over the runs, on the steps (or the span of the axis) that all of them reached.
+    ``band`` names the metrics that are its edges instead, drawn in the same way.
     """
+    drawn = _curve(group, metric, axis, scale)
+    if drawn is None or band is None:
+        return drawn
+    edges = [_curve(group, name, axis, scale) for name in band]
+    if any(edge is None or len(edge.x) != len(drawn.x) for edge in edges):
+        return drawn
+    low, high = (edge.y for edge in edges if edge is not None)
+    return replace(drawn, faint=(), low=low, high=high)
+
+
+def _curve(group: Group, metric: str, axis: Axis, scale: float) -> Curve | None:
     lines = [line for run in group.runs if (line := _line(run, metric, axis, scale)) is not None]
     if not lines:
         return None
@@ -137,7 +59,7 @@ def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0) -> Curve | 
         x, y = lines[0]
         window = 1 if sparse else smoothing_window(len(y))
         return Curve(x, running_mean(y, window), faint=((x, y),) if window > 1 else ())
-    if sparse and axis == "wall_time":
+    if sparse and axis != "step":
         return _mean_of_points(lines)
     grid = _common_grid(lines, axis)
     if len(grid) == 0:
@@ -150,33 +72,36 @@ def curve(group: Group, metric: str, axis: Axis, scale: float = 1.0) -> Curve | 
     return Curve(grid, middle, faint=tuple(lines) if sparse else (), low=middle - spread, high=middle + spread)
 
 
+def thinned(drawn: Curve) -> Curve:
+    """At most MOST_POINTS of each line, evenly chosen, its ends among them."""
+    keep = _kept(len(drawn.x))
+    low, high = (None if edge is None else edge[keep] for edge in (drawn.low, drawn.high))
+    faint = tuple((x[_kept(len(x))], y[_kept(len(x))]) for x, y in drawn.faint)
+    return Curve(drawn.x[keep], drawn.y[keep], faint, low, high)
+
+
+def _kept(length: int) -> np.ndarray:
+    return np.unique(np.linspace(0, length - 1, min(length, MOST_POINTS)).round().astype(int))
+
+
 @dataclass(frozen=True)
 class Line:
-    """A curve of a panel as it is drawn: ``dash`` in plotly's words, ``markers`` where single points must be seen."""
+    """A curve of a panel, and the number of its group. ``points``: it is the panel's second metric."""
 
     curve: Curve
-    group: Group
-    label: str
-    dash: str
-    color: str
-    markers: bool
+    group: int
+    points: bool = False
 
 
 def panel_lines(groups: Sequence[Group], panel: Panel, axis: Axis, scale: float = 1.0) -> list[Line]:
-    """All curves of a panel: colours tell groups apart where there are several, else the panel's own metrics."""
+    """All curves of a panel."""
     lines = []
-    for group_index, group in enumerate(groups):
-        for index, (metric, label) in enumerate(panel.labels.items()):
-            drawn = curve(group, metric, axis, scale)
-            if drawn is not None:
-                color = line_color(group_index if len(groups) > 1 else index)
-                markers = is_sparse(metric) or len(drawn.x) == 1
-                lines.append(Line(drawn, group, label, DASHES[index], color, markers))
+    for number, group in enumerate(groups):
+        if (drawn := curve(group, panel.metric, axis, scale, panel.band)) is not None:
+            lines.append(Line(drawn, number, is_sparse(panel.metric)))
+        if panel.points and (drawn := curve(group, panel.points, axis, scale)) is not None:
+            lines.append(Line(drawn, number, True))
     return lines
-
-
-def line_color(index: int) -> str:
-    return COLORS[index % len(COLORS)]
 
 
 def smoothing_window(length: int) -> int:
@@ -200,13 +125,12 @@ def time_scale(runs: Sequence[Run]) -> tuple[float, str]:
     return (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
 
 
-def staleness_bound(groups: Sequence[Group]) -> float | None:
-    """The bound that all runs share, from their summaries; None when they differ or one is unknown."""
-    bounds = {((run.summary or {}).get("staleness") or {}).get("bound") for group in groups for run in group.runs}
-    return bounds.pop() if len(bounds) == 1 else None
+def axis_points(run: Run, metric: str, axis: Axis) -> Points | None:
+    """Where on the axis the run knows the metric, and what it is there; None where it nowhere does."""
+    return _line(run, metric, axis, 1.0)
 
 
-def _line(run: Run, metric: str, axis: Axis, scale: float) -> tuple[np.ndarray, np.ndarray] | None:
+def _line(run: Run, metric: str, axis: Axis, scale: float) -> Points | None:
     x, y = run.column(axis), run.column(metric)
     if x is None or y is None:
         return None
@@ -214,7 +138,7 @@ def _line(run: Run, metric: str, axis: Axis, scale: float) -> tuple[np.ndarray, 
     return (x[known] / scale, y[known]) if known.any() else None
 
 
-def _mean_of_points(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve:
+def _mean_of_points(lines: Sequence[Points]) -> Curve:
     """Evaluations happen at equal steps but unequal times: average the n-th of each run in both directions."""
     common = min(len(x) for x, _ in lines)
     x, y = (np.stack([line[side][:common] for line in lines]) for side in (0, 1))  # [runs, common]
@@ -222,11 +146,13 @@ def _mean_of_points(lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve:
     return Curve(x.mean(axis=0), middle, faint=tuple(lines), low=middle - spread, high=middle + spread)
 
 
-def _common_grid(lines: Sequence[tuple[np.ndarray, np.ndarray]], axis: Axis) -> np.ndarray:
+def _common_grid(lines: Sequence[Points], axis: Axis) -> np.ndarray:
     if axis == "step":
         common = lines[0][0]
         for x, _ in lines[1:]:
             common = np.intersect1d(common, x)
         return common
+    if all(np.array_equal(x, lines[0][0]) for x, _ in lines[1:]):
+        return lines[0][0]
     start, end = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
     return np.linspace(start, end, GRID_POINTS) if end > start else np.array([])

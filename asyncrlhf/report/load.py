@@ -1,11 +1,17 @@
-"""Reads run directories for the report: metrics as columns, config, summary, and which runs differ only by seed."""
+"""Reads run directories for the report: metrics as columns, config, summary, and which runs differ only by seed.
+
+A folder that Hydra left behind (``train -m``, with ``multirun.yaml``) says which jobs should lie in it.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,6 +27,11 @@ _WITHOUT_CURVES = {"preferences.jsonl": "preference data", "evaluation.json": "a
 # Metrics that give the stage away, for runs that have no summary yet.
 _OF_STAGE = {"mean_token_accuracy": "sft", "min_reward": "reward-model"}
 TRAIN = "train"
+MULTIRUN_FILE = "multirun.yaml"
+# Totals since the run's beginning, which no line of the metrics holds: of what is summed up for each.
+SAMPLES, TOKENS = "samples_trained", "tokens_trained"
+_TOTALS = {SAMPLES: "sequences", TOKENS: "response_tokens"}
+_MAPPINGS = ("heldout_accuracy", "staleness", "ledger", "reward", "generators")  # of summary.json
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Run:
         found = (stage for name, stage in _OF_STAGE.items() if {name, f"heldout_{name}"} & self.columns.keys())
         return next(found, TRAIN)
 
-    @property
+    @cached_property
     def configuration(self) -> dict[str, Any]:
         """The settings that make two runs comparable: all but the seed and where the run lies."""
         return {key: value for key, value in self.config.items() if key.split(".")[0] not in _NOT_CONFIGURATION}
@@ -76,12 +87,20 @@ def load_run(path: Path) -> Run:
             if (path / name).is_file():
                 raise ConfigError(f"{path} holds {what} and no curves; give a run of train, sft or reward-model.")
         raise ConfigError(f"{path} holds no {METRICS_FILE}, so it is no run directory, and holds none.")
-    rows = [row for row in read_metrics(metrics) if "step" in row]
+    try:
+        rows = [row for row in read_metrics(metrics) if "step" in row]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{metrics} cannot be read: {error}.") from None
     if not rows:
         raise ConfigError(f"{metrics} has no complete learner step yet; there is nothing to report.")
-    config = _read(path / CONFIG_FILE, yaml.safe_load, yaml.YAMLError) or {}
+    if not all(_is_number(row["step"]) for row in rows):
+        raise ConfigError(f"{metrics} has a line whose step is no number; was it edited by hand?")
+    config = _read(path / CONFIG_FILE, _yaml, yaml.YAMLError) or {}
     summary = _read(path / SUMMARY_FILE, json.loads, json.JSONDecodeError)
-    columns = _with_heldout_ends(_columns(rows), summary)
+    for key in _MAPPINGS:
+        if not isinstance((summary or {}).get(key) or {}, dict):
+            raise ConfigError(f"{path / SUMMARY_FILE} has a {key} that is no mapping; was it edited by hand?")
+    columns = _with_heldout_ends(_with_totals(_columns(rows)), summary)
     resolved = path.resolve()
     return Run(path, f"{resolved.parent.name}/{resolved.name}", rows, columns, flatten(config), summary)
 
@@ -98,8 +117,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def load_runs(paths: Sequence[Path], unread: dict[str, str] | None = None) -> list[Run]:
     """All runs of the paths. Why one cannot be read is put into ``unread`` by its path, or raised where none is given.
-    Raises ConfigError when no run can be read, and for runs of several stages, whose curves mean different things under
-    one name."""
+    Raises ConfigError when no run can be read."""
     runs: list[Run] = []
     for path in find_runs(paths):
         try:
@@ -110,13 +128,39 @@ def load_runs(paths: Sequence[Path], unread: dict[str, str] | None = None) -> li
             unread[str(path)] = str(error)
     if not runs:
         raise ConfigError(next(iter((unread or {}).values()), "no run was named; give one or several run directories."))
-    other = next((run for run in runs if run.stage != runs[0].stage), None)
-    if other is not None:
-        raise ConfigError(
-            f"{runs[0].path} is a run of {runs[0].stage} and {other.path} one of {other.stage}, whose curves do not "
-            "compare; give runs of one stage."
-        )
     return runs
+
+
+def is_multirun(path: Path) -> bool:
+    return (Path(path) / MULTIRUN_FILE).is_file()
+
+
+def missing_jobs(paths: Sequence[Path]) -> dict[str, str]:
+    """The jobs of every ``multirun.yaml`` below the paths that left no run: a sentence each, by the job's folder."""
+    found: dict[str, str] = {}
+    for file in sorted({file.resolve() for path in map(Path, paths) for file in path.rglob(MULTIRUN_FILE)}):
+        for number, choices in enumerate(_multirun_jobs(file)):
+            job = file.parent / str(number)
+            if not (job / METRICS_FILE).is_file():
+                found[str(job)] = f"{job} left no run ({choices or 'the only job'})."
+    return found
+
+
+def _multirun_jobs(file: Path) -> list[str]:
+    """What each job chose, in Hydra's order; nothing where its folders have other names, or choices of a sweeper."""
+    from asyncrlhf.config.compose import sweep_jobs
+
+    try:
+        settings = (_read(file, _yaml, yaml.YAMLError) or {})["hydra"]
+        overrides = [str(override) for override in settings["overrides"]["task"]]
+        plain = settings["sweep"]["subdir"] == "${hydra.job.num}" and "BasicSweeper" in settings["sweeper"]["_target_"]
+        if not plain or any(override.startswith("run_dir=") for override in overrides):
+            return []
+        jobs = sweep_jobs(overrides)
+    except (ConfigError, LookupError, TypeError):
+        return []
+    same = set(jobs[0]).intersection(*jobs)
+    return [" ".join(choice for choice in job if choice not in same) for job in jobs]
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -124,7 +168,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     buckets: dict[str, list[Run]] = {}
     for run in runs:
         # A run without a config cannot be shown to equal another one.
-        key = json.dumps(run.configuration, sort_keys=True) if run.configuration else str(run.path.resolve())
+        same = json.dumps(run.configuration, sort_keys=True) if run.configuration else str(run.path.resolve())
+        key = f"{run.stage} {same}"
         buckets.setdefault(key, []).append(run)
     differing = config_differences([members[0] for members in buckets.values()])
     labels = [_label(members, differing) for members in buckets.values()]
@@ -151,15 +196,24 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if _is_number(value))
-    return {
-        key: np.array([float(row[key]) if _is_number(row.get(key)) else np.nan for row in rows], dtype=np.float64)
-        for key in keys
-    }
+    columns = {}
+    for key in dict.fromkeys(chain.from_iterable(rows)):
+        values = [row.get(key) for row in rows]
+        if not {type(value) for value in values} <= {int, float, NoneType}:
+            values = [value if _is_number(value) else None for value in values]
+        if any(value is not None for value in values):
+            columns[key] = np.array(values, dtype=np.float64)  # None becomes NaN
+    return columns
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _with_totals(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add samples and response tokens trained on since the beginning [S]; a rollout counts as often as it is used."""
+    totals = {name: np.nancumsum(columns[of]) for name, of in _TOTALS.items() if of in columns}
+    return {**columns, **totals}
 
 
 def _with_heldout_ends(columns: dict[str, np.ndarray], summary: dict[str, Any] | None) -> dict[str, np.ndarray]:
@@ -168,7 +222,7 @@ def _with_heldout_ends(columns: dict[str, np.ndarray], summary: dict[str, Any] |
     Both belong to no learner step's line, so that only the summary knows them.
     """
     ends = (summary or {}).get("heldout_accuracy") or {}
-    before, after = ends.get("before"), ends.get("after")
+    before, after = (value if _is_number(value := ends.get(end)) else None for end in ("before", "after"))
     if before is None and after is None:
         return columns
     steps = len(columns["step"])
@@ -178,7 +232,7 @@ def _with_heldout_ends(columns: dict[str, np.ndarray], summary: dict[str, Any] |
     columns = {**columns, "heldout_accuracy": heldout}
     if before is None or columns["step"][0] <= 0:
         return columns
-    first = {"step": 0.0, "wall_time": 0.0, "heldout_accuracy": before}
+    first = {"step": 0.0, "wall_time": 0.0, SAMPLES: 0.0, TOKENS: 0.0, "heldout_accuracy": before}
     return {key: np.concatenate([[first.get(key, np.nan)], values]) for key, values in columns.items()}
 
 
@@ -196,7 +250,12 @@ def _label(members: Sequence[Run], differing: Mapping[str, Sequence[Any]]) -> st
 def _said(key: str, value: Any) -> str:
     if key.endswith(".name"):
         return str(value)
-    return f"{key.removeprefix('async.')}={value}"
+    return f"{key.removeprefix('async.')}={f'{value:g}' if isinstance(value, float) else value}"
+
+
+def _yaml(text: str) -> Any:
+    """By libyaml where PyYAML has it: a run's config takes a third of a second otherwise."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _read(path: Path, parse: Any, errors: type[Exception]) -> Any:
@@ -204,7 +263,7 @@ def _read(path: Path, parse: Any, errors: type[Exception]) -> Any:
         return None
     try:
         value = parse(path.read_text(encoding="utf-8"))
-    except errors:
+    except (errors, OSError, UnicodeDecodeError):
         raise ConfigError(f"{path} cannot be parsed; was it edited by hand?") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} does not hold a mapping; was it edited by hand?")

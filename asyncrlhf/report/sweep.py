@@ -1,55 +1,81 @@
-"""The head of a sweep's report: what it found in sentences, quality against staleness and wall-clock, and its table."""
+"""The head of a sweep's report: quality against staleness and wall-clock, how soon a quality is reached, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
+import numpy as np
 
-from asyncrlhf.report.curves import COLORS
+from asyncrlhf.report.load import Group
+from asyncrlhf.report.page import Arrays, Canvas, Chart, Section, Trace, band
+from asyncrlhf.report.reach import GOAL_SHARE, Reached, reached
 from asyncrlhf.report.table import MISSING, Table
 from asyncrlhf.sweeps.results import Cell, Estimate, Point, Results
 
-# A method has a colour, a mark and a dash of its own; with more methods than colours the marks tell them apart.
-MARKS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross", "triangle-down")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+Numbers = dict[Path, int]  # the series of a run, by its folder
 
 
-def style(index: int) -> tuple[str, str, str]:
-    """(colour, mark, dash) of the method with this number; no two of the first 35 are alike."""
-    round_ = index // len(COLORS)
-    return COLORS[index % len(COLORS)], MARKS[(index + round_) % len(MARKS)], DASHES[round_ % len(DASHES)]
+def series_of(groups: Sequence[Group]) -> Numbers:
+    return {run.path.resolve(): number for number, group in enumerate(groups) for run in group.runs}
 
 
-def sweep_figures(results: Results) -> list[go.Figure]:
-    """Quality against the staleness that came about, and against wall-clock where jobs had the machine alone."""
-    shared = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
-    by_lag = _quality(results, shared, lambda point: point.staleness)
-    _lay_out(by_lag, "Quality against staleness", "staleness of the trained data, policy versions", results.what)
-    timed = [cell for cell in results.cells if cell.exclusive]
-    if not timed:
-        return [by_lag]
-    by_time = _quality(results, timed, lambda point: point.train_seconds)
-    front = _front(timed)
-    x, y = [cell.seconds.mean for cell in front], [cell.quality.mean for cell in front]
-    dotted = {"color": "#888", "width": 1.3, "dash": "dot", "shape": "hv"}
-    by_time.add_scatter(x=x, y=y, mode="lines", line=dotted, name="Pareto front", hoverinfo="skip")
-    _lay_out(by_time, "Quality against wall-clock", "seconds of training, each job alone on the machine", results.what)
-    return [by_lag, by_time]
+def sweep_section(results: Results, groups: Sequence[Group], canvas: Canvas) -> tuple[Section, list[Table]]:
+    """The charts of a sweep's jobs, and its tables."""
+    numbers, arrays = series_of(groups), canvas.arrays
+    cells = [cell for cell in results.cells if _number(cell, numbers) is not None]
+    shared = [cell for cell in cells if not cell.exclusive] or cells
+    timed = [cell for cell in cells if cell.exclusive]
+    charts = []
+    if shared:
+        title, x = "Quality against staleness", "staleness of the trained data, policy versions"
+        traces = _quality(shared, numbers, arrays, lambda point: point.staleness)
+        charts.append(Chart(title, results.what, {"": traces}, "mean over seeds; band: one standard error", x))
+    if timed:
+        traces = _quality(timed, numbers, arrays, lambda point: point.train_seconds, [_front(timed, numbers, arrays)])
+        note = "jobs that had the machine alone; ringed: the Pareto front, what no other beats in both"
+        charts.append(Chart("Quality against wall-clock", results.what, {"": traces}, note, "seconds of training"))
+    found = reached(cells, groups, canvas.axes)
+    if found is not None:
+        charts.append(_reach_chart(found, arrays))
+    tables = [*sweep_tables(results), *([] if found is None else [_reach_table(found, cells)])]
+    return Section(f"Sweep {results.name}", charts), tables
 
 
-def _quality(results: Results, cells: Sequence[Cell], across: Callable[[Point], float]) -> go.Figure:
-    """A line a method: means with bars of one standard error, and each seed faint behind them."""
-    figure = go.Figure()
-    for index, method in enumerate(results.methods):
-        own = [cell for cell in cells if cell.method == method]
-        if own:
-            _add(figure, style(index), method, own, across)
-    return figure
+def _number(cell: Cell, numbers: Numbers) -> int | None:
+    return next((n for point in cell.points if (n := numbers.get(point.path.resolve())) is not None), None)
 
 
-def _front(cells: Sequence[Cell]) -> list[Cell]:
+def _quality(
+    cells: Sequence[Cell],
+    numbers: Numbers,
+    arrays: Arrays,
+    across: Callable[[Point], float],
+    behind: Sequence[Trace] = (),
+) -> list[Trace]:
+    """A line a method in a band of one standard error, each setting with its mark, and each seed faint behind them."""
+    traces = list(behind)
+    for method in dict.fromkeys(cell.method for cell in cells):
+        places = {id(c): Estimate.of([across(p) for p in c.points]).mean for c in cells if c.method == method}
+        line = sorted((c for c in cells if c.method == method), key=lambda cell: places[id(cell)])
+        of = [n for cell in line if (n := _number(cell, numbers)) is not None]
+        x = np.array([places[id(cell)] for cell in line])
+        y = np.array([cell.quality.mean for cell in line])
+        error = np.nan_to_num([cell.quality.error for cell in line])
+        if error.any():
+            traces += band(of[0], x, y - error, y + error, arrays, of=of)
+        points = [(point, n) for cell, n in zip(line, of, strict=True) for point in cell.points]
+        seeds: Trace = {"kind": "seeds", "s": of[0], "of": [n for _, n in points]}
+        seeds |= {"x": arrays.add([across(p) for p, _ in points]), "y": arrays.add([p.quality for p, _ in points])}
+        seeds["text"] = [point.name for point, _ in points]
+        traces.append(seeds)
+        text = [cell.setting for cell in line]
+        traces.append({"kind": "marks", "s": of[0], "of": of, "x": arrays.add(x), "y": arrays.add(y), "text": text})
+    return traces
+
+
+def front(cells: Sequence[Cell]) -> list[Cell]:
     """Those that no other one beats in both: quicker first, each better than all before."""
     kept: list[Cell] = []
     for cell in sorted(cells, key=lambda c: (c.seconds.mean, -c.quality.mean)):
@@ -58,58 +84,47 @@ def _front(cells: Sequence[Cell]) -> list[Cell]:
     return kept
 
 
-def _add(
-    figure: go.Figure, look: tuple[str, str, str], name: str, cells: Sequence[Cell], across: Callable[[Point], float]
-) -> None:
-    color, mark, dash = look
-    places = {id(cell): Estimate.of([across(point) for point in cell.points]).mean for cell in cells}
-    line = sorted(cells, key=lambda cell: places[id(cell)])
-    seeds = [point for cell in line for point in cell.points]
-    figure.add_scatter(
-        x=[across(point) for point in seeds],
-        y=[point.quality for point in seeds],
-        text=[point.name for point in seeds],
-        mode="markers",
-        marker={"color": color, "symbol": mark, "size": 6, "opacity": 0.35},
-        hovertemplate="%{text}: %{y:.3f}<extra></extra>",
-        legendgroup=name,
-        showlegend=False,
-    )
-    figure.add_scatter(
-        x=[places[id(cell)] for cell in line],
-        y=[cell.quality.mean for cell in line],
-        error_y=_bars([cell.quality for cell in line]),
-        text=[cell.setting for cell in line],
-        mode="lines+markers",
-        line={"color": color, "width": 2.2, "dash": dash},
-        marker={"color": color, "symbol": mark, "size": 9},
-        hovertemplate="%{text}: %{y:.3f}<extra>" + name + "</extra>",
-        name=name,
-        legendgroup=name,
-    )
+def _front(cells: Sequence[Cell], numbers: Numbers, arrays: Arrays) -> Trace:
+    best = front(cells)
+    x, y = [cell.seconds.mean for cell in best], [cell.quality.mean for cell in best]
+    return {"kind": "front", "of": [_number(c, numbers) for c in best], "x": arrays.add(x), "y": arrays.add(y)}
 
 
-def _bars(estimates: Sequence[Estimate]) -> dict[str, Any]:
-    known = [0.0 if estimate.count < 2 else estimate.error for estimate in estimates]
-    return {"type": "data", "array": known, "visible": any(known), "thickness": 1.3}
+def _reach_chart(found: Reached, arrays: Arrays) -> Chart:
+    traces: dict[str, list[Trace]] = {}
+    for axis in found.axes:
+        traces[axis.name] = []
+        for (number, name), (mean, error) in found.curves.items():
+            if name == axis.name:
+                low, high = (mean + sign * np.nan_to_num(error) for sign in (-1, 1))
+                known = np.isfinite(mean)
+                x = found.levels[known]
+                edges = (low[known], high[known]) if np.nan_to_num(error).any() else (None, None)
+                traces[axis.name] += band(number, x, *edges, arrays)
+                traces[axis.name].append(
+                    {"kind": "line", "s": number, "x": arrays.add(x), "y": arrays.add(mean[known])}
+                )
+    note = "a line ends where not every seed came so far; over wall-clock: jobs that had the machine alone"
+    return Chart("Time to a given quality", "first time that it is reached", traces, note, found.what, swapped=True)
 
 
-def _lay_out(figure: go.Figure, title: str, x_title: str, y_title: str) -> None:
-    figure.update_layout(
-        title={"text": f"<b>{title}</b>", "font": {"size": 15}, "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        margin={"l": 60, "r": 15, "t": 62, "b": 48},
-        legend={"orientation": "h", "x": 0, "y": 1.01, "xanchor": "left", "yanchor": "bottom", "font": {"size": 12}},
-        font={"size": 12},
-    )
-    figure.update_xaxes(title=x_title, rangemode="tozero")
-    figure.update_yaxes(title=y_title)
+def _reach_table(found: Reached, cells: Sequence[Cell]) -> Table:
+    names = [axis.title for axis in found.axes]
+    rows = []
+    for cell, (number, came) in zip(cells, found.came, strict=True):
+        cells_of = [
+            MISSING if (estimate := found.goals.get((number, axis.name))) is None else estimate.text(digits=1)
+            for axis in found.axes
+        ]
+        rows.append([cell.method, cell.setting, f"{came} of {len(cell.points)}", *cells_of])
+    title = f"Time to a {found.what} of {found.goal:.3f}: {GOAL_SHARE:.0%} of the best at the end"
+    return Table(title, ["method", "setting", "seeds that came there", *names], rows)
 
 
 def sweep_tables(results: Results) -> list[Table]:
     """A row a configuration, with the runs behind each figure, and the jobs without a result."""
     header = ["method", "setting", "seeds", results.what, "kept", "staleness", "seconds", "times sync's speed", "runs"]
-    rows = [
+    rows: list[list[Any]] = [
         [
             cell.method,
             cell.setting,
@@ -119,7 +134,7 @@ def sweep_tables(results: Results) -> list[Table]:
             cell.staleness.text(digits=2),
             cell.seconds.text(digits=1) if cell.exclusive else "not alone",
             MISSING if cell.speedup is None else cell.speedup.text(digits=2),
-            ", ".join(point.path.name for point in cell.points),
+            "; ".join(point.path.name for point in cell.points),
         ]
         for cell in results.cells
     ]

@@ -112,10 +112,10 @@ def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
     tables.append(_results(runs, results))
     if runs[0].stage == TRAIN:
         tables += [_ledger(runs), *_replicas(runs)]
-    differences = config_differences(runs)
+    differences = config_differences([group.runs[0] for group in groups])
     if differences:
         rows = [[key, *(MISSING if value is None else str(value) for value in row)] for key, row in differences.items()]
-        tables.append(Table("Settings that differ", ["setting", *(run.label for run in runs)], rows))
+        tables.append(Table("Settings that differ", ["setting", *(group.label for group in groups)], rows))
     return tables
 
 

@@ -111,11 +111,12 @@ def read_results(folder: Path) -> Results:
     document = read_sweep(folder)
     rows = [row for row in document["jobs"] if row["state"] == "done"]
     left_out = {row["name"]: row["state"] for row in document["jobs"] if row["state"] != "done"}
+    several = any("algorithm" in row["choices"] for row in rows)
     heldout = all(_heldout(folder / row["folder"]) is not None for row in rows)
     points = []
     for row in rows:
         try:
-            points.append(_point(folder, row, heldout))
+            points.append(_point(folder, row, heldout, several))
         except (ConfigError, LookupError, ValueError, OSError) as error:
             left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
     what = "held-out accuracy" if heldout else "reward of the last tenth of the steps"
@@ -127,7 +128,8 @@ def _heldout(run_dir: Path) -> float | None:
     return ((read_summary(run_dir) or {}).get("heldout_accuracy") or {}).get("after")
 
 
-def _point(folder: Path, row: dict[str, Any], heldout: bool) -> Point:
+def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> Point:
+    """``several``: other jobs choose an algorithm, and one that does not is told by the name of its own."""
     path = folder / row["folder"]
     summary = read_summary(path)
     metrics = [line for line in read_metrics(path / METRICS_FILE) if "step" in line]
@@ -137,12 +139,16 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool) -> Point:
     setting = _words({key: value for key, value in choices.items() if key in STALENESS_KEYS}) or asynchrony["mode"]
     if setting in ("async", "fill"):  # the free-running groups of conf/async
         setting = f"async, max_staleness {asynchrony['max_staleness']}"
+    compared = {key: value for key, value in choices.items() if key not in STALENESS_KEYS}
+    name = row["config"].get("algorithm", {}).get("name", "")
+    if several and "algorithm" not in choices and name:
+        compared = {"algorithm": name, **compared}
     quality = summary["heldout_accuracy"]["after"] if heldout else summary["reward"]["last"]
     return Point(
         row["name"],
         path,
         row["timing"] == "exclusive",
-        _words({key: value for key, value in choices.items() if key not in STALENESS_KEYS}) or ONLY_METHOD,
+        _words(compared) or ONLY_METHOD,
         setting,
         row["seed"],
         float(quality),

@@ -17,6 +17,7 @@ from asyncrlhf.cli.main import main
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator import run as run_module
 from asyncrlhf.report import html
+from asyncrlhf.report.panels import PANELS
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = [
@@ -230,6 +231,8 @@ def test_report_draws_a_finished_run(finished: Path, here: Path, capsys: pytest.
     assert main(["report", str(finished), "--out", "drawn"]) == 0
     assert capsys.readouterr().out == "Report: drawn/index.html\n"
     assert (here / "drawn" / "index.html").stat().st_size > 10_000
+    logged = {key for line in (finished / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    assert {name for panel in PANELS for name in panel.metrics} - {"heldout_accuracy"} - logged == set()
 
 
 @pytest.mark.parametrize("trouble", [OSError("the disk is full"), ConfigError("nothing to draw.")])

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from asyncrlhf.report.html import build_report
-from asyncrlhf.report.sweep import style, sweep_figures, sweep_tables
+from asyncrlhf.report.load import load_runs
+from asyncrlhf.report.page import Canvas, page_axes
+from asyncrlhf.report.series import group_all
+from asyncrlhf.report.sweep import sweep_section, sweep_tables
 from asyncrlhf.sweeps.results import Estimate, read_results, sentences
 
 
@@ -79,9 +82,13 @@ def test_speed_is_that_of_jobs_that_had_the_machine_alone(tmp_path: Path) -> Non
     assert set(speeds) == {"async, max_staleness 4"}
     assert speeds["async, max_staleness 4"].mean == pytest.approx((1.5 + 2.0) / 2)
     assert "trains the same steps at 1.75 ± 0.25 times the speed of sync (2 alternated pairs" in sentences(results)[-1]
-    by_lag, by_time = sweep_figures(results)
-    assert {trace.name for trace in by_lag.data if trace.name} == {"grpo", "decoupled_grpo"}
-    assert [list(trace.x) for trace in by_time.data if trace.name == "Pareto front"] == [[25.0]]
+    groups, _ = group_all(load_runs(results.runs), [results])
+    canvas = Canvas(page_axes(groups), faint=True)
+    by_lag, by_time = sweep_section(results, groups, canvas)[0].charts
+    labels = [groups[n].label for trace in by_lag.traces[""] if trace["kind"] == "marks" for n in trace["of"]]
+    assert labels == ["decoupled_grpo, lag 0", "decoupled_grpo, lag 4", "grpo, lag 0", "grpo, lag 4"]
+    fronts = [canvas.arrays.lists[trace["x"]] for trace in by_time.traces[""] if trace["kind"] == "front"]
+    assert fronts == [[25.0]]
     (table,) = sweep_tables(results)
     assert {row[6] for row in table.rows if row[0] == "grpo"} == {"not alone"}
 
@@ -110,6 +117,10 @@ def test_one_seed_has_no_error_and_says_none(tmp_path: Path) -> None:
     assert "grpo keeps 75% of" in sentences(read_results(tmp_path))[0]
 
 
-def test_no_two_methods_look_alike() -> None:
-    looks = [style(index) for index in range(35)]
-    assert len(set(looks)) == 35 and len({color for color, _, _ in looks[:7]}) == 7
+def test_an_algorithm_that_no_job_chose_is_named_beside_those_that_were_chosen(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "free", {"async": "async"}, 0, quality=0.5, staleness=3, mode="async", timing="exclusive")
+    job["config"]["algorithm"] = {"name": "decoupled_grpo"}
+    write(tmp_path, [*quality_jobs(tmp_path), job])
+    assert read_results(tmp_path).methods == ["decoupled_grpo", "grpo"]
+    write(tmp_path, [job])
+    assert read_results(tmp_path).methods == ["the run"]

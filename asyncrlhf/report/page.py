@@ -1,0 +1,193 @@
+"""What the page's script draws: axes, series, and the lines of each panel over each axis, as plain JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncrlhf.report.curves import AXES, Axis, panel_lines, thinned, time_scale
+from asyncrlhf.report.load import SAMPLES, TOKENS, TRAIN, Group, Run
+from asyncrlhf.report.panels import BY_LAG, Panel, shown_panels, staleness_bound, step_name
+
+Trace = dict[str, Any]
+
+
+class Arrays:
+    """The numbers of a page, each array once: lines over several axes share their values, metrics share their axis."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[float | None]] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, values: np.ndarray | Sequence[float]) -> int:
+        """The array's number. Values are kept to five digits, NaN as null."""
+        array = np.asarray(values, dtype=np.float64)
+        key = array.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self.lists)
+            self.lists.append([float(f"{v:.5g}") if np.isfinite(v) else None for v in array.tolist()])
+        return self._numbers[key]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A panel as the page has it. ``traces``: by the axis's name, or under "" where the axis is the panel's own, whose
+    title is ``x``. ``swapped``: the page's axis is the vertical one."""
+
+    title: str
+    unit: str
+    traces: Mapping[str, Sequence[Trace]]
+    note: str = ""
+    x: str = ""
+    limits: tuple[float, float] | None = None
+    bound: float | None = None
+    from_zero: bool = False
+    categories: Sequence[str] = ()
+    swapped: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """What the script needs of it; title, unit and note stand in the page."""
+        names = ("traces", "x", "limits", "bound", "from_zero", "categories", "swapped")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with its charts, or with HTML of its own, safe to be put into the page as it is."""
+
+    heading: str
+    charts: Sequence[Chart] = ()
+    html: str = ""
+    note: str = field(default="")
+
+
+@dataclass(frozen=True)
+class PageAxis:
+    """``scale``: what the axis's values are divided by."""
+
+    name: Axis
+    title: str
+    button: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What all charts of a page share. ``faint``: raw values and seeds are drawn behind the lines."""
+
+    axes: Sequence[PageAxis]
+    faint: bool
+    arrays: Arrays = field(default_factory=Arrays)
+
+
+def page_axes(groups: Sequence[Group]) -> list[PageAxis]:
+    """Those that at least one run knows."""
+    runs = [run for group in groups for run in group.runs]
+    seconds, unit = time_scale(runs)
+    said: dict[Axis, tuple[str, str, float]] = {
+        "step": (step_name(groups), "steps", 1.0),
+        SAMPLES: ("samples trained on", "samples", 1.0),
+        TOKENS: ("response tokens trained on", "tokens", 1.0),
+        "wall_time": (f"wall-clock, {unit}", "wall-clock", seconds),
+    }
+    return [PageAxis(name, *said[name]) for name in AXES if any(run.column(name) is not None for run in runs)]
+
+
+def curve_sections(groups: Sequence[Group], numbers: Sequence[int], canvas: Canvas) -> list[Section]:
+    """The panels of runs of one stage. ``numbers``: the series of each group."""
+    sections: dict[str, list[Chart]] = {}
+    for panel in shown_panels(groups):
+        sections.setdefault(panel.section, []).append(_chart(panel, groups, numbers, canvas))
+    stage = groups[0].runs[0].stage
+    made = [Section(heading or f"Curves of {stage}", charts) for heading, charts in sections.items()]
+    lags = _by_lag(groups, numbers, canvas.arrays) if stage == TRAIN else []
+    if lags:
+        note = "Each token counts under the versions between its birth and its use; means over the run, by tokens."
+        place = next((n for n, s in enumerate(made) if s.heading == "Staleness"), len(made) - 1) + 1
+        made.insert(place, Section("By lag", lags, note=note))
+    return made
+
+
+def _chart(panel: Panel, groups: Sequence[Group], numbers: Sequence[int], canvas: Canvas) -> Chart:
+    traces = {axis.name: _traces(panel, groups, numbers, axis, canvas) for axis in canvas.axes}
+    runs = [run for group in groups for run in group.runs]
+    edged = panel.band is None or all(any(run.column(name) is not None for run in runs) for name in panel.band)
+    note = panel.note if edged else panel.note.partition(";")[0]
+    bound = staleness_bound(groups) if panel.bound else None
+    return Chart(panel.title, panel.unit, traces, note, "", panel.limits, bound, panel.from_zero)
+
+
+def _traces(
+    panel: Panel, groups: Sequence[Group], numbers: Sequence[int], axis: PageAxis, canvas: Canvas
+) -> list[Trace]:
+    made: list[Trace] = []
+    arrays = canvas.arrays
+    for line in panel_lines(groups, panel, axis.name, axis.scale):
+        drawn, series = thinned(line.curve), numbers[line.group]
+        if canvas.faint:
+            made += [{"kind": "faint", "s": series, "x": arrays.add(x), "y": arrays.add(y)} for x, y in drawn.faint]
+        made += band(series, drawn.x, drawn.low, drawn.high, arrays)
+        kind = "points" if line.points or len(drawn.x) == 1 else "line"
+        made.append({"kind": kind, "s": series, "x": arrays.add(drawn.x), "y": arrays.add(drawn.y)})
+    return made
+
+
+def band(
+    series: int, x: np.ndarray, low: np.ndarray | None, high: np.ndarray | None, arrays: Arrays, **more: Any
+) -> list[Trace]:
+    if low is None or high is None or len(x) < 2:
+        return []
+    return [{"kind": "band", "s": series, "x": arrays.add(x), "low": arrays.add(low), "high": arrays.add(high), **more}]
+
+
+def _by_lag(groups: Sequence[Group], numbers: Sequence[int], arrays: Arrays) -> list[Chart]:
+    """One chart a diagnostic: its mean in each bucket of version lags, with one standard deviation over the seeds."""
+    charts = []
+    buckets = lag_buckets([run for group in groups for run in group.runs])
+    for name, (title, unit) in BY_LAG.items():
+        found = {(n, b): lag_values(group.runs, name, b) for n, group in enumerate(groups) for b in buckets}
+        used = [bucket for bucket in buckets if any(found[n, bucket] for n in range(len(groups)))]
+        if not used:
+            continue
+        traces: list[Trace] = []
+        for number in range(len(groups)):
+            cells = [found[number, bucket] for bucket in used]
+            if not any(cells):
+                continue
+            x = np.arange(len(used), dtype=float)
+            y = np.array([np.mean(cell) if cell else np.nan for cell in cells])
+            spread = np.array([np.std(cell, ddof=1) if len(cell) > 1 else np.nan for cell in cells])
+            bars = {"error": arrays.add(spread)} if np.isfinite(spread).any() else {}
+            traces.append({"kind": "points", "s": numbers[number], "x": arrays.add(x), "y": arrays.add(y), **bars})
+        charts.append(Chart(title, unit, {"": traces}, x="lag, policy versions", categories=used))
+    return charts
+
+
+def lag_buckets(runs: Sequence[Run]) -> list[str]:
+    """The buckets of version lags that the runs know, the freshest first: 0, 1, 2, 3-4, 5-8, 9+."""
+    ending = "/token_fraction"
+    names = {key[4 : -len(ending)] for run in runs for key in run.columns if re.fullmatch(rf"lag_\d.*{ending}", key)}
+    return sorted(names, key=lambda name: int(re.split(r"\D", name)[0]))
+
+
+def lag_values(runs: Sequence[Run], name: str, bucket: str) -> list[float]:
+    """A diagnostic's mean over each run that has tokens in the bucket; a step weighs as its tokens in there do. The
+    bucket's share of the tokens itself is over all steps."""
+    found = []
+    for run in runs:
+        share, values = run.column(f"lag_{bucket}/token_fraction"), run.column(f"lag_{bucket}/{name}")
+        if share is None or values is None:
+            continue
+        tokens = run.columns.get("response_tokens", np.ones(len(share)))
+        here = np.nan_to_num(share) * np.nan_to_num(tokens)
+        if name == "token_fraction":
+            found.append(float(here.sum() / np.nansum(tokens)))
+            continue
+        known = np.isfinite(values) & (here > 0)
+        if known.any():
+            found.append(float(np.average(values[known], weights=here[known])))
+    return found

@@ -1,0 +1,165 @@
+"""The report in a real browser: every chart drawn, legend and axis act on all of them, two widths hold it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from asyncrlhf.report.html import build_report
+from tests.browser import CHROMIUM, Browser
+from tests.unit.report.made import full_run, full_sweep
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+WIDTHS = (1400, 390)  # a desk, a phone
+
+PLOTS = """[...document.querySelectorAll('.plot')].map(plot => ({
+  title: plot.parentElement.querySelector('b').innerText,
+  paths: [...plot.querySelectorAll('.scatterlayer path')].filter(path => path.getAttribute('d').length > 4).length,
+  traces: (plot.data || []).map(trace => ({name: trace.name, kind: trace.meta, x: [...trace.x], y: [...trace.y],
+    color: trace.kind === 'front' ? '' : (trace.line || trace.marker).color, fill: trace.fillcolor,
+    dash: (trace.line || {}).dash, symbol: (trace.marker || {}).symbol}))}))"""
+# What a reader would have to scroll sideways for, and text that its box cuts off.
+TOO_WIDE = """[...document.querySelectorAll('body *')].filter(one => {
+  const box = one.getBoundingClientRect(), style = getComputedStyle(one);
+  return box.width && !one.closest('#js-plotly-tester') && (box.right > innerWidth + 1 || box.left < -1
+    || (style.overflowX !== 'visible' && one.tagName !== 'svg' && one.scrollWidth > one.clientWidth + 1));
+}).map(one => one.outerHTML.slice(0, 120))"""
+# Labels of an axis that lie over each other.
+OVERLAPS = """[...document.querySelectorAll('.plot')].flatMap(plot => ['.xtick text', '.ytick text'].flatMap(kind => {
+  const boxes = [...plot.querySelectorAll(kind)].map(text => text.getBoundingClientRect());
+  return boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b =>
+    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1).map(() => kind));
+}))"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = Browser()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of one run, of nine configurations with two seeds, and of a sweep."""
+    folder = tmp_path_factory.mktemp("pages")
+    many = [
+        full_run(folder / "many" / f"e{eta}s{seed}", seed=seed, **{"async": {"max_staleness": eta}})
+        for eta in range(9)
+        for seed in (0, 1)
+    ]
+    return {
+        "run": build_report([full_run(folder / "one")]),
+        "many": build_report(many, folder / "out"),
+        "sweep": build_report([full_sweep(folder / "sweep")]),
+    }
+
+
+def opened(browser: Browser, page: Path, width: int = 1400) -> list[dict[str, Any]]:
+    browser.open(page, width)
+    return charts(browser)
+
+
+def charts(browser: Browser) -> list[dict[str, Any]]:
+    """What every chart shows, once all are drawn."""
+    browser.wait_for("document.body.dataset.drawn === 'yes'")
+    found: list[dict[str, Any]] = browser.evaluate(PLOTS)
+    return found
+
+
+def click(browser: Browser, selector: str) -> None:
+    browser.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+
+@pytest.mark.parametrize("kind", ["run", "many", "sweep"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_chart_is_drawn_and_nothing_is_cut_off(
+    browser: Browser, pages: dict[str, Path], kind: str, width: int
+) -> None:
+    drawn = opened(browser, pages[kind], width)
+    assert len(drawn) > 25
+    assert [chart["title"] for chart in drawn if not chart["traces"] or not chart["paths"]] == []
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(TOO_WIDE) == []
+    assert browser.evaluate(OVERLAPS) == []
+    assert browser.errors == [] and browser.requests == []
+    looks: dict[str, set[tuple[Any, ...]]] = {}  # the same in every chart, and unlike any other
+    for chart in drawn:
+        for trace in chart["traces"]:
+            if trace["kind"] == "line":
+                looks.setdefault(trace["name"], set()).add((trace["color"], trace["dash"], trace["symbol"]))
+    assert all(len(found) == 1 for found in looks.values())
+    assert browser.evaluate("page.series.length") == len(looks) == len(set.union(*looks.values()))
+    colors = {(t["name"], t["color"]) for chart in drawn for t in chart["traces"] if t["kind"] in ("points", "faint")}
+    assert colors <= {(name, color) for name, found in looks.items() for color, _, _ in found}
+
+
+def test_a_click_hides_a_series_in_every_chart_and_brings_it_back(browser: Browser, pages: dict[str, Path]) -> None:
+    before = opened(browser, pages["sweep"])
+    label = browser.evaluate("page.series[1].label")
+    had = sum(trace["name"] == label for chart in before for trace in chart["traces"])
+    points = {chart["title"]: sum(len(trace["x"]) for trace in chart["traces"]) for chart in before}
+    assert had > 20 and browser.evaluate("document.querySelectorAll('[data-series=\"1\"]:not([hidden])').length") > 0
+    click(browser, "[data-toggle='1']")
+    after = charts(browser)
+    assert [chart["title"] for chart in after for trace in chart["traces"] if trace["name"] == label] == []
+    fewer = {chart["title"] for chart in after if sum(len(t["x"]) for t in chart["traces"]) < points[chart["title"]]}
+    timed = {"Quality against wall-clock"}  # the series did not have the machine alone
+    assert fewer == set(points) - timed
+    assert browser.evaluate("document.querySelectorAll('[data-series=\"1\"]:not([hidden])').length") == 0
+    click(browser, "[data-toggle='1']")
+    assert charts(browser) == before
+
+    click(browser, ".name")  # a method with all its settings
+    family = browser.evaluate("document.querySelector('.name').innerText")
+    assert not {t["name"] for chart in charts(browser) for t in chart["traces"] if t["name"].startswith(f"{family},")}
+    browser.evaluate(
+        "document.querySelector('[data-toggle=\"0\"]').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))"
+    )
+    names = {t["name"] for chart in charts(browser) for t in chart["traces"]}
+    assert names == {browser.evaluate("page.series[0].label")}
+    click(browser, "[data-every='hide']")
+    assert all(chart["traces"] == [] for chart in charts(browser)) and browser.errors == []
+
+
+def test_the_axis_switch_changes_every_curve(browser: Browser, pages: dict[str, Path]) -> None:
+    frame = pd.read_json(pages["run"].parents[1] / "metrics.jsonl", lines=True)
+    known = frame.reward_mean.notna()
+    wanted = {
+        "step": frame.step,
+        "samples_trained": frame.sequences.cumsum(),
+        "tokens_trained": frame.response_tokens.cumsum(),
+        "wall_time": frame.wall_time,
+    }
+    opened(browser, pages["run"])
+    seen = []
+    for axis, x in wanted.items():
+        click(browser, f"[data-axis='{axis}']")
+        drawn = {chart["title"]: chart["traces"] for chart in charts(browser)}
+        raw = next(trace for trace in drawn["Reward"] if trace["kind"] == "faint")
+        np.testing.assert_allclose(raw["x"], x[known], rtol=1e-4)
+        np.testing.assert_allclose(raw["y"], frame.reward_mean[known], rtol=1e-4)
+        ends = {title: traces[-1]["x"][-1] for title, traces in drawn.items() if not title.endswith("by lag")}
+        seen.append(ends)
+        assert browser.evaluate("document.querySelector('.xtitle').textContent") == browser.evaluate(
+            f"page.axes.find(one => one.name === '{axis}').title"
+        )
+    assert len(seen[0]) > 20
+    assert [title for title in seen[0] if len({round(ends[title], 3) for ends in seen}) < len(seen)] == []
+    assert browser.errors == []
+
+
+def test_times_over_which_jobs_ran_side_by_side_are_not_compared(browser: Browser, pages: dict[str, Path]) -> None:
+    opened(browser, pages["sweep"])
+    click(browser, "[data-axis='wall_time']")
+    reach = next(chart for chart in charts(browser) if chart["title"] == "Time to a given quality")
+    named = {trace["name"].split(" (")[0] for trace in reach["traces"]}
+    assert named == {"decoupled_grpo, sync", "decoupled_grpo, async, max_staleness 4"}
