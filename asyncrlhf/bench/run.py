@@ -79,7 +79,8 @@ def _about(name: str) -> str:
     options = []
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in (node for node in calls if getattr(node.func, "attr", "") == "add_argument"):
-        told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
-        default = f" (default {told['default']})" if told.get("default") is not None else ""
+        constants = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+        told = {name: str(value) for name, value in constants.items() if value is not None}
+        default = f" (default {told['default']})" if "default" in told else ""
         options.append(f"  {ast.unparse(call.args[0]).strip(chr(39)):20} {told.get('help', '')}{default}".rstrip())
     return "\n\n".join([*(text for text in texts if text), "\n".join(options)])

@@ -96,7 +96,8 @@ def _sections(schema: type, key: str, about: str) -> Iterator[Section]:
 
 
 def _setting(declared: Field[Any], hint: Any, group: str) -> Setting:
-    default = declared.default if declared.default is not MISSING else declared.default_factory()  # type: ignore[misc]
+    factory: Any = declared.default_factory
+    default = declared.default if factory is MISSING else factory()
     types = [kind for kind in get_args(hint) or (hint,) if kind in _KINDS]
     origin = getattr(hint, "__origin__", None)
     found = origin or (types[0] if types else type(default) if default is not None else dict)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 HERE = Path(__file__).parent
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#76b7b2")  # by the version that sampled
-LANE, GAP, UNIT = 24, 8, 62
+LANE, UNIT = 24, 62
+Boxes = tuple[float, float, int]  # start, length, version
 
 
 def text(x: float, y: float, words: str, size: int = 13, anchor: str = "start", fill: str = "#333") -> str:
@@ -25,20 +25,33 @@ def picture(width: int, height: int, parts: list[str]) -> str:
     return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#fff"/>', *parts, "</svg>"]) + "\n"
 
 
+def free_running(bound: int, seconds: float) -> tuple[list[Boxes], list[Boxes]]:
+    """Generators that take ``seconds`` a batch and a learner that takes 1, under the gate's rule: the n-th batch begins
+    once the version is at least n - bound."""
+    generated: list[Boxes] = []
+    trained: list[Boxes] = []
+    ends: list[float] = []  # of the learner's steps; the version is how many lie behind
+    free = 0.0
+    for number in range(12):
+        start = max(free, ends[number - bound - 1] if number > bound else 0.0)
+        generated.append((start, seconds, sum(end <= start for end in ends)))
+        free = start + seconds
+        begun = max(free, ends[-1] if ends else 0.0)
+        trained.append((begun, 1, generated[-1][2]))
+        ends.append(begun + 1)
+    return generated, trained
+
+
 def modes() -> str:
     """Two lanes a mode: what the generators sample, by version, and which of it the learner trains."""
-    # (title, [(start, length, version) of generation], [(start, length, version of its data) of training])
+    # (title, what is generated, what is trained)
     rows = [
         ("sync: staleness 0", [(2 * i, 1, i) for i in range(5)], [(2 * i + 1, 1, i) for i in range(5)]),
         ("one_step: 1", [(i, 1, max(0, i - 1)) for i in range(9)], [(i + 1, 1, max(0, i - 1)) for i in range(9)]),
-        (
-            "async, max_staleness=2: at most 2",
-            [(0.8 * i, 0.8, max(0, math.floor(0.8 * i) - 1)) for i in range(12)],
-            [(i + 1, 1, max(0, math.floor(0.8 * i) - 1)) for i in range(9)],
-        ),
+        ("async, max_staleness=2: at most 2", *free_running(bound=2, seconds=0.8)),
         (
             "fixed_lag, lag=3: 3",
-            [(i, 1, max(0, i - 1)) for i in range(9)],
+            [(i, 1, max(0, i - 3)) for i in range(9)],
             [(i + 1, 1, max(0, i - 3)) for i in range(9)],
         ),
     ]

@@ -94,7 +94,7 @@ def test_the_browser_holds_at_most_200_rollouts_and_the_bytes_it_may(tmp_path: P
     assert len(data["rollouts"]) == 200 and data["recorded"] == 450
     ids = [row["i"] for row in data["rollouts"]]
     assert ids == sorted(ids) and np.diff(ids).max() <= 3, "spread over the run"
-    for limit in (20_000, 60_000):
+    for limit in (20_000, 28_000):
         small = rollouts.section(run_at(tmp_path), limit)
         assert len(small.encode()) <= limit and 10 < len(embedded(small)["rollouts"]) < 200
     write_tokens(tmp_path / "long", 2, text="x<" * 3000)
