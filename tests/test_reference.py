@@ -8,7 +8,6 @@ import pytest
 
 from asyncrlhf.cli.reference import PAGES
 from asyncrlhf.records.metric_names import FAMILIES, find_metric
-from asyncrlhf.records.wandb_sink import GROUPS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
@@ -36,7 +35,3 @@ def test_patterns_match_what_they_should_and_nothing_else() -> None:
     assert {key: metric.name for key in found if (metric := find_metric(key))} == found
     for unknown in ("lag_3-4/kl/x", "staleness", "xstaleness_mean", "reward/", "generator/a/b/latency"):
         assert find_metric(unknown) is None, unknown
-
-
-def test_what_is_grouped_for_wandb_is_explained() -> None:
-    assert [name for names in GROUPS.values() for name in names if find_metric(name) is None] == []

@@ -1,4 +1,4 @@
-"""What each figure in ``metrics.jsonl`` means: the one list for docs/reference/metrics.md and titles of curves."""
+"""What each figure in ``metrics.jsonl`` means: the one list for docs/reference/metrics.md, titles and sections."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Family:
-    """Metrics that belong together, under one heading."""
+    """Metrics that belong together, under one heading. ``section``: what groups their curves in W&B, TensorBoard and
+    MLflow, unless a key has a section of its own, up to its slash."""
 
     title: str
+    section: str
     about: str
     metrics: tuple[Metric, ...]
 
@@ -38,13 +40,14 @@ def _opened(name: str) -> str:
     return re.sub(r"<[^>]*>", "[^/]+", name)
 
 
-def _family(title: str, about: str, *rows: tuple[str, str, str, str]) -> Family:
-    return Family(title, about, tuple(Metric(*row) for row in rows))
+def _family(title: str, section: str, about: str, *rows: tuple[str, str, str, str]) -> Family:
+    return Family(title, section, about, tuple(Metric(*row) for row in rows))
 
 
 FAMILIES: tuple[Family, ...] = (
     _family(
         "Position",
+        "time",
         "Where in the run the line stands.",
         ("step", "steps", "step", "Learner steps done."),
         ("policy_version", "versions", "policy version", "The policy's version after the step: completed steps."),
@@ -52,6 +55,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "Reward",
+        "reward",
         "Of the rollouts of the step's batch, as scored, before any normalisation or penalty in the loss.",
         ("reward_mean", "reward", "reward", "Mean reward of the batch."),
         ("reward_std", "reward", "reward's deviation", "Standard deviation of the batch's rewards."),
@@ -66,11 +70,31 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "Staleness",
+        "staleness",
         "Learner steps between a rollout's oldest token and its training; a batch has one a rollout.",
         ("staleness_mean", "versions", "staleness", "Mean over the batch's rollouts."),
         ("staleness_max", "versions", "largest staleness", "Largest of the batch; never above staleness_bound."),
         ("staleness_in_flight_mean", "versions", "staleness in flight", "The part that arose while being generated."),
         ("staleness_in_queue_mean", "versions", "staleness in queue", "The part that arose from the last token on."),
+        ("staleness_p10", "versions", "staleness, 10%", "10th percentile over the batch."),
+        ("staleness_p50", "versions", "staleness, median", "Median over the batch."),
+        ("staleness_p90", "versions", "staleness, 90%", "90th percentile over the batch."),
+        (
+            "staleness_in_flight_p10",
+            "versions",
+            "staleness in flight, 10%",
+            "10th percentile over the batch.",
+        ),
+        ("staleness_in_flight_p50", "versions", "staleness in flight, median", "Median over the batch."),
+        (
+            "staleness_in_flight_p90",
+            "versions",
+            "staleness in flight, 90%",
+            "90th percentile over the batch.",
+        ),
+        ("staleness_in_queue_p10", "versions", "staleness in queue, 10%", "10th percentile over the batch."),
+        ("staleness_in_queue_p50", "versions", "staleness in queue, median", "Median over the batch."),
+        ("staleness_in_queue_p90", "versions", "staleness in queue, 90%", "90th percentile over the batch."),
         ("staleness_bound", "versions", "staleness bound", "The bound that the batch was taken under."),
         ("mixed_version_fraction", "share", "mixed versions", "Rollouts whose tokens are of several versions."),
         ("version_lag_mean", "versions", "token lag", "Mean over tokens of the policy's version less the token's."),
@@ -80,6 +104,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "Off-policy",
+        "off_policy",
         "How far the policy before the step (prox) is from the one that sampled (mu): behavior_*; how far the step's "
         "updates moved from prox: policy_*. Over the tokens that train.",
         ("ess", "tokens", "effective size", "(sum w)^2 / sum w^2 of the uncut weights w = prox / mu of tokens."),
@@ -109,6 +134,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "By version lag",
+        "lag",
         "Over the tokens that are so many versions old: 0, 1, 2, 3-4, 5-8 or 9+. A bucket without a token is missing.",
         ("lag_<versions>/ess_fraction", "share", "effective share by lag", "As ess_fraction."),
         ("lag_<versions>/ratio_mean", "-", "ratio by lag", "Mean prox / mu, uncut."),
@@ -118,6 +144,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "Loss",
+        "policy",
         "What the optimizer met.",
         ("loss", "-", "loss", "The policy loss, mean over the step's updates."),
         ("value_loss", "reward^2", "value loss", "The critic's loss, mean over the step's updates."),
@@ -133,6 +160,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "Data",
+        "response",
         "What the batch held.",
         ("sequences", "rollouts", "rollouts", "Rollouts of the batch."),
         ("tokens", "tokens", "tokens", "Tokens of prompts and responses."),
@@ -145,6 +173,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "Time",
+        "time",
         "Seconds and rates since the line before. Under runtime=local they are those of the virtual clock.",
         ("samples_per_second", "rollouts/s", "samples a second", "Rollouts trained."),
         ("tokens_per_second", "tokens/s", "tokens a second", "Response tokens trained."),
@@ -165,12 +194,21 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _family(
         "Buffer and generators",
+        "buffer",
         "What is under way. Figures of one replica appear where there are several; beyond 16 the rest are `others`.",
         ("buffer_size", "rollouts", "buffer", "Finished rollouts that wait for the learner."),
         ("buffer_age", "versions", "buffer's age", "Their mean staleness if they were trained next."),
         ("dropped", "rollouts", "dropped", "Rollouts dropped since the run began."),
         ("rollouts_in_flight", "rollouts", "in flight", "Rollouts being generated."),
         ("generators_alive", "replicas", "generators alive", "Replicas that answer."),
+        (
+            "pacing_lead",
+            "batches",
+            "pacing's lead",
+            "Batches begun ahead of the learner (just_in_time).",
+        ),
+        ("pacing_margin", "batches", "pacing's margin", "Batches ready beyond the one that the learner asked for."),
+        ("pacing_margin_predicted", "batches", "margin as predicted", "The same, as pacing expected it."),
         ("generators_held_back", "replicas", "held back", "Replicas without work, too late for the bound."),
         ("generator/<replica>/tokens_per_second", "tokens/s", "a replica's tokens", "Tokens that it sampled."),
         ("generator/<replica>/rollouts", "rollouts", "a replica's rollouts", "Rollouts that it finished."),
@@ -181,10 +219,40 @@ FAMILIES: tuple[Family, ...] = (
         ("generator/<replica>/latency", "s", "a replica's latency", "Median time of a rollout."),
         ("generator/<replica>/held_back", "0 or 1", "a replica held back", "1 while it gets no work."),
     ),
+    _family(
+        "Stages",
+        "stage",
+        "Of `sft` and `reward-model`, by TRL's trainers; with `heldout_` in front, of the rows held out.",
+        ("epoch", "epochs", "epoch", "Passes over the data done."),
+        ("mean_token_accuracy", "share", "token accuracy", "Tokens that the model thinks likeliest, sft."),
+        ("accuracy", "share", "accuracy", "Pairs whose chosen answer scores higher, reward-model."),
+        ("margin", "reward", "margin", "Mean score of the chosen minus that of the rejected answer."),
+        ("mean_reward", "reward", "mean score", "Mean score of the batch's answers."),
+        ("max_reward", "reward", "largest score", "Largest score in the batch."),
+        ("min_reward", "reward", "smallest score", "Smallest score in the batch."),
+    ),
 )
+OF_THE_ALGORITHM = "algorithm"  # the section of what a learner adds that stands nowhere above
 
 
 @cache
 def find_metric(key: str) -> Metric | None:
     """The entry that explains ``key``; None for one that is not in the list."""
     return next((m for family in FAMILIES for m in family.metrics if m.name == key or m.matches(key)), None)
+
+
+def section_of(key: str) -> str:
+    """The section of a curve, empty for ``step``, the axis of all."""
+    if key == "step":
+        return ""
+    if "/" in key:
+        return key.partition("/")[0]
+    if key.startswith("heldout_"):
+        return "heldout"
+    metric = find_metric(key)
+    return next((family.section for family in FAMILIES if metric in family.metrics), OF_THE_ALGORITHM)
+
+
+def titled(key: str) -> str:
+    """The metric under its section: ``staleness/staleness_max``; ``step`` and what has a section stay as they are."""
+    return key if key == "step" or "/" in key else f"{section_of(key)}/{key}"

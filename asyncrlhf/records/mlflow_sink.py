@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrlhf.records.sections import titled
+from asyncrlhf.records.metric_names import titled
 from asyncrlhf.records.sinks import RunFacts
 
 _ID_FILE = "mlflow-run-id.txt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrlhf.records.sections import titled
+from asyncrlhf.records.metric_names import titled
 from asyncrlhf.records.sinks import RunFacts
 
 

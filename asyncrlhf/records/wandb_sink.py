@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
+from asyncrlhf.records.metric_names import titled
 from asyncrlhf.records.recorder import ROLLOUTS_FOLDER
-from asyncrlhf.records.sections import titled
 from asyncrlhf.records.sinks import RunFacts
 
 _ID_FILE = "run-id.txt"

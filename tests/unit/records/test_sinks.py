@@ -11,7 +11,7 @@ import pytest
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.sections import titled
+from asyncrlhf.records.metric_names import titled
 from asyncrlhf.records.sinks import RunFacts, Sinks, check_sinks
 from tests.loop import FAKE, run
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from asyncrlhf.config.environment_config import LoggingConfig
+from asyncrlhf.records.metric_names import OF_THE_ALGORITHM, section_of, titled
 from asyncrlhf.records.recorder import read_metrics
-from asyncrlhf.records.sections import OF_THE_ALGORITHM, section_of, titled
 from asyncrlhf.records.sinks import Sinks
 from tests.loop import FAKE, Finished, run
 from tests.wandb_file import axes, history, records, run_of
@@ -96,9 +96,9 @@ def test_the_run_has_its_names_its_completions_and_its_model(logged: Finished) -
     "metric, section",
     [
         ("staleness_in_queue_mean", "staleness"), ("reference_latency_p95", "time"), ("critic_latency_p50", "time"),
-        ("reference_prefill_evictions", "fusion"), ("generators_held_back", "generator"), ("heldout_loss", "heldout"),
+        ("reference_prefill_evictions", "time"), ("generators_held_back", "buffer"), ("heldout_loss", "heldout"),
         ("lag_3-4/kl", "lag_3-4"), ("reward/rule", "reward"), ("behavior_weight_mean", "off_policy"),
-        ("prefilled_fraction", "fusion"), ("value_loss", "critic"), ("normalized_reward_std", "reward"),
+        ("margin", "stage"), ("value_loss", "policy"), ("normalized_reward_std", "reward"),
         ("policy_version", "time"), ("mine", "algorithm"),
     ],
 )  # fmt: skip
