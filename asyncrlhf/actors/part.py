@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
 from asyncrlhf.actors.where import Where, where
-from asyncrlhf.records.recorder import RolloutRow, write_part
+from asyncrlhf.records.rollout_rows import RolloutRow, write_part
 from asyncrlhf.records.spans import SpanBatch
 
 

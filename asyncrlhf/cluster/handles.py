@@ -18,7 +18,7 @@ from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
-from asyncrlhf.records.recorder import RolloutRow
+from asyncrlhf.records.rollout_rows import RolloutRow
 from asyncrlhf.records.spans import SpanBatch
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 

@@ -22,7 +22,7 @@ from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
-from asyncrlhf.records.recorder import RolloutRow, write_part
+from asyncrlhf.records.rollout_rows import RolloutRow, write_part
 from asyncrlhf.records.spans import Lane, SpanBatch
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo

@@ -31,7 +31,7 @@ from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
-from asyncrlhf.records.recorder import RolloutRow
+from asyncrlhf.records.rollout_rows import RolloutRow
 from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.types import Payload, Rollout
 

@@ -14,80 +14,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.records.rollout_rows import RolloutRow, write_part
 from asyncrlhf.records.rollout_tokens import cut_tokens
 from asyncrlhf.records.run_lock import RunLock
 from asyncrlhf.records.spans import SPANS_FOLDER, SpanParts, SpanRow
-from asyncrlhf.types import Payload, Rollout
+from asyncrlhf.types import Payload
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 ROLLOUTS_FOLDER = "rollouts"
 MAX_WAITING = 4  # parts that may wait for the disk before the run waits with them
-
-ROLLOUT_SCHEMA = pa.schema(
-    [
-        ("rollout_id", pa.int64()),
-        ("group_id", pa.int64()),
-        ("prompt", pa.string()),
-        ("response", pa.string()),
-        ("reward", pa.float64()),
-        ("policy_versions", pa.list_(pa.int64())),
-        ("behavior_logprobs", pa.list_(pa.float32())),
-        ("consumed_at_version", pa.list_(pa.int64())),
-        ("staleness", pa.int64()),
-        ("state", pa.string()),
-        ("drop_reason", pa.string()),
-        ("generator_id", pa.string()),
-        ("admitted_at", pa.float64()),
-        ("generated_at", pa.float64()),
-        ("scored_at", pa.float64()),
-        ("consumed_at", pa.float64()),
-    ]
-)
-
-
-@dataclass(slots=True)
-class RolloutRow:
-    """One trained, dropped or failed rollout, as ``rollouts/*.parquet`` holds it; None where it never got so far.
-
-    ``consumed_at_version`` has one entry a use, ``staleness`` is that of the last use (None if never used), times are
-    seconds of the run's clock and ``consumed_at`` is the last use's.
-    """
-
-    rollout_id: int
-    group_id: int
-    prompt: str
-    state: str
-    admitted_at: float
-    response: str | None = None
-    reward: float | None = None
-    policy_versions: Any = ()  # [L] integers, a list or an array
-    behavior_logprobs: Any = ()  # [L]
-    consumed_at_version: tuple[int, ...] = field(default=())
-    staleness: int | None = None
-    drop_reason: str | None = None
-    generator_id: str | None = None
-    generated_at: float | None = None
-    scored_at: float | None = None
-    consumed_at: float | None = None
-
-    def fill(self, rollout: Rollout) -> None:
-        """Take text and arrays from the finished rollout."""
-        self.prompt, self.response = rollout.prompt.text, rollout.response_text
-        self.policy_versions, self.behavior_logprobs = rollout.policy_versions, rollout.behavior_logprobs
-
 
 # Writes (file, rows, where each row's rollout lies or None): see :func:`write_part`.
 SubmitPart = Callable[[Path, Sequence[RolloutRow], Sequence[Payload | None]], Future[None]]
@@ -257,17 +203,6 @@ class RunRecorder:
         self._pending.append(self._submit(target, self._rows[:count], self._payloads[:count]))
         self._parts += 1
         self._rows, self._payloads = self._rows[count:], self._payloads[count:]
-
-
-def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Rollout | None] | None = None) -> None:
-    """One Parquet file of the rows, each with text and arrays of its rollout where it has one."""
-    for row, rollout in zip(rows, rollouts or (), strict=rollouts is not None):
-        if rollout is not None:
-            row.fill(rollout)
-    temporary = target.with_suffix(".tmp")
-    columns = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
-    pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
-    os.replace(temporary, target)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from asyncrlhf.records.follow import QUIET_SECONDS, MetricsTail, RunFollower, newest_run
-from asyncrlhf.records.recorder import RolloutRow, write_part
+from asyncrlhf.records.rollout_rows import RolloutRow, write_part
 
 
 def line(step: int, **metrics: float) -> str:

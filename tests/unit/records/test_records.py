@@ -16,13 +16,8 @@ import yaml
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
-from asyncrlhf.records.recorder import (
-    ROLLOUT_SCHEMA,
-    RecordMarker,
-    RolloutRow,
-    RunRecorder,
-    read_metrics,
-)
+from asyncrlhf.records.recorder import RecordMarker, RunRecorder, read_metrics
+from asyncrlhf.records.rollout_rows import ROLLOUT_SCHEMA, RolloutRow
 from asyncrlhf.records.summary import (
     _moved,
     build_summary,

@@ -1,0 +1,77 @@
+"""One row a rollout in ``rollouts/*.parquet``: its columns, and how a file of them is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrlhf.types import Rollout
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.int64()),
+        ("group_id", pa.int64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("policy_versions", pa.list_(pa.int64())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("consumed_at_version", pa.list_(pa.int64())),
+        ("staleness", pa.int64()),
+        ("state", pa.string()),
+        ("drop_reason", pa.string()),
+        ("generator_id", pa.string()),
+        ("admitted_at", pa.float64()),
+        ("generated_at", pa.float64()),
+        ("scored_at", pa.float64()),
+        ("consumed_at", pa.float64()),
+    ]
+)
+
+
+@dataclass(slots=True)
+class RolloutRow:
+    """One trained, dropped or failed rollout, as ``rollouts/*.parquet`` holds it; None where it never got so far.
+
+    ``consumed_at_version`` has one entry a use, ``staleness`` is that of the last use (None if never used), times are
+    seconds of the run's clock and ``consumed_at`` is the last use's.
+    """
+
+    rollout_id: int
+    group_id: int
+    prompt: str
+    state: str
+    admitted_at: float
+    response: str | None = None
+    reward: float | None = None
+    policy_versions: Any = ()  # [L] integers, a list or an array
+    behavior_logprobs: Any = ()  # [L]
+    consumed_at_version: tuple[int, ...] = field(default=())
+    staleness: int | None = None
+    drop_reason: str | None = None
+    generator_id: str | None = None
+    generated_at: float | None = None
+    scored_at: float | None = None
+    consumed_at: float | None = None
+
+    def fill(self, rollout: Rollout) -> None:
+        """Take text and arrays from the finished rollout."""
+        self.prompt, self.response = rollout.prompt.text, rollout.response_text
+        self.policy_versions, self.behavior_logprobs = rollout.policy_versions, rollout.behavior_logprobs
+
+
+def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Rollout | None] | None = None) -> None:
+    """One Parquet file of the rows, each with text and arrays of its rollout where it has one."""
+    for row, rollout in zip(rows, rollouts or (), strict=rollouts is not None):
+        if rollout is not None:
+            row.fill(rollout)
+    temporary = target.with_suffix(".tmp")
+    columns = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
+    pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
+    os.replace(temporary, target)
