@@ -99,7 +99,7 @@ _STYLE = """<style>
 .rollouts .text span { border-radius: 2px; }
 .rollouts .text .out { text-decoration: line-through; opacity: .55; }
 .rollouts .key i { display: inline-block; width: 1.1em; height: .8em; margin: 0 .3em 0 .7em; vertical-align: -.05em; }
-.rollouts .key { font-size: 13px; color: #444; }
+.rollouts .key { font-size: 13px; color: #444; } .rollouts .key span { margin-left: .9em; }
 </style>"""
 
 _BODY = """<div class="bar"><input type="search" placeholder="search prompts and responses" aria-label="search">
@@ -138,7 +138,7 @@ _SCRIPT = """<script>
     if (how === 'v') [...new Set([0, 1, Math.ceil(oldest / 2), oldest])].forEach(
       (age) => add(byAge(age), age + (age === 1 ? ' version old' : ' versions old')));
     if (how === 'x') [0.25, 0.5, 1, 2, 4].forEach((w) => add(byWeight(w), 'weight ' + w));
-    if (how) make(shown, 'span', '', '  struck through: not in the loss');
+    if (how) make(shown, 'span', '', 'struck through: not in the loss');
   }
   const say = (x, digits) => x === null ? 'none' : x.toFixed(digits);
   function card(parent, r, how) {

@@ -29,6 +29,10 @@ _ORDER = ("publisher", "learner", "reward", "reference", "critic")  # from below
 _HOVER = "%{customdata[0]}<br>%{base:.3f} s to %{customdata[1]:.3f} s<br>version %{customdata[2]}<br>"
 _HOVER += "%{customdata[3]} rollouts, %{customdata[4]} tokens<extra></extra>"
 
+# A page that has become long has a scroll bar, which leaves less room than there was when the chart was drawn.
+_SCRIPT = """<script>addEventListener('load', () =>
+document.querySelectorAll('.timeline .js-plotly-plot').forEach((chart) => Plotly.Plots.resize(chart)));</script>"""
+
 
 def section(run: Run, max_bars: int = MAX_BARS) -> str:
     """One run's timeline as HTML that needs plotly.js on its page, of at most ``max_bars`` spans; empty where the run
@@ -49,10 +53,10 @@ def section(run: Run, max_bars: int = MAX_BARS) -> str:
     chart = _figure(rows, shown).to_html(
         include_plotlyjs=False,
         full_html=False,
-        config={"displaylogo": False, "responsive": True},
+        config={"displayModeBar": False, "responsive": True},
         default_height=f"{130 + 26 * len(shown)}px",
     )
-    return f'<p class="note">{escape(note)}</p>{chart}{_shares(table, shown)}'
+    return f'<p class="note">{escape(note)}</p><div class="timeline">{chart}</div>{_SCRIPT}{_shares(table, shown)}'
 
 
 def read_spans(run: Run) -> dict[str, np.ndarray] | None:
