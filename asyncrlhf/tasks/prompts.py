@@ -139,7 +139,7 @@ class PromptsTask:
     def _prompt(self, row: Row) -> Prompt:
         where, fields = row
         key = self._config.prompt_key
-        given = fields.get(key)
+        given: Any = fields.get(key)
         if not _is_text(given) and not _is_conversation(given):
             problem = "has no key" if key not in fields else "has no text under the key"
             if isinstance(given, list):
@@ -195,9 +195,9 @@ class MixedPrompts:
             said = ", ".join(f"{kind} in {name}" for name, kind in kinds.items())
             raise ConfigError(f"task.mixture has {said}; reward functions are given one kind alone.")
         self._heldout = list({p.text: p for part in self._parts.values() for p in part.heldout()}.values())
-        for name, part in self._parts.items():
+        for name, source in self._parts.items():
             try:
-                part.withhold({prompt.text for prompt in self._heldout})
+                source.withhold({prompt.text for prompt in self._heldout})
             except ConfigError as error:
                 raise ConfigError(f"In task.mixture.{name}: {error}") from error
 

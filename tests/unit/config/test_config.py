@@ -266,7 +266,7 @@ def test_ranges_have_no_holes() -> None:
     ("sampling", "algorithm", "message"),
     [
         ({"repetition_penalty": 1.1}, {"correction": "none"}, "repetition_penalty=1.1 samples from another"),
-        ({"generation_kwargs": {"frequency_penalty": 0.1}}, {"correction": "none"}, "frequency_penalty=0.1 samples from"),
+        ({"generation_kwargs": {"frequency_penalty": 0.1}}, {"correction": "none"}, "frequency_penalty=0.1 samples"),
         ({"generation_kwargs": {"min_tokens": 3}}, {}, "min_tokens may leave tokens without"),
         ({"repetition_penalty": 1.1}, {"correction": "mask"}, ""),
         ({"repetition_penalty": 1.1}, {"correction": "none", "anchor": "mu"}, ""),
