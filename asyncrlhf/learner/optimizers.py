@@ -105,10 +105,11 @@ def _groups(module: nn.Module, rate: float, decay: float, muon: bool) -> list[di
     ]
 
 
-def _tables(module: nn.Module) -> Iterator[nn.Parameter]:
+def _tables(module: nn.Module) -> Iterator[torch.Tensor]:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             yield part.weight
-        output = part.get_output_embeddings() if hasattr(part, "get_output_embeddings") else None
+        find: Any = getattr(part, "get_output_embeddings", None)
+        output = find() if find is not None else None
         if output is not None:
             yield output.weight

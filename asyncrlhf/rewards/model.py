@@ -111,7 +111,7 @@ def text_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) 
 
 def chat_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
     """The conversation, of two turns where the prompt is a text, as the model's chat template writes it."""
-    turns = [
+    turns: list[Any] = [
         *(rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]),
         {"role": "assistant", "content": rollout.response_text},
     ]

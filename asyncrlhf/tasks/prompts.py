@@ -193,9 +193,9 @@ class MixedPrompts:
             said = ", ".join(f"{kind} in {name}" for name, kind in kinds.items())
             raise ConfigError(f"task.mixture has {said}; reward functions are given one kind alone.")
         self._heldout = list({p.text: p for part in self._parts.values() for p in part.heldout()}.values())
-        for name, part in self._parts.items():
+        for name, source in self._parts.items():
             try:
-                part.withhold({prompt.text for prompt in self._heldout})
+                source.withhold({prompt.text for prompt in self._heldout})
             except ConfigError as error:
                 raise ConfigError(f"In task.mixture.{name}: {error}") from error
 
