@@ -101,8 +101,8 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
     ``workers``: others than the real ones, for ``runtime=local``."""
     wanted = specs(config, wire_settings(config, run_dir))
     if run_dir is not None and config.logging.rollout_tokens:
-        written = {"tokens_folder": run_dir.resolve() / TOKENS_FOLDER, "tokens_sampled": config.logging.rollout_tokens}
-        wanted = replace(wanted, learner=replace(wanted.learner, **written))
+        folder, sampled = run_dir.resolve() / TOKENS_FOLDER, config.logging.rollout_tokens
+        wanted = replace(wanted, learner=replace(wanted.learner, tokens_folder=folder, tokens_sampled=sampled))
     if config.runtime == "local":
         from asyncrlhf.cluster.local_runtime import LocalRuntime
 
