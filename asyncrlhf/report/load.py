@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import yaml
@@ -29,7 +29,8 @@ _OF_STAGE = {"mean_token_accuracy": "sft", "min_reward": "reward-model"}
 TRAIN = "train"
 MULTIRUN_FILE = "multirun.yaml"
 # Totals since the run's beginning, which no line of the metrics holds: of what is summed up for each.
-SAMPLES, TOKENS = "samples_trained", "tokens_trained"
+SAMPLES: Final = "samples_trained"
+TOKENS: Final = "tokens_trained"
 _TOTALS = {SAMPLES: "sequences", TOKENS: "response_tokens"}
 _MAPPINGS = ("heldout_accuracy", "staleness", "ledger", "reward", "generators")  # of summary.json
 

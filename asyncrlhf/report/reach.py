@@ -47,7 +47,8 @@ def reached(cells: Sequence[Cell], groups: Sequence[Group], axes: Sequence[PageA
     highest = max(float(np.max(y)) for _, y in ways.values())
     levels = np.linspace(min(float(y[0]) for _, y in ways.values()), highest, LEVELS)
     goal = GOAL_SHARE * max(ends)
-    curves, goals = {}, {}
+    curves: dict[tuple[int, Axis], tuple[np.ndarray, np.ndarray]] = {}
+    goals: dict[tuple[int, Axis], Estimate] = {}
     for cell, found in zip(cells, members, strict=True):
         for axis in axes:
             if axis.name == "wall_time" and not cell.exclusive:
@@ -61,7 +62,7 @@ def reached(cells: Sequence[Cell], groups: Sequence[Group], axes: Sequence[PageA
             at_goal = [first(line, goal) / axis.scale for line in lines]
             if np.isfinite(at_goal).all():
                 goals[found[0][0], axis.name] = Estimate.of(at_goal)
-    came = tuple((f[0][0], sum(np.isfinite(first(ways[id(run)], goal)) for _, run in f)) for f in members)
+    came = tuple((f[0][0], sum(bool(np.isfinite(first(ways[id(run)], goal))) for _, run in f)) for f in members)
     what = "held-out accuracy" if heldout else f"reward, mean of the last 1/{WINDOW} of the steps"
     return Reached(what, levels, goal, tuple(axes), curves, goals, came)
 
