@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from asyncrlhf.cli.first_look import check_model_path, first_look, say
+from asyncrlhf.cli.first_look import check_model_path, first_look
 from asyncrlhf.config.compose import check_words, load_config
 from asyncrlhf.config.run_config import RunConfig, from_hydra
 from asyncrlhf.errors import ConfigError
@@ -71,7 +71,6 @@ def _first_look(config: RunConfig, path: str, key: str) -> None:
 
     look_at_rows(path, key)
     check_model_path(config)
-    say(config, "Loading PyTorch, transformers and TRL, then checking model and data.")
 
 
 def _answer_help(arguments: Sequence[str], usage: str, group: str) -> None:
@@ -95,7 +94,6 @@ def _tell(summary: Mapping[str, Any], plain_words: Callable[[Mapping[str, Any]],
 def preferences(arguments: Sequence[str]) -> int:
     config = _config(arguments, PREFERENCES, "preferences")
     first_look(config)
-    say(config, "Loading PyTorch and transformers, then checking model, data and rewards.")
     from asyncrlhf.stages.preferences import run_preferences
 
     summary = run_preferences(config)
