@@ -20,7 +20,7 @@ class AsyncConfig:
 
     ``adaptive`` moves the bound in force between ``min_staleness`` and ``max_staleness``, by ``ess_fraction_seq``.
     ``pacing``: ``fill`` begins all that the bound allows; ``just_in_time`` what makes the learner's batch just ready;
-    ``auto`` is ``just_in_time`` where the buffer is a plain queue (fifo, each group trained once), else ``fill``."""
+    ``auto`` is ``fill``; sweeps over ``max_staleness`` and the scheduled modes tell it from a choice of the user's."""
 
     mode: str = "async"
     max_staleness: int = 2

@@ -32,7 +32,7 @@ NONSENSE = [
     ("+steps=1", ["steps is a setting already", "without a plus sign"]),
     ("~nothing", ["nothing"]),
     ("algorithm=grppo", ["algorithm=grppo is not known", "did you mean grpo?", "allowed: a3po, "]),
-    ("async=5", ["async=5 is not known", "allowed: adaptive, async, fixed_lag, one_step, sync."]),
+    ("async=5", ["async=5 is not known", "allowed: adaptive, async, fill, fixed_lag, one_step, sync."]),
     ("generator=", ["generator= is not known", "allowed: fake, hf"]),
     ("experiment=nothing", ["experiment=nothing is not known"]),
     ("nogroup/x=1", ["nogroup"]),
