@@ -103,8 +103,7 @@ class RunConfig:
     @property
     def just_in_time(self) -> bool:
         """Whether admission is paced by the learner's asking, see ``orchestrator/lead.py``."""
-        free = self.async_.fixed_lag is None
-        return free and self.buffer.plain and self.async_.pacing in ("auto", "just_in_time")
+        return self.async_.pacing == "just_in_time"
 
     @property
     def evaluates_every(self) -> int:

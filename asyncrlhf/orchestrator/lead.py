@@ -27,7 +27,7 @@ from asyncrlhf.orchestrator.state import RunState
 
 REMEMBERED = 20  # needs
 LEAST = 8  # needs before the first judgement
-QUANTILE = 0.85
+QUANTILE = 0.8
 
 
 class Lead:
