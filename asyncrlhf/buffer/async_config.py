@@ -31,8 +31,8 @@ class AsyncConfig:
     )
     pacing: str = setting(
         "auto",
-        "When prompts are admitted under mode=async: as soon as the bound allows (fill, which auto is), or so that a batch "
-        "for the learner is just ready (just_in_time).",
+        "When prompts are admitted under mode=async: as soon as the bound allows (fill, which auto is), or so that a "
+        "batch for the learner is just ready (just_in_time).",
         choices=PACING,
     )
     lag: int = setting(1, "Learner steps between a batch's generation and its training, under mode=fixed_lag.", low=0)
