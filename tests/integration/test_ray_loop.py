@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import asyncrlhf
 from asyncrlhf.cluster.ray_handles import RayLearner
 from asyncrlhf.errors import ReplicaError
 from tests.loop import FAKE, Finished
 from tests.loop import run as local_run
 from tests.numeric import assert_close
-from tests.ray_run import before, run, strike, watch
+from tests.ray_run import RAY, before, run, strike, watch
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -111,3 +112,24 @@ def test_long_tails_keep_the_bound(tmp_path: Path) -> None:
     assert done.trained.staleness.max() <= 2
     assert len(done.trained) == 100 * 16
     assert done.summary["ledger"]["dropped"]["stale"] > 0, "the tail was meant to be met by the bound"
+
+
+def test_a_closure_of_the_python_api_is_the_reward(tmp_path: Path) -> None:
+    """It travels to the reward worker's process, which cannot import it; callbacks are called in this one."""
+    bonus, steps, versions = 0.25, [], []
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        return [bonus for _ in completions]
+
+    class Heard:
+        def on_step(self, metrics: dict[str, Any]) -> None:
+            steps.append((metrics["step"], metrics["reward_mean"]))
+
+        def on_publish(self, version: int) -> None:
+            versions.append(version)
+
+    small = dict(entry.split("=", 1) for entry in (*RAY, *FAKE, "logging.wandb=disabled", "logging.progress=none"))
+    small |= {"run_dir": tmp_path / "run", "steps": 2}
+    done = asyncrlhf.train(reward=reward, callbacks=[Heard()], overrides=small)
+    assert steps == [(1, 0.25), (2, 0.25)] and sorted(versions) == [0, 1, 2]
+    assert done.summary["exit_reason"] == "done"

@@ -37,7 +37,7 @@ def files(run_dir: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Six steps, then two more of the same run."""
-    folder = tmp_path_factory.mktemp("sweep") / "lag=2"
+    folder = tmp_path_factory.mktemp("sweep") / "lag-2"
     tags = "logging.wandb_tags=['lag=2','seed=0']"
     named = ("logging.wandb_group=study", "logging.wandb_job_type=quality", tags, "logging.wandb_notes='a, b'")
     first = run(folder, *LOGGED, *named, "steps=6", "logging.wandb_model=true", "logging.wandb_entity=us")
@@ -84,7 +84,7 @@ def test_the_run_has_its_names_its_completions_and_its_model(logged: Finished) -
     first = files(logged.folder)[0]
     found = run_of(first)
     assert (found.entity, found.project, found.run_group, found.job_type) == ("us", "asyncrlhf", "study", "quality")
-    assert found.display_name.endswith("/lag=2") and list(found.tags) == ["lag=2", "seed=0"] and found.notes == "a, b"
+    assert found.display_name.endswith("/lag-2") and list(found.tags) == ["lag=2", "seed=0"] and found.notes == "a, b"
     table = next(row["completions"] for row in history(first) if "completions" in row)
     assert table["_type"] == "table-file" and table["nrows"] == 16 and table["ncols"] == 6
     models = [r.artifact for r in records(first) if r.HasField("artifact") and r.artifact.type == "model"]
