@@ -171,7 +171,7 @@ def _reward(reward: Reward | Sequence[Reward] | None, given: Mapping[str, Any]) 
     parts = {
         name: {"kind": "python", "target": _target(part, given, name)} for name, part in zip(names, reward, strict=True)
     }
-    return ["reward.kind=sum", f"reward.parts={_text(parts)}"]
+    return ["reward.kind=sum", *_overrides({"reward.parts": parts})]
 
 
 def _reward_name(part: Reward, number: int) -> str:
@@ -213,7 +213,8 @@ def _is_preset(group: str, name: str | Path) -> bool:
 
 
 def _overrides(given: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_text(value)}" for key, value in given.items()]
+    """Dictionaries may bring keys of their own, which Hydra takes with two plus signs alone."""
+    return [f"{'++' if isinstance(value, Mapping) else ''}{key}={_text(value)}" for key, value in given.items()]
 
 
 def _choices(key: str, value: Any) -> list[Any]:

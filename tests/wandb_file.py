@@ -33,9 +33,19 @@ def records(path: Path) -> list[Any]:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """The rows of the run's history, W&B's own columns (``_step``, ``_runtime``) among them."""
-    rows = [record.history.item for record in records(path) if record.HasField("history")]
-    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+    """The rows of the run's history, W&B's own columns (``_step``, ``_runtime``) among them; media are dictionaries."""
+    return [_row(record.history.item) for record in records(path) if record.HasField("history")]
+
+
+def _row(items: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for item in items:
+        *outer, last = list(item.nested_key) or [item.key]
+        place = row
+        for key in outer:
+            place = place.setdefault(key, {})
+        place[last] = json.loads(item.value_json)
+    return row
 
 
 def axes(path: Path) -> dict[str, str]:

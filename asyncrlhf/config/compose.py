@@ -79,7 +79,8 @@ def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
 
 def quoted(text: str) -> str:
     """``text`` as the value of an override, whatever characters it has."""
-    return "'" + text.replace("'", "\\'") + "'"
+    # Within quotes a backslash stands for itself, but for those right before a quote.
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
 
 
 def check_words(overrides: Sequence[str]) -> None:

@@ -75,10 +75,9 @@ def test_rows_a_closure_and_callbacks_in_and_frames_out(tmp_path: Path) -> None:
         run.model  # noqa: B018
 
 
-@pytest.mark.parametrize("source", ["lambda", "main"])
-def test_functions_of_a_notebook_travel(tmp_path: Path, source: str) -> None:
-    """One of ``__main__`` is no module that a worker could import."""
-    given = "lambda completions, **_: [weight for _ in completions]" if source == "lambda" else "mine"
+def test_functions_of_a_notebook_travel(tmp_path: Path) -> None:
+    """One of ``__main__`` is in no module that a worker could import."""
+    given = "[mine, lambda completions, **_: [weight for _ in completions]]"
     code = (
         "from asyncrlhf import train\nweight = 0.75\n"
         "def mine(prompts, completions, **columns):\n    return [weight] * len(completions)\n"
@@ -86,7 +85,7 @@ def test_functions_of_a_notebook_travel(tmp_path: Path, source: str) -> None:
     ).replace("PosixPath", "str")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stdout == "[0.75]\n", done.stderr[-2000:]
+    assert done.stdout == "[1.5]\n", done.stderr[-2000:]
 
 
 def test_several_rewards_are_their_sum_and_a_frame_is_a_dataset(tmp_path: Path) -> None:
