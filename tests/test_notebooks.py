@@ -75,7 +75,7 @@ def test_outputs_are_committed(path: Path) -> None:
 
 if __name__ == "__main__":
     shared = start_kernel()
-    for file in [Path(name).resolve() for name in sys.argv[1:]] or NOTEBOOKS:
-        with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in [Path(name).resolve() for name in sys.argv[1:]] or NOTEBOOKS:
             nbformat.write(executed(file, shared, Path(scratch)), file)
     shared.shutdown_kernel(now=True)

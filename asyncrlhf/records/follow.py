@@ -85,12 +85,17 @@ class RunFollower:
     def last(self) -> dict[str, Any]:
         """The newest value of each metric of the last line, and the newest held-out accuracy."""
         row = dict(self.rows[-1]) if self.rows else {}
-        if (heldout := self.values("heldout_accuracy")) and row.get("heldout_accuracy") is None:
+        if heldout := self.values("heldout_accuracy"):
             row["heldout_accuracy"] = heldout[-1]
         return row
 
     def values(self, metric: str) -> list[float]:
-        return [float(row[metric]) for row in self.rows if isinstance(row.get(metric), int | float)]
+        """The metric over the steps. The first and the last held-out evaluation are in no step's line: a summary has
+        them."""
+        found = [float(row[metric]) for row in self.rows if isinstance(row.get(metric), int | float)]
+        ends = (self.summary.get(metric) or {}) if metric == "heldout_accuracy" else {}
+        before, after = ([ends[end]] if ends.get(end) is not None else [] for end in ("before", "after"))
+        return [*before, *found, *after]
 
     @property
     def steps(self) -> tuple[int, int]:

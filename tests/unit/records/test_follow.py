@@ -67,9 +67,11 @@ def test_a_run_is_told_of_before_during_and_after(tmp_path: Path) -> None:
     (run.path / "summary.json").write_text('{"exit_re')  # half written
     run.read()
     assert run.state(now) == "running"
-    (run.path / "summary.json").write_text('{"exit_reason": "done"}')
+    summary = {"exit_reason": "done", "heldout_accuracy": {"before": 0.25, "after": 0.75}}
+    (run.path / "summary.json").write_text(json.dumps(summary))
     run.read()
     assert run.state(now) == "done"
+    assert run.values("heldout_accuracy") == [0.25, 0.5, 0.75] and run.last["heldout_accuracy"] == 0.75
 
 
 def test_replicas_and_the_last_rollouts_first(tmp_path: Path) -> None:
