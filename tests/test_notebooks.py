@@ -50,6 +50,8 @@ def executed(path: Path, kernel: KernelManager, folder: Path) -> Any:
     for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), start=1):
         cell.execution_count = number
         cell.metadata.pop("execution", None)
+        # What libraries have to say is not the notebook's.
+        cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr" and "[WARNING]" not in o.get("text", "")]
         for output in cell.outputs:
             if "execution_count" in output:
                 output.execution_count = number
@@ -68,8 +70,7 @@ def test_outputs_are_committed(path: Path) -> None:
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert outputs and all(output.output_type != "error" for output in outputs)
-    assert not [o for o in outputs if o.output_type == "stream" and o.name == "stderr"], "warnings do not belong there"
+    assert outputs and all(output.output_type != "error" and output.get("name") != "stderr" for output in outputs)
     assert "/tmp/" not in path.read_text(), "a path of the machine that ran it"
 
 
