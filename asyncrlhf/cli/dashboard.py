@@ -197,7 +197,7 @@ class Dashboard(App[None]):
         elif isinstance(self.screen, RunScreen | SweepScreen):
             self.screen.look()
 
-    def action_back(self) -> None:
+    async def action_back(self) -> None:
         if len(self.screen_stack) > 2:
             self.pop_screen()
 
@@ -231,7 +231,7 @@ def _replica_rows(run: RunFollower) -> dict[str, tuple[str, ...]]:
 
 
 def _rollout_rows(run: RunFollower) -> dict[str, tuple[str, ...]]:
-    rows = {}
+    rows: dict[str, tuple[str, ...]] = {}
     for row in run.rollouts:
         texts = (_one_line(row["prompt"]), _one_line(row["response"]))
         figures = (_number(row["reward"]), _number(row["staleness"]), row["state"], row["generator_id"] or "")
