@@ -8,7 +8,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, cast, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,7 +36,8 @@ def setting(
 
 def group(schema: type[Group], about: str) -> Group:
     """A field that holds settings of its own, all at their defaults."""
-    return field(default_factory=schema, metadata={"about": about})  # type: ignore[no-any-return, call-overload]
+    made: Any = field(default_factory=schema, metadata={"about": about})
+    return cast(Group, made)
 
 
 def check_settings(where: str, settings: object) -> None:

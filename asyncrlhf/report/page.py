@@ -113,7 +113,7 @@ def curve_sections(groups: Sequence[Group], numbers: Sequence[int], canvas: Canv
 
 
 def _chart(panel: Panel, groups: Sequence[Group], numbers: Sequence[int], canvas: Canvas) -> Chart:
-    traces = {axis.name: _traces(panel, groups, numbers, axis, canvas) for axis in canvas.axes}
+    traces: dict[str, list[Trace]] = {axis.name: _traces(panel, groups, numbers, axis, canvas) for axis in canvas.axes}
     runs = [run for group in groups for run in group.runs]
     edged = panel.band is None or all(any(run.column(name) is not None for run in runs) for name in panel.band)
     note = panel.note if edged else panel.note.partition(";")[0]

@@ -99,8 +99,8 @@ def _reach_chart(found: Reached, arrays: Arrays) -> Chart:
                 low, high = (mean + sign * np.nan_to_num(error) for sign in (-1, 1))
                 known = np.isfinite(mean)
                 x = found.levels[known]
-                edges = (low[known], high[known]) if np.nan_to_num(error).any() else (None, None)
-                traces[axis.name] += band(number, x, *edges, arrays)
+                low, high = (low[known], high[known]) if np.nan_to_num(error).any() else (None, None)
+                traces[axis.name] += band(number, x, low, high, arrays)
                 traces[axis.name].append(
                     {"kind": "line", "s": number, "x": arrays.add(x), "y": arrays.add(mean[known])}
                 )
