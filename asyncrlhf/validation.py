@@ -8,7 +8,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, replace
-from typing import Any, cast, TypeVar
+from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
