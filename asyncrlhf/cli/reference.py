@@ -81,7 +81,6 @@ def metrics_page() -> str:
 PAGES = {
     "settings.md": settings_page,
     "metrics.md": metrics_page,
-    "settings.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
 }
 
 

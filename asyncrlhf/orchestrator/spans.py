@@ -35,14 +35,14 @@ class Clock:
 class SpanLog:
     """Keeps the last span of each part open: pieces of one activity become one row a learner step.
 
-    All times are those of ``wall_time`` in metrics.jsonl, which begins with the first session's learner loop; what
+    All times are those of ``wall_time`` in metrics.jsonl, which begins with the first start's learner loop; what
     parts did before is not recorded.
     """
 
     state: RunState
     recorder: RunRecorder
     _began: float | None = None  # the clock's time at 0 s of the run
-    _first: float = 0.0  # where this session begins, seconds of the run
+    _first: float = 0.0  # where this process's part begins, seconds of the run
     _open: dict[str, SpanRow] = field(default_factory=dict)
     _ended: list[SpanRow] = field(default_factory=list)
     _clocks: dict[str, Clock] = field(default_factory=dict)  # by host
@@ -92,6 +92,6 @@ class SpanLog:
 
 
 def _within(row: SpanRow) -> SpanRow:
-    """A span that was clipped at the session's begin is busy for no longer than it is."""
+    """A span that was clipped where this process began is busy for no longer than it is."""
     span: Span = row.span
     return row._replace(span=span._replace(busy_seconds=min(span.busy_seconds, span.end - span.start)))

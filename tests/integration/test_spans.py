@@ -108,7 +108,7 @@ def test_a_resumed_run_counts_nothing_twice(tmp_path: Path) -> None:
     tokens = sorted((tmp_path / "rollout_tokens").glob("*.parquet"))[-1]
     (tmp_path / "rollout_tokens" / "steps-0000006-0000007-rank-0.parquet").write_bytes(tokens.read_bytes())
     done = run(tmp_path, *options)
-    assert set(before) < set((tmp_path / "spans").glob("*.parquet")), "a session writes new parts"
+    assert set(before) < set((tmp_path / "spans").glob("*.parquet")), "a resumed run writes new parts"
     for part, lane in lanes_of(tmp_path).items():
         overlap = lane.end.to_numpy()[:-1] - lane.start.to_numpy()[1:]
         assert (overlap <= 1e-9).all(), part

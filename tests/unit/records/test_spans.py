@@ -102,5 +102,5 @@ def test_spans_of_another_machine_stand_where_they_were_and_say_their_error(tmp_
     log.step()
     (row,) = rows
     assert (row.part, row.span.kind, row.span.rollouts) == ("generator-0", "decode", 3)
-    assert row.span.start == 20.0, "clipped where the session begins"
+    assert row.span.start == 20.0, "clipped where this process begins"
     assert row.span.end == pytest.approx(23.0) and row.clock_error == pytest.approx(0.2)
