@@ -88,7 +88,7 @@ docs-site: install
 	$(PIP) "mkdocs-material>=9.6"
 	$(BIN)/mkdocs build --site-dir site
 
-# The pages that are made from the code: settings, metrics, the schema for editors.
+# The pages that are made from the code: settings and metrics.
 reference: install
 	$(BIN)/python -m asyncrlhf.cli.reference docs/reference
 
