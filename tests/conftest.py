@@ -26,6 +26,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -66,6 +67,15 @@ def shared_with(file: str) -> str:
     if file.startswith("tests/references/"):
         return "references"
     return "ray" if "ray_local" in (ROOT / file).read_text() else file
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell that starts tests in the background has them ignore Ctrl-C, and `nohup` a hang-up; the commands that
+    tests start would inherit that, and rightly ignore what is sent to them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

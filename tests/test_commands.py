@@ -36,6 +36,9 @@ COMPOSED_ONLY = {
     r"gpus[=:]1|DEVICE=gpu": "GPUs",
     r"experiment=(tldr|no_robots)": "a model and a dataset of the hub",
     r"experiment=smollm2_reasoning": "a 135M model: minutes a step on two cores",
+    r"^asyncrlhf watch": "a terminal; tests/integration/test_watch.py drives it",
+    r"my_module:MySink": "a class of the reader's own; tests/unit/records/test_sinks.py has one",
+    r"logging=online": "the W&B server",
     r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
 }
 SMALL = "batch_size=16 task.heldout_size=4 logging.wandb=disabled"
@@ -102,7 +105,7 @@ def resolve(words: Sequence[str]) -> None:
         plan_sweep([word for word in rest if not word.startswith("--")])
     elif verb == "bench":
         assert rest[0] in BENCHMARKS
-    elif verb == "schema" or verb == "report":
+    elif verb in ("schema", "report", "watch"):
         assert all(not word.startswith("-") for word in rest)
     elif "-m" in rest:
         overrides, folder = split_config_dir([word for word in rest if word != "-m"])

@@ -104,13 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unforeseen(error: Exception) -> int:
     """One sentence for what nobody foresaw, and the trace in a file: a fault of ours, or of a user's own code."""
-    where = " ".join(getattr(error, "__notes__", ()))  # of a run, which has written it to its own folder
-    if not where:
+    where = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
+    if where is None:
         with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
             file.writelines(traceback.format_exception(error))
-        where = f"The trace is in {file.name}."
+        where = file.name
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-    print(f"asyncrlhf: {type(error).__name__}: {first}. {where}", file=sys.stderr)
+    print(f"asyncrlhf: {type(error).__name__}: {first}. The trace is in {where}.", file=sys.stderr)
     return 1
 
 

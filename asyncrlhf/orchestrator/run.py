@@ -256,7 +256,7 @@ def _end_all(ends: Sequence[Callable[[], None]], cause: BaseException | None, ru
         with suppress(OSError):
             text = "\n".join("".join(traceback.format_exception(error)) for error in traces)
             (run_dir / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
-            traces[0].add_note(f"The trace is in {run_dir / ERROR_FILE}.")
+            traces[0].trace_file = run_dir / ERROR_FILE  # type: ignore[attr-defined]
     if failures and cause is None:
         raise failures[0]
 

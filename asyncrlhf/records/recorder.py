@@ -79,7 +79,6 @@ class RunRecorder:
         with writing_to(self.run_dir):
             self._folder.mkdir(parents=True, exist_ok=True)
             spans = self.run_dir / SPANS_FOLDER
-            spans.mkdir(exist_ok=True)
             _cut_parts(spans, resume_from.span_parts)
             cut_tokens(self.run_dir, resume_from.metrics_lines)
             _cut_metrics(metrics_path, resume_from.metrics_lines)

@@ -217,6 +217,7 @@ def write_spans(target: Path, rows: Sequence[SpanRow]) -> None:
     columns: dict[str, list[Any]] = {"part": [row.part for row in rows]}
     columns |= {name: [getattr(row.span, name) for row in rows] for name in Span._fields}
     columns["clock_error"] = [row.clock_error for row in rows]
+    target.parent.mkdir(exist_ok=True)
     temporary = target.with_suffix(".tmp")
     pq.write_table(pa.table(columns, schema=SPAN_SCHEMA), temporary, compression="zstd")
     os.replace(temporary, target)

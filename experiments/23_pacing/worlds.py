@@ -85,6 +85,10 @@ class Generator:
         heapq.heapify(self._running)
         return held + self.outbox.withdraw(rollout_ids)
 
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
     def has_work(self) -> bool:
         return bool(self._waiting or self._running) and not self.frozen
 
@@ -159,7 +163,7 @@ class Learner:
     async def transfer(self, ticket: Any) -> None:
         await asyncio.sleep(self._world.transfer)
 
-    async def train(self, chosen: Sequence[Any], *bundles: Any) -> StepResult:
+    async def train(self, chosen: Sequence[Any], *bundles: Any, **recorded: Any) -> StepResult:
         world = self._world
         seconds = world.train(self.version) * math.exp(world.jitter * self._rng.gauss(0.0, 1.0))
         await asyncio.sleep(seconds * (3 if self._rng.random() < world.hiccup else 1))
@@ -187,7 +191,15 @@ def imitate(
         config = load_config(given)
         prepared = prepare(config)
         recorder = RunRecorder(Path(folder) / "run", {}, config.logging, None)
-        view: Any = SimpleNamespace(begin=lambda: None, step=lambda metrics: None, message=lambda text: None)
+        view: Any = SimpleNamespace(
+            begin=lambda: None,
+            step=lambda metrics: None,
+            message=lambda text: None,
+            published=lambda version: None,
+            stop_asked=False,
+            evaluated=lambda version, accuracy: None,
+            evaluated_apart=lambda version, seconds, accuracy: None,
+        )
         rows: list[Any] = []
 
         def keep(target: Path, ended: Sequence[Any], payloads: Sequence[Any]) -> Future[None]:

@@ -123,7 +123,7 @@ def test_a_resumed_run_counts_nothing_twice(tmp_path: Path) -> None:
 
 def test_both_records_can_be_switched_off(tmp_path: Path) -> None:
     run(tmp_path, *FAKE, "steps=2", "logging.spans=false", "logging.rollout_tokens=0")
-    assert list((tmp_path / "spans").iterdir()) == []
+    assert not (tmp_path / "spans").exists()
     assert not (tmp_path / "rollout_tokens").exists()
 
 

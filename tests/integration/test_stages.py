@@ -96,7 +96,7 @@ def test_sft_leaves_a_model_that_does_what_it_was_shown(tuned: Path) -> None:
     }
     assert found["heldout"]["after"]["loss"] < 0.1 < found["heldout"]["before"]["loss"]
     assert found["heldout"]["after"]["perplexity"] == pytest.approx(np.exp(found["heldout"]["after"]["loss"]))
-    assert {"config.yaml", "metrics.jsonl", "model", "summary.json"} == {path.name for path in tuned.iterdir()}
+    assert {".lock", "config.yaml", "metrics.jsonl", "model", "summary.json"} == {path.name for path in tuned.iterdir()}
     rows = metrics(tuned)
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows) and rows[-1]["step"] == found[
         "steps"

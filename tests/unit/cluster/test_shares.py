@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,10 @@ class Rank:
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []
 
-    def send(self, verb: str, chosen: Any, *references: Any) -> Any:
+    async def train(self, chosen: Any, *references: Any) -> str:
         self.sent = [(references[bundle], index, reward) for ((bundle, index),), reward, _, _ in chosen]
         self.references = set(references)
-
-        async def answer() -> str:
-            return "done"
-
-        return answer()
+        return "done"
 
 
 @pytest.mark.parametrize(("ranks", "shares"), [(1, 1), (3, 3), (4, 2), (8, 8)])
@@ -50,6 +47,7 @@ async def test_every_rollout_goes_to_the_ranks_of_one_share(ranks: int, shares: 
     ]
     learner = RayLearner.__new__(RayLearner)
     learner.ranks, learner._shares = [Rank() for _ in range(ranks)], shares  # type: ignore[assignment]
+    learner._spec = SimpleNamespace(recorded=lambda rollouts: {})  # type: ignore[assignment]
     assert await learner.train(items) == "done"
     size = ranks // shares
     for first in range(0, ranks, size):
