@@ -51,7 +51,7 @@ class LearnerSpec(BackendSpec):
     tokens_sampled: int = 0  # rollouts a step that are written there, of all ranks together
 
     def recorded(self, rollouts: Sequence[RolloutInfo]) -> dict[str, list[int]]:
-        """What :meth:`LearnerWorker.train` is to be told of a batch, whoever trains which part of it."""
+        """What :meth:`LearnerWorker.train` is told of a batch; every rank is told the same."""
         if self.tokens_folder is None:
             return {}
         return {"recorded": sampled([r.rollout_id for r in rollouts], self.tokens_sampled, self.seed)}

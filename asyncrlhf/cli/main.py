@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unforeseen(error: Exception) -> int:
-    """One sentence for what nobody foresaw, and the trace in a file: a fault of ours, or of a user's own code."""
+    """One sentence for an unforeseen error, of ours or of a user's own code; the trace goes to a file."""
     where = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
     if where is None:
         with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:

@@ -37,7 +37,7 @@ Hear = Callable[[SpanBatch, float, float], None]
 
 
 def ignore(batch: SpanBatch, sent: float, heard: float) -> None:
-    """Nobody records the timeline."""
+    """The timeline is not recorded."""
 
 
 class Remote(Protocol[W_co]):

@@ -118,8 +118,8 @@ class Annotator:
         return batch
 
     def _remove(self, taken: set[int]) -> None:
-        """These leave the queue, and what nobody wants any more as far as it lies before them or at the front. What
-        lies behind is not looked at: a call costs the same however long the queue is."""
+        """Remove these from the queue, and unwanted rollouts before them or at the front. The rest of the queue is not
+        looked at: a call costs the same however long it is."""
         kept: list[RolloutInfo] = []
         while self._ready and (taken or not self._wants(self._ready[0])):
             info = self._ready.popleft()

@@ -164,7 +164,7 @@ class PromptsTask:
         return name not in self._left_out
 
     def _aligned(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Every prompt with the columns of all rows, so that a reward function's call has them whoever is in it."""
+        """Every prompt with the columns of all rows, so that each call of a reward function has all of them."""
         names = [name for name in self._columns if name not in self._left_out]
         whole = set(names)
         return [
