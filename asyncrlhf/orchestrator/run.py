@@ -201,6 +201,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
     recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
+    (prepared.run_dir / ERROR_FILE).unlink(missing_ok=True)  # of the attempt before
     start = prepared.saved.step if prepared.saved is not None else 0
     sinks = Sinks(prepared.run_dir, plain, config.logging, start_step=start)
     view = RunView(sinks, config.steps, config.logging.progress, start, callbacks)

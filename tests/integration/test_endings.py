@@ -159,6 +159,9 @@ def test_the_first_cause_is_told_and_every_trace_kept(
     assert summary_of(tmp_path)["exit_reason"] == "failed: ZeroDivisionError: first"
     text = trace.read_text()
     assert text.index("ZeroDivisionError: first") < text.index("KeyError: 'second'") and "in broken" in text
+    monkeypatch.undo()
+    assert run(tmp_path, *FAKE, "steps=1").summary["exit_reason"] == "done"
+    assert not trace.exists(), "a run that is done shows no error of the attempt before"
 
 
 def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:
