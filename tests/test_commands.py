@@ -166,7 +166,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
     made = {page: tmp_path_factory.mktemp(page.stem) / "page" for page in PAGES}
     for folder in made.values():
         furnish(folder)
+    reporting = [page for page, command in ALL if command.startswith("asyncrlhf report")]
+    for page in dict.fromkeys(reporting):
+        furnish_runs(made[page])
     return made
+
+
+def furnish_runs(folder: Path) -> None:
+    """Runs and a sweep, which pages that speak of reports take for granted."""
+    tiny = ["runtime=local", "steps=2", *SMALL.split()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for seed in (0, 1):
+            assert main(["train", *tiny, f"seed={seed}"]) == 0
+        assert main(["sweep", "async.max_staleness=1,2", *tiny]) == 0
+        next((folder / "runs" / "sweeps").iterdir()).rename(folder / "runs" / "sweeps" / "NAME-HASH")
 
 
 @pytest.mark.thorough
