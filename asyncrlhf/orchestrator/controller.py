@@ -142,7 +142,7 @@ class Controller:
         state = self.state
         gc.set_threshold(*GC_THRESHOLDS)
         self._starting = asyncio.current_task()
-        state.journal.clock = state.now
+        state.journal.clock = asyncio.get_running_loop().time  # also after the loop
         state.journal.begin(self._saved.step if self._saved is not None else 0, self.config)
         await self._runtime.start()
         if self._runtime.sharing:
