@@ -4,9 +4,8 @@ The file is only ever appended to, one JSON object a line::
 
     {"n": 12, "event": "started", "at": 3.25, "ids": [8, 9, 10, 11], "replica": "generator-0", "version": 1}
 
-``n`` counts the lines of the file from 0, ``at`` is seconds of the run's clock. An attempt opens with ``begin``, whose
-``line`` says how many lines of the file it builds on: what stands between them and the ``begin`` was done after the
-checkpoint that the attempt goes on from, and is undone. :data:`EVENTS` lists the events.
+``n`` counts the lines of the file from 0, ``at`` is seconds of the run's clock. A run that goes on from a checkpoint
+undoes what was done after it: an ``undone`` line says so of the lines before it. :data:`EVENTS` lists the events.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ FULL_LINES = 4096  # noted since the last write: a long step does not keep more 
 MAX_IDS = 1024  # in one line
 
 EVENTS = {
-    "begin": "an attempt begins or goes on: `step`, `line` (those before it hold), the settings that decide",
+    "undone": "the lines from `line` up to this one do not count: the run goes on from a checkpoint before them",
+    "begin": "the run begins, or goes on from the checkpoint of `step`; the settings that decide what may train",
     "admitted": "`ids` of the rollouts of `group` have their places; `prompt`: its id",
     "started": "`ids` were given to `replica`, which held `version`",
     "finished": "`ids` left their replica whole",
@@ -73,10 +73,10 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None, kept: int = 0) -> None:
-        """``kept``: lines of the file that hold. Raises CheckpointError where the file has fewer."""
+        """``kept``: lines of the file that hold; what follows them is marked as undone at once. Raises CheckpointError
+        where the file has fewer."""
         self.clock: Callable[[], float] = time.monotonic
         self.full: Callable[[], None] = lambda: None  # told now and then that there is something to write
-        self.kept = kept
         self._path = path
         self._written = 0 if path is None else whole_lines(path)
         if self._written < kept:
@@ -85,6 +85,10 @@ class Journal:
         self._open: Line | None = None  # may still be given ids
         self._closed: deque[Line] = deque()
         self._writing = threading.Lock()
+        if self._written > kept:
+            self.note("undone", line=kept)
+            self.mark()
+            self.write()
 
     def note(self, event: str, *, ids: Sequence[int] = (), **facts: Any) -> None:
         """Append one event of :data:`EVENTS`. Values are JSON's and not changed afterwards. ``ids`` join those of the
@@ -101,12 +105,11 @@ class Journal:
             self.full()
 
     def begin(self, step: int, config: RunConfig) -> None:
-        """Note that an attempt begins, after ``step`` of a checkpoint or at 0, with the settings that decide over what
-        may train; and how many lines of the file it builds on."""
+        """Note that the run begins (``step`` 0) or goes on, with the settings that decide over what may train."""
         sizes = {"steps": config.steps, "batch_size": config.batch_size, "num_generations": config.num_generations}
         sections = {"async": asdict(config.async_), "buffer": asdict(config.buffer)}
         every = config.weights.publish_every
-        self.note("begin", step=step, line=self.kept, **sizes, publish_every=every, **sections)
+        self.note("begin", step=step, **sizes, publish_every=every, **sections)
 
     def mark(self) -> int:
         """How many lines the journal has; all of them go out with the next :meth:`write`."""
