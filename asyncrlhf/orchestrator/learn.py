@@ -46,6 +46,7 @@ class LearnLoop:
         self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1
+        self._training: asyncio.Task[Any] | None = None
         self._telling: set[asyncio.Task[Any]] = set()  # replicas to forget what was dropped
 
     async def run(self) -> None:
@@ -57,6 +58,15 @@ class LearnLoop:
                 break
             await self._step(taken, self.state.now() - started)
         await self._catch_up()
+
+    async def forget(self) -> None:
+        """The learner is lost, and the state is about to be that of a checkpoint: give up the step under way."""
+        if self._training is not None:
+            self._training.cancel()
+            await asyncio.gather(self._training, return_exceptions=True)
+        self._training = self._unlogged = None
+        self.training = self._publish_due = False
+        self._purged_for = -1
 
     async def settle(self) -> None:
         """After the last step: wait until the generators hold the final weights."""
@@ -107,9 +117,9 @@ class LearnLoop:
         normal, reward_metrics = self.normalizer.of_batch(rollouts)
         started = state.now()
         self.training = True
-        training = asyncio.ensure_future(self._train(normal))
+        self._training = asyncio.create_task(self._train(normal), name="train")
         await self._catch_up()
-        result, begun, trained = await training
+        result, begun, trained = await self._training
         result = replace(result, metrics={**result.metrics, **reward_metrics})
         self.training = False
         self._file(taken, version)

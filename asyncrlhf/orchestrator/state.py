@@ -74,6 +74,7 @@ class GroupInProgress:
     unfinished: set[int]
     unscored: set[int]
     scored: list[RolloutInfo] = field(default_factory=list)
+    epoch: int = 0  # in which it was issued, the last time: what was given out before is not its own
     # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -89,6 +90,10 @@ class Groups(dict[int, GroupInProgress]):
         assert group_id not in self, f"group {group_id} is in the making already"
         super().__setitem__(group_id, group)
         self.versions[group.version] += 1
+
+    def clear(self) -> None:
+        super().clear()
+        self.versions.clear()
 
     def __delitem__(self, group_id: int) -> None:
         version = self[group_id].version
@@ -119,6 +124,7 @@ class RunState:
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
     dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
+    epoch: int = 0  # times that the learner died and ``version`` went back to a checkpoint's
     published_version: int = -1
     next_group_id: int = 0
     elapsed: float = 0.0  # seconds of the run up to the last step, earlier sessions of a resumed run included

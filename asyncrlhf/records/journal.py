@@ -49,6 +49,7 @@ EVENTS = {
     "joined": "`replica` takes work, at `version`: it was restarted, or is new",
     "bound": "the staleness `bound` in force from here on",
     "checkpoint": "a checkpoint of `step` is whole on disk",
+    "rollback": "the learner died: the policy went from `version` back to `to`, and `epoch` began",
     "end": "the attempt ended, for this `reason`",
 }
 

@@ -139,6 +139,17 @@ class RunRecorder:
         lines = self.journal.mark()
         return RecordMarker(self._lines, self._parts, self._spans.parts, lines)
 
+    def rewind(self, marker: RecordMarker) -> None:
+        """Undo what was recorded of steps and rollouts after ``marker``, as a recorder opened with it does. The journal
+        keeps its lines, and spans say what was: time does not go back."""
+        self._rows, self._payloads = [], []
+        wait(self._pending)
+        self.raise_if_failed()
+        cut_tokens(self.run_dir, marker.metrics_lines)
+        _cut_metrics(self.run_dir / METRICS_FILE, marker.metrics_lines)
+        _cut_parts(self._folder, marker.parts)
+        self._lines, self._parts = marker.metrics_lines, marker.parts
+
     def record_spans(self, rows: Sequence[SpanRow], elapsed: float) -> None:
         """Keep spans for the next Parquet part, which holds none that ended after ``elapsed``, seconds of the run."""
         self._elapsed = elapsed
