@@ -31,6 +31,10 @@ class ReplicaError(AsyncRLHFError):
     """A generator, reward worker or learner rank died or stopped answering; names it."""
 
 
+class LearnerLostError(ReplicaError):
+    """A learner rank died or stopped answering: the group is started again from the newest checkpoint."""
+
+
 class CheckpointError(AsyncRLHFError):
     """A checkpoint could not be written or read."""
 

@@ -52,13 +52,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to be sampled. ``seed`` alone decides its random draws, whatever shares the engine's batch."""
+    """One response to be sampled. ``seed`` alone decides its random draws, whatever shares the engine's batch.
+    ``epoch``: of the run when it was given out; what answers it says the same one."""
 
     rollout_id: int
     group_id: int
     prompt: Prompt
     seed: int
     sampling: SamplingParams
+    epoch: int = 0
 
     @property
     def prompt_ids(self) -> IntArray:
@@ -72,6 +74,7 @@ class GenerationFailure:
 
     rollout_id: int
     error: str
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Rollout:
     critic_version: int | None = None  # of the critic that gave the values
     kept_ids: IdArray | None = None  # [K] in total; None where nothing was truncated
     kept_counts: IdArray | None = None  # [L]
+    epoch: int = 0  # of the request
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.policy_versions)}
@@ -150,6 +154,7 @@ class RolloutInfo:
     valued_at: float | None = None  # where a critic service is asked
     weight: float = 1.0  # of its loss: down-weighting and replay correction
     masked_before_version: int = 0  # tokens older than this leave the loss (over_stale=mask)
+    epoch: int = 0  # of the run when it was given to its generator
 
     @property
     def tokens(self) -> int:

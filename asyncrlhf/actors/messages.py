@@ -24,7 +24,7 @@ from asyncrlhf.types import (
 
 # The fields of a rollout: its arrays, of which it may lack the last four; what else it holds, but for its prompt.
 ARRAYS = ("response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts")
-FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version")
+FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch")
 _facts = attrgetter(*FACTS)
 R = TypeVar("R")
 

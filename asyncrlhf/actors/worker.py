@@ -138,6 +138,7 @@ def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
             finish_reason=r.finish_reason,
             generated_at=0.0,
             payload=Payload(None, i),
+            epoch=r.epoch,
         )
         for i, r in enumerate(rollouts)
     ]
@@ -212,11 +213,13 @@ class GeneratorWorker:
         self.tokens += output.tokens
         results: list[Rollout | GenerationFailure] = []
         for result in output.finished:
-            del self._requests[result.rollout_id]
+            epoch = self._requests.pop(result.rollout_id).epoch
             self._sent.pop(result.rollout_id, None)
             if isinstance(result, Rollout):
                 text = self._decode(result.response_ids.tolist())
-                result = replace(result, response_text=text, generator_id=self.name)
+                result = replace(result, response_text=text, generator_id=self.name, epoch=epoch)
+            else:
+                result = replace(result, epoch=epoch)
             results.append(result)
         self.outbox.put(results, self._clock())
         return output

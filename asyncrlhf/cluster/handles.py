@@ -128,7 +128,8 @@ class AnnotatorHandle(ReaderHandle, Protocol):
 
 
 class LearnerHandle(Remote[LearnerWorker], Protocol):
-    """The learner group as one part. ``call`` is answered by rank 0; in the other methods all ranks act together."""
+    """The learner group as one part. ``call`` is answered by rank 0; in the other methods all ranks act together.
+    Every method raises LearnerLostError when a rank is gone."""
 
     async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult: ...
 
@@ -169,6 +170,11 @@ class Runtime(Protocol):
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         """A fresh replica in a dead one's place, under the same name, holding no weights yet."""
+        ...
+
+    async def restart_learner(self) -> None:
+        """A fresh learner group in the dead one's place, with the initial model; of the dead one no rank is left.
+        Raises ReplicaError when it does not start, naming what is missing."""
         ...
 
     async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:

@@ -19,7 +19,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Hear, LocalPart, P, R, Runtime
 from asyncrlhf.cluster.placement import Specs
-from asyncrlhf.errors import ReplicaError
+from asyncrlhf.errors import LearnerLostError, ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.records.rollout_rows import RolloutRow, write_part
@@ -170,14 +170,25 @@ class LocalLearner(LocalPart[LearnerWorker]):
         super().__init__("learner-0", worker)
         self._spec, self._step_seconds = spec, spec.learner.virtual_step_seconds
         self._told, self._lanes = told, LearnerLanes(0, asyncio.get_running_loop().time, 0.0)
+        self._killed: str | None = None
+
+    def kill(self, cause: str = "killed") -> None:
+        """Die as a process would (for tests): a call under way is not answered, and every other fails from now on."""
+        self._killed = cause
+
+    def _check(self) -> None:
+        if self._killed is not None:
+            raise LearnerLostError(f"{self.name} died: {self._killed}")
 
     async def call(
         self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
+        self._check()
         with self._lanes.during(method.__name__, self.worker, args):
             answer = await super().call(seconds, method, *args, **kwargs)
             if method.__name__ == "train":
                 await asyncio.sleep(self._step_seconds)
+        self._check()
         return answer
 
     async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
@@ -188,11 +199,14 @@ class LocalLearner(LocalPart[LearnerWorker]):
         return result
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
+        offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        if self._killed is not None:
+            offered.set_exception(LearnerLostError(f"{self.name} died: {self._killed}"))
+            return offered
         with self._lanes.during("snapshot", self.worker, ()):
             answer: Any = self.worker.snapshot(probe)  # at once, and not when the answer is awaited
         if inspect.isawaitable(answer):
             return asyncio.ensure_future(answer)
-        offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
         offered.set_result(answer)
         return offered
 
@@ -232,10 +246,17 @@ class LocalRuntime(Runtime):
         self.learner: LocalLearner
 
     async def start(self) -> None:
-        self.learner = LocalLearner(self._specs.learner, self._workers.learner(self._specs.learner), self.told)
+        self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
+
+    def _learner(self) -> LocalLearner:
+        return LocalLearner(self._specs.learner, self._workers.learner(self._specs.learner), self.told)
+
+    async def restart_learner(self) -> None:
+        await self.learner.close()
+        self.learner = self._learner()
 
     def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
         if spec is None:

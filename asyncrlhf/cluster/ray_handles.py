@@ -19,6 +19,7 @@ from asyncrlhf.actors.messages import Address, Collected, Offer, Told, placed
 from asyncrlhf.actors.where import Where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.handles import LONG_SECONDS, Hear, P, R, W, WorkerLostError, ignore, within
+from asyncrlhf.cluster.ranks import a_rank, first, together
 from asyncrlhf.cluster.ray_placement import free_in_ray
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError
@@ -153,7 +154,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
 
 class RayRank(RayPart[LearnerWorker]):
     """One rank of the learner. It works off several calls at a time and may begin them in any order, so that each call
-    says how many snapshots were asked for before it."""
+    says how many snapshots were asked for before it. Its death is a LearnerLostError."""
 
     def __init__(self, spec: LearnerSpec, rank: int, options: Options, start_seconds: float) -> None:
         actor = ray.remote(LearnerActor).options(max_concurrency=4, **options).remote(spec, rank, spec.learner.ranks)
@@ -165,13 +166,26 @@ class RayRank(RayPart[LearnerWorker]):
         self._snapshots += verb == "snapshot"
         return sent
 
+    async def call(
+        self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        with a_rank():
+            return await super().call(seconds, method, *args, **kwargs)
+
+    async def snapshot(self, asked: Any) -> Offer:
+        """What the rank offers, which was asked for by :meth:`send`."""
+        with a_rank():
+            offer: Offer = await ask(self.name, asked, LONG_SECONDS, "snapshot")
+            return offer
+
     def train(self, *arguments: Any, **keywords: Any) -> Awaitable[StepResult]:
         """The rank's part in a step, which is sent before this returns."""
         sent = asyncio.get_running_loop().time()
         return self._trained(self.actor.step.remote(*arguments, snapshots=self._snapshots, **keywords), sent)
 
     async def _trained(self, asked: Any, sent: float) -> StepResult:
-        told: Told[StepResult] = await ask(self.name, asked, LONG_SECONDS, "train")
+        with a_rank():
+            told: Told[StepResult] = await ask(self.name, asked, LONG_SECONDS, "train")
         self.hear(told.spans, sent)
         return told.answer
 
@@ -218,7 +232,7 @@ class RayLearner:
     async def _all(
         self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        return await asyncio.gather(*(rank.call(seconds, method, *args, **kwargs) for rank in self.ranks))
+        return await together([rank.call(seconds, method, *args, **kwargs) for rank in self.ranks])
 
     async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
         """Each rank is sent its share alone; ranks that split one share over its tokens are sent the same."""
@@ -230,13 +244,12 @@ class RayLearner:
         for number, rank in enumerate(self.ranks):
             chosen, references = shares[number // size]
             steps.append(rank.train(chosen, *references, **self._spec.recorded(rollouts)))
-        return await _first(steps)
+        return await first(steps)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
         """Rank 0's offer; of all ranks where they hold shards."""
         asked = [(rank, rank.send("snapshot", probe)) for rank in (self.ranks if self._sharded else self.ranks[:1])]
-        offers = [ask(rank.name, reference, LONG_SECONDS, "snapshot") for rank, reference in asked]
-        return _first(offers)
+        return first([rank.snapshot(reference) for rank, reference in asked])
 
     async def save(self, folder: Path) -> None:
         await self._all(LONG_SECONDS, LearnerWorker.save, folder.resolve())
@@ -254,11 +267,6 @@ def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[list[tuple[Address, float,
     addresses, references = addressed([r.payload for r in rollouts])
     found = zip(addresses, rollouts, strict=True)
     return [(address, r.reward, r.weight, r.masked_before_version) for address, r in found], references
-
-
-async def _first(answers: Sequence[Awaitable[R]]) -> R:
-    """The first of several answers, once all have come."""
-    return (await asyncio.gather(*answers))[0]
 
 
 class RayAnnotator(RayPart[AnnotatorWorker]):

@@ -73,6 +73,7 @@ class RayRuntime(Runtime):
         self._placer: Placer
         self._owns_ray = False
         self._cores_before: frozenset[int] = frozenset()
+        self._rank_cores: Sequence[Collection[int]] = ()  # where the ranks have cores of their own
         self._records: Any = None  # the record writer's actor, once there is something to write
         self._endpoint = ""
         self._epoch = 0
@@ -135,6 +136,7 @@ class RayRuntime(Runtime):
         if split is not None:
             self._cores_before = before
             keep_to(split.others, descendants=True)
+            self._rank_cores = split.ranks
             await self.learner.keep_to(split.ranks)
 
     async def start(self) -> None:
@@ -147,11 +149,7 @@ class RayRuntime(Runtime):
         self._placer = Placer(plan, start_seconds=seconds, autoscaling=self._cluster.autoscaling)
         await self._placer.reserve()
         self.sharing = plan.sharing
-        options = self._placer.options
-        ranks = [options(f"learner-{i}") for i in range(self._specs.learner.learner.ranks)]
-        self.learner = RayLearner(self._specs.learner, ranks, seconds)
-        for rank in self.learner.ranks:
-            rank.told = self.told
+        self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
@@ -173,6 +171,25 @@ class RayRuntime(Runtime):
                 self.tell(f"Actors: {number} of {len(parts)} ready")
 
         await asyncio.gather(*(ready(part) for part in parts))
+
+    def _learner(self) -> RayLearner:
+        ranks = [self._placer.options(f"learner-{i}") for i in range(self._specs.learner.learner.ranks)]
+        fresh = RayLearner(self._specs.learner, ranks, self._cluster.start_timeout_seconds)
+        for rank in fresh.ranks:
+            rank.told = self.told
+        return fresh
+
+    async def restart_learner(self) -> None:
+        """On the same devices, or on others where the placement finds some."""
+        for rank in self.learner.ranks:
+            ray.kill(rank.actor)
+        for rank in self.learner.ranks:
+            await self._wait_for_room(rank.name, self._cluster.start_timeout_seconds)
+        self.learner = self._learner()
+        await self.learner.ready()
+        if self._rank_cores:
+            await self.learner.keep_to(self._rank_cores)
+        self._endpoint = await self.learner.listen()
 
     def _annotators(self, spec: AnnotatorSpec | None) -> list[AnnotatorHandle]:
         if spec is None:
@@ -238,12 +255,17 @@ class RayRuntime(Runtime):
         self.generators[:] = [fresh if g is dead else g for g in self.generators]
         return fresh
 
-    async def _wait_for_room(self, name: str) -> None:
-        """What a dead process held is free in a moment; what a dead node held is gone, and no reason to wait long."""
-        deadline = time.monotonic() + ROOM_SECONDS
+    async def _wait_for_room(self, name: str, seconds: float = ROOM_SECONDS) -> None:
+        """What a dead process held is free in a moment; what a dead node held is gone, and no reason to wait long
+        unless the run cannot do without."""
+        deadline = time.monotonic() + seconds
         while not await asyncio.to_thread(self._placer.stands, name):
             if time.monotonic() > deadline:
-                raise ReplicaError(f"{name} has no machine to start on again; free in Ray: {free_in_ray()}")
+                seat = self.plan.seats[name]
+                raise ReplicaError(
+                    f"{name} has no machine to start on again: it asks for {seat.cpus:g} CPUs and {seat.gpus:g} GPUs; "
+                    f"free in Ray: {free_in_ray()}"
+                )
             await asyncio.sleep(ROOM_SECONDS / 40)
 
     async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:

@@ -125,6 +125,9 @@ class LearnerConfig:
     gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
     compile: bool = setting(False, "Compiles the model by torch.compile; takes minutes at the start.")
     max_skipped_steps: int = setting(10, "Steps in a row with a non-finite gradient before the run fails.", low=1)
+    max_restarts: int = setting(
+        3, "Deaths of a learner rank, without a new step in between, after which the run ends.", low=0
+    )
     virtual_step_seconds: float = setting(
         0.1, "runtime=local: seconds that one learner step costs on the virtual clock.", low=0
     )

@@ -287,8 +287,9 @@ class Collector:
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:
                 replica.end(failure.rollout_id, self.state.now(), finished=False)
-                group_id = failure.rollout_id // self.state.config.num_generations
-                self.assembly.failed(failure.rollout_id, group_id, failure.error, None)
+                group = self.state.groups.get(failure.rollout_id // self.state.config.num_generations)
+                if group is not None and failure.epoch >= group.epoch:
+                    self.assembly.failed(failure.rollout_id, group.group_id, failure.error, None)
             for annotator in self.annotators:
                 annotator.chunks_arrived(collected.chunks)
             for info in collected.finished:

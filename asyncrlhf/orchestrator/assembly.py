@@ -26,9 +26,9 @@ class Assembly:
         self._kinds = ["reward", *(kind for kind, is_served in served.items() if is_served)]  # that a rollout waits for
 
     def generated(self, info: RolloutInfo) -> bool:
-        """A rollout left its generator; False when its group was dropped meanwhile."""
+        """A rollout left its generator; False when its group was dropped, or issued again, meanwhile."""
         group = self._state.groups.get(info.group_id)
-        if group is None or info.rollout_id not in group.unfinished:
+        if group is None or info.rollout_id not in group.unfinished or info.epoch < group.epoch:
             return False
         group.unfinished.discard(info.rollout_id)
         self._state.ledger.finish_generation(info.rollout_id)
@@ -41,7 +41,7 @@ class Assembly:
     def awaits(self, info: RolloutInfo) -> bool:
         """Whether the rollout's group still lacks it."""
         group = self._state.groups.get(info.group_id)
-        return group is not None and info.rollout_id in group.unscored
+        return group is not None and info.rollout_id in group.unscored and info.epoch >= group.epoch
 
     def annotated(self, kind: str, info: RolloutInfo, annotation: Annotation) -> None:
         """What a worker of this kind gives, or its failure. The kinds come in any order; with all of them the rollout

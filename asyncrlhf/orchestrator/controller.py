@@ -13,6 +13,8 @@
     LearnLoop        a batch in the buffer; in scheduled modes also the   serve; the publisher
                      publish before
     WeightPublisher  a snapshot; every live replica to have loaded it     LearnLoop; replicas (drain: collect)
+    Rollback         nothing: it runs in the LearnLoop's place when the       the learner's death
+                     learner has died
     Recovery         a dead replica; beside it, where replicas may be     the loop that met the death (state.died)
                      added, nothing: it looks now and then for room
     watch            nothing: it looks now and then whether anything moved
@@ -41,7 +43,7 @@ from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.generator_config import replica_kinds
-from asyncrlhf.errors import AsyncRLHFError, StallError
+from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, StallError
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping, HeldOut
@@ -51,11 +53,13 @@ from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.recovery import Recovery
 from asyncrlhf.orchestrator.resume import completed, restore
+from asyncrlhf.orchestrator.rollback import Rollback, beginning
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved
+from asyncrlhf.records.journal import Journal
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
@@ -74,8 +78,10 @@ class Outcome:
     heldout_after: float | None
 
 
-def build_state(config: RunConfig, message: Callable[[str], None] = lambda text: None) -> RunState:
-    """Ledger, gate and buffer of a fresh run."""
+def build_state(
+    config: RunConfig, message: Callable[[str], None] = lambda text: None, journal: Journal | None = None
+) -> RunState:
+    """Ledger, gate and buffer of a fresh run; without a journal, one that stays in memory."""
     size = config.num_generations
     gate = build_gate(
         config.async_, config.buffer, batch_size=config.batch_size, num_generations=size, steps=config.steps
@@ -83,7 +89,7 @@ def build_state(config: RunConfig, message: Callable[[str], None] = lambda text:
     buffer = ReplayBuffer(
         config.buffer, config.async_, batch_size=config.batch_size, num_generations=size, seed=config.seed
     )
-    return RunState(config, Ledger(), gate, buffer, message)
+    return RunState(config, Ledger(), gate, buffer, message, journal=journal or Journal())
 
 
 class Controller:
@@ -102,13 +108,14 @@ class Controller:
         saved: Saved | None = None,
     ) -> None:
         self.config = config
-        self.state = build_state(config, view.message)
+        self.state = build_state(config, view.message, recorder.journal)
         self.state.published = view.published
         self._runtime = runtime
         self._source = source
         self._sampling = sampling
         self._view = view
         self._saved = saved
+        self._run_dir = recorder.run_dir
         self._log = RolloutLog(self.state, runtime, recorder)
         self._assembly = Assembly(self.state, self._log.discard)
         self._normalizer = RewardNormalizer(config.reward)
@@ -139,12 +146,16 @@ class Controller:
         state = self.state
         gc.set_threshold(*GC_THRESHOLDS)
         self._starting = asyncio.current_task()
+        state.journal.clock = asyncio.get_running_loop().time  # also after the loop
+        state.journal.begin(self._saved.step if self._saved is not None else 0, self.config)
         await self._runtime.start()
         if self._runtime.sharing:
             names = ", ".join(sorted(self._runtime.sharing))
             self.state.message(f"Asleep while the learner trains on the same devices: {names}. Nothing overlaps there.")
         state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
+        begun = beginning(state, self._source, self._log)
         if self._saved is not None:
+            begun = self._saved
             await self._runtime.learner.load(self._saved.learner)
             self._normalizer.load(self._saved.learner)
             saved = await completed(self._saved, self.config, self._runtime)
@@ -159,13 +170,17 @@ class Controller:
             state, self._runtime, self._assembly, self._publisher, self._log, self._bookkeeping, self._turns,
             self._normalizer,
         )  # fmt: skip
+        back = Rollback(
+            state, self._runtime, self._source, self._publisher, self._critic_versions, self._turns, self._normalizer,
+            self._log, learn, self._run_dir, begun,
+        )  # fmt: skip
         self._view.begin()
-        reason = await self._run_loops(learn)
+        reason = await self._run_loops(learn, back)
         accuracies = self._bookkeeping.accuracies
         after = accuracies[-1] if reason == "done" and accuracies else None
         return Outcome(reason, accuracies[0] if accuracies else None, after)
 
-    async def _run_loops(self, learn: LearnLoop) -> str:
+    async def _run_loops(self, learn: LearnLoop, back: Rollback) -> str:
         """Supervise every loop until the learner's is through with the run."""
         runtime = self._runtime
         kinds = (
@@ -183,7 +198,7 @@ class Controller:
         recovery = Recovery(self.state, runtime, self._publisher, self._turns, collect)
         if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
             self._spawn(recovery.grow(), "growth")
-        main = asyncio.create_task(self._main(learn), name="learn")
+        main = asyncio.create_task(self._main(learn, back), name="learn")
         self._tasks.add(main)
         self._spawn(dispatcher.run(), "dispatch")
         self._spawn(recovery.restart(), "recovery")
@@ -200,7 +215,15 @@ class Controller:
                 task.result()
         return main.result()
 
-    async def _main(self, learn: LearnLoop) -> str:
+    async def _main(self, learn: LearnLoop, back: Rollback) -> str:
+        """Train to the end or to the interruption; a learner that dies is brought back."""
+        while True:
+            try:
+                return await self._train(learn)
+            except LearnerLostError as error:
+                await back.recover(error)
+
+    async def _train(self, learn: LearnLoop) -> str:
         """Train to the end or to the interruption, and leave everything in order."""
         await learn.run()
         if self.state.version < self.config.steps:

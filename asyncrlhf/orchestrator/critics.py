@@ -38,6 +38,15 @@ class CriticVersions:
         self._tickets = {version: kept for version, kept in self._tickets.items() if version >= oldest}
         self._state.progressed()
 
+    def forget(self) -> None:
+        """The learner is lost, and its critics with it: workers wait for the next snapshot."""
+        self._tickets = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a critic to answer."""
+        return bool(self._tickets)
+
     def answers(self, info: RolloutInfo) -> int | None:
         """The version whose critic answers this rollout; None while it is still to come."""
         if self._state.scheduled:
@@ -72,4 +81,5 @@ class Critics(Annotator):
                 yield info
 
     async def _call(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo]) -> list[Annotation]:
+        await self._state.queue.wait_for(lambda: self._versions.known)  # a lost learner is on its way back
         return await worker.annotate([w.payload for w in batch], self._versions.ticket(batch[0]))

@@ -101,14 +101,17 @@ class Dispatcher:
         prompt = self._last_prompt = self._source.next()
         step = state.gate.admit(replica.version)
         state.buffer.reserve(size)
-        state.groups[group_id] = GroupInProgress(group_id, prompt, now, step, replica.version, set(ids), set(ids))
+        state.groups[group_id] = GroupInProgress(
+            group_id, prompt, now, step, replica.version, set(ids), set(ids), epoch=state.epoch
+        )
         for rollout_id in ids:
             state.ledger.admit(rollout_id, group_id, prompt, now)
+        for rollout_id in ids:
             self._assign(replica, rollout_id, group_id, prompt, plan)
 
     def _assign(self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: Plan) -> None:
         seed = request_seed(self._state.config.seed, rollout_id)
-        request = GenerationRequest(rollout_id, group_id, prompt, seed, self._sampling)
+        request = GenerationRequest(rollout_id, group_id, prompt, seed, self._sampling, self._state.epoch)
         self._state.ledger.start(rollout_id, replica.name, replica.version)
         replica.begin(rollout_id, self._state.now(), self._state.version - replica.version)
         plan.setdefault(replica.name, (replica, []))[1].append(request)

@@ -46,6 +46,7 @@ class LearnLoop:
         self._signs = MissingSign(self.state.config.algorithm)
         self._publish_due = False
         self._purged_for = -1
+        self._training: asyncio.Task[Any] | None = None
         self._telling: set[asyncio.Task[Any]] = set()  # replicas to forget what was dropped
 
     async def run(self) -> None:
@@ -57,6 +58,15 @@ class LearnLoop:
                 break
             await self._step(taken, self.state.now() - started)
         await self._catch_up()
+
+    async def forget(self) -> None:
+        """The learner is lost, and the state is about to be that of a checkpoint: give up the step under way."""
+        if self._training is not None:
+            self._training.cancel()
+            await asyncio.gather(self._training, return_exceptions=True)
+        self._training = self._unlogged = None
+        self.training = self._publish_due = False
+        self._purged_for = -1
 
     async def settle(self) -> None:
         """After the last step: wait until the generators hold the final weights."""
@@ -107,14 +117,15 @@ class LearnLoop:
         normal, reward_metrics = self.normalizer.of_batch(rollouts)
         started = state.now()
         self.training = True
-        training = asyncio.ensure_future(self._train(normal))
+        self._training = asyncio.create_task(self._train(normal), name="train")
         await self._catch_up()
-        result, begun, trained = await training
+        result, begun, trained = await self._training
         result = replace(result, metrics={**result.metrics, **reward_metrics})
         self.training = False
         self._file(taken, version)
         self.log.used(taken, version)
         state.version = version + 1
+        state.journal.note("step", step=state.version)
         self._retire()
         await self._publish_if_due()
         metrics = self._meters.step(version, taken, result, waited + begun - started, trained) | self._lead.figures
@@ -140,6 +151,7 @@ class LearnLoop:
         change = self.state.adaptive.observe(metrics)
         if change is not None:
             self.state.message(change)
+            self.state.journal.note("bound", bound=self.state.bound)
             self._retire()
 
     async def _catch_up(self) -> None:

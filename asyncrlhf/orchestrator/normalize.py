@@ -79,6 +79,10 @@ class RewardNormalizer:
                 normal[groups == group] = _scaled(own, own.mean(), own.std())
         return np.clip(normal, -self._clip, self._clip)
 
+    def forget(self) -> None:
+        """Begin the statistics anew."""
+        self.moments = RunningMoments()
+
     def save(self, folder: Path) -> None:
         """Write the statistics beside the learner's part of a checkpoint; nothing where rewards are not normalised."""
         if self._kind == "none":

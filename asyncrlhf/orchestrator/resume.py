@@ -27,6 +27,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
     document = {
         "version": state.version,
         "published_version": state.published_version,
+        "epoch": state.epoch,
         "next_group_id": state.next_group_id,
         "elapsed": state.elapsed,
         "settings": _settings(state),
@@ -104,7 +105,8 @@ def _settings(state: RunState) -> dict[str, int]:
 
 
 def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog, runtime: Runtime) -> None:
-    """Take a checkpoint up: finished rollouts return to the buffer, everything in flight is issued again."""
+    """Take a checkpoint up: finished rollouts return to the buffer, everything in flight is issued again. What the
+    state held before, of a run whose learner died, is gone."""
     document = saved.state
     for key, value in _settings(state).items():
         if document["settings"][key] != value:
@@ -116,12 +118,16 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
     payloads = dict(zip(saved.rollouts, stored, strict=True))
     source.restore(document["cursor"])
     state.version = document["version"]
+    state.epoch = max(state.epoch, document.get("epoch", 0))
+    state.groups.clear()
+    state.requeue.clear()
     state.next_group_id = document["next_group_id"]
     state.elapsed = document["elapsed"]
     state.ledger.load_state_dict(document["ledger"])
     state.gate.load_state_dict(document["gate"], state.version)
     state.buffer.load_state_dict(document["buffer"], payloads, state.version)
     state.adaptive.load_state_dict(document["adaptive"])
+    state.journal.note("bound", bound=state.bound)
     state.follow()
     log.restore_uses({int(k): v for k, v in document["uses"].items()})
     for row in document["groups"]:
@@ -138,6 +144,7 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
             set(unscored),
             set(unscored),
             list(scored),
+            state.epoch,
         )
         for rollout_id in sorted(unscored):
             if state.ledger.get(rollout_id).state != "admitted":  # type: ignore[union-attr]

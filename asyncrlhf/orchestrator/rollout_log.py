@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import Runtime
@@ -45,6 +46,7 @@ class RolloutLog:
             state="trained" if used else state,
             admitted_at=group.admitted_at if group is not None else 0.0,
             drop_reason=None if used else reason,
+            epoch=group.epoch if group is not None else 0,
         )
         self._end(row, info)
 
@@ -62,6 +64,7 @@ class RolloutLog:
         """Keep the row with all that is known here; prompt, response and arrays come from the payload."""
         if info is not None:
             row.generator_id, row.generated_at, row.admitted_at = info.generator_id, info.generated_at, info.admitted_at
+            row.epoch = info.epoch
             if info.scored_at is not None:
                 row.reward, row.scored_at = info.reward, info.scored_at
         if row.rollout_id in self._uses:
@@ -76,9 +79,15 @@ class RolloutLog:
 
     async def hand_over(self) -> None:
         """Send what has ended on its way to the records; waits only when those are far behind."""
+        self._state.journal.mark()
         self._record()
         self._spans.step()
         await self._written(self._recorder.unwritten(MAX_WAITING))
+
+    async def rewind(self, marker: RecordMarker) -> None:
+        """Undo the records of rollouts and steps after ``marker``."""
+        await off_loop(partial(self._recorder.rewind, marker))
+        self._rows, self._payloads = [], []
 
     def mark(self) -> RecordMarker:
         """Where the records stand with all that has ended; they are on disk after :meth:`flush`."""

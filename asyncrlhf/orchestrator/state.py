@@ -18,6 +18,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, ReaderHandle, ReadTotals
+from asyncrlhf.records.journal import Journal
 from asyncrlhf.types import Annotation, Prompt, RolloutInfo
 
 R = TypeVar("R")
@@ -73,6 +74,7 @@ class GroupInProgress:
     unfinished: set[int]
     unscored: set[int]
     scored: list[RolloutInfo] = field(default_factory=list)
+    epoch: int = 0  # in which it was issued, the last time: what was given out before is not its own
     # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -88,6 +90,10 @@ class Groups(dict[int, GroupInProgress]):
         assert group_id not in self, f"group {group_id} is in the making already"
         super().__setitem__(group_id, group)
         self.versions[group.version] += 1
+
+    def clear(self) -> None:
+        super().clear()
+        self.versions.clear()
 
     def __delitem__(self, group_id: int) -> None:
         version = self[group_id].version
@@ -112,11 +118,13 @@ class RunState:
     buffer: ReplayBuffer
     message: Callable[[str], None] = lambda text: None  # for the user
     published: Callable[[int], None] = lambda version: None  # told of each publish that is through, beside the loop
+    journal: Journal = field(default_factory=Journal)
     replicas: list[Replica] = field(default_factory=list)
     groups: Groups = field(default_factory=Groups)
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
     dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
+    epoch: int = 0  # times that the learner died and ``version`` went back to a checkpoint's
     published_version: int = -1
     next_group_id: int = 0
     elapsed: float = 0.0  # seconds of the run up to the last step, earlier sessions of a resumed run included
@@ -133,6 +141,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.adaptive = AdaptiveBound(self.config.async_)
+        self.ledger.note = self.journal.note
         self.changed = Signal(self.room, self.batch, self.queue)
 
     @property
@@ -186,6 +195,7 @@ class RunState:
         replica.version = -1
         lost = sorted(replica.in_flight)
         replica.in_flight.clear()
+        self.journal.note("died", replica=replica.name, reason=str(error))
         for rollout_id in lost:
             self.ledger.requeue(rollout_id)
             self.requeue.append(rollout_id)

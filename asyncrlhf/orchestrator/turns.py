@@ -47,6 +47,12 @@ class Turns:
         await self._all(GeneratorWorker.wake)
         self._state.changed.notify()
 
+    async def wake(self) -> None:
+        """After a turn that the learner did not survive."""
+        if self._runtime.sharing:
+            await self._all(GeneratorWorker.wake)
+            self._state.changed.notify()
+
     @asynccontextmanager
     async def start_of(self, replica: Replica) -> AsyncIterator[None]:
         """A fresh replica loads its model: the device is the generators' inside."""

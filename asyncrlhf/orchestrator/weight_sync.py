@@ -13,7 +13,7 @@ from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.generator_config import replica_kinds
-from asyncrlhf.errors import ReplicaError, WeightSyncError
+from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -42,6 +42,8 @@ class WeightPublisher:
         self._lock = asyncio.Lock()
         self._seconds = state.config.weights.timeout_seconds
         self._rejoining = 0
+        self._lost: LearnerLostError | None = None  # met by a rejoin
+        self._down = False  # from the learner's death until it has weights again
         self.last_seconds = 0.0
         self.snapshot_seconds = 0.0  # that the learner stood still for the newest snapshot
         self.mismatch_kl = 0.0
@@ -72,7 +74,9 @@ class WeightPublisher:
 
     @property
     def failure(self) -> BaseException | None:
-        """What made the last publish fail."""
+        """What made the last publish fail, or a rejoin, where it was the learner's death."""
+        if self._lost is not None:
+            return self._lost
         ended = self._task is not None and self._task.done() and not self._task.cancelled()
         return self._task.exception() if ended and self._task is not None else None
 
@@ -85,13 +89,27 @@ class WeightPublisher:
         await self._state.changed.wait_for(lambda: not self.busy)
         self.raise_if_failed()
 
+    async def forget(self) -> None:
+        """The learner is lost: give up the publish under way, and the weight group. The next one is the first again."""
+        self._down = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._task = self._group = self._lost = None
+        self._publishes, self.waiting_for = 0, ""
+
+    def found(self) -> None:
+        """The learner is back, and a replica may rejoin."""
+        self._down = False
+        self._state.changed.notify()
+
     async def close(self) -> None:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _publish(self, version: int, offered: Awaitable[Offer]) -> None:
-        started = self._state.now()
+        started, note = self._state.now(), self._state.journal.note
         handing: asyncio.Future[None] | None = None
         try:
             offer = await offered
@@ -99,9 +117,11 @@ class WeightPublisher:
             handing = asyncio.ensure_future(self._hand_over())
             async with self._lock:
                 members = [r for r in self._state.replicas if r.alive]
+                note("publish", version=version, replicas=[r.name for r in members])
                 await self._send(members)
                 await asyncio.gather(*(self._load_in_turn(replica, version) for replica in members if replica.alive))
                 self._state.published_version = version
+                note("published", version=version)
                 if offer.probe_logprobs is not None:
                     await self._audit(members, version, offer.probe_logprobs)
             await handing  # before the next snapshot takes this one's place
@@ -208,8 +228,12 @@ class WeightPublisher:
         """Load what the replica received; from then on the gate counts it at ``version``."""
         try:
             if replica.alive:
+                epoch = self._state.epoch
+                self._state.journal.note("load", replica=replica.name, version=version)
                 await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache)
-                replica.version = version
+                if epoch == self._state.epoch:  # else the learner died meanwhile, and the version with it
+                    replica.version = version
+                    self._state.journal.note("loaded", replica=replica.name, version=version)
         except ReplicaError as error:
             self._state.died(replica, error)
 
@@ -231,12 +255,26 @@ class WeightPublisher:
         return nothing_due and not state.requeue and not any(r.in_flight for r in state.replicas)
 
     async def rejoin(self, replica: Replica) -> None:
-        """Bring a restarted replica to the version that the others hold; a death meanwhile is reported as any other."""
-        await self._state.changed.wait_for(lambda: not self._publishing)
+        """Bring a restarted replica to the version that the others hold; a death meanwhile is reported as any other.
+        When the learner dies meanwhile, all begins again once it is back."""
+        while replica.version < 0:
+            learner = self._runtime.learner
+            try:
+                return await self._rejoin(replica)
+            except LearnerLostError as error:
+                if self._runtime.learner is learner:
+                    self._lost = error
+                    self._state.changed.notify()
+                was_member = replica.alive
+                await self._state.changed.wait_for(lambda: self._lost is None and not self._down)
+                if was_member and not replica.alive:
+                    return  # its death is reported
+
+    async def _rejoin(self, replica: Replica) -> None:
+        await self._state.changed.wait_for(lambda: not self._publishing and not self._down)
         self.raise_if_failed()
         # A snapshot newer than the last publish goes to all together first: no replica may get ahead of a schedule.
-        learner = self._runtime.learner
-        while (await learner.call(LONG_SECONDS, LearnerWorker.ticket)).version != self._state.published_version:
+        while not await self._published_newest():
             await self._state.changed.wait_for(lambda: self._publishing)
             await self._state.changed.wait_for(lambda: not self._publishing)
             self.raise_if_failed()
@@ -249,6 +287,10 @@ class WeightPublisher:
         finally:
             self._rejoining -= 1
             self._state.progressed()
+
+    async def _published_newest(self) -> bool:
+        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
+        return ticket.version == self._state.published_version
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while

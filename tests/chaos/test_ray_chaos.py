@@ -90,6 +90,30 @@ def test_killed_parts_lose_nothing(
 
 
 @pytest.mark.usefixtures("ray_local")
+def test_a_killed_rank_brings_the_run_back_to_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of 2 dies while rank 0 waits for it in a step; generators stay as they are."""
+    controllers = watch(monkeypatch)
+    struck: list[int] = []
+
+    async def in_a_step(learner: RayLearner, *_: Any) -> None:
+        if controllers[0].state.version == 4 and not struck:
+            struck.append(await strike(learner.ranks[1].actor, KILL))
+
+    before(monkeypatch, RayLearner, "train", in_a_step)
+    done = run(tmp_path, *FAKE, "steps=7", "learner.ranks=2", "checkpoint.every=3")
+    assert len(struck) == 1
+    assert_each_step_trained_once(done, 7)
+    state = controllers[0].state
+    assert state.epoch == 1 and [r.restarts for r in state.replicas] == [0]
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    (back,) = [line for line in lines if line["event"] == "rollback"]
+    assert (back["version"], back["to"], back["epoch"]) == (4, 3, 1)
+    older = done.trained[done.trained.epoch == 0]
+    assert all(max(row.policy_versions) <= 3 for row in older.itertuples())
+    assert set(done.trained.epoch) == {0, 1}
+
+
+@pytest.mark.usefixtures("ray_local")
 def test_the_only_generator_comes_back_until_its_restarts_are_used_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

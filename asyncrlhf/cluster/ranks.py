@@ -1,0 +1,52 @@
+"""Calls of the learner's ranks, which act together: when one dies, its death is the cause of what the others raise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from asyncrlhf.errors import LearnerLostError, ReplicaError
+
+R = TypeVar("R")
+DEATH_SECONDS = 10.0  # until the runtime says of a dead process that it is dead
+
+
+@contextmanager
+def a_rank() -> Iterator[None]:
+    """A call inside goes to a rank of the learner: with the rank the group is lost."""
+    try:
+        yield
+    except ReplicaError as error:
+        raise LearnerLostError(str(error)) from None
+
+
+async def together(answers: Sequence[Awaitable[R]]) -> list[R]:
+    """The answers of ranks that act together. When one fails, the others are given a moment: a rank whose peer died
+    raises what its collective broke off with, and the death is the cause."""
+    asked = [asyncio.ensure_future(answer) for answer in answers]
+    try:
+        _, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+        deadline = asyncio.get_running_loop().time() + DEATH_SECONDS
+        while waiting and not any(_lost(one) for one in asked):
+            left = deadline - asyncio.get_running_loop().time()
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+        for one in sorted((one for one in asked if one.done()), key=_lost, reverse=True):
+            one.result()
+        return [one.result() for one in asked]
+    finally:
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def first(answers: Sequence[Awaitable[R]]) -> R:
+    """The first of several answers, once all have come."""
+    return (await together(answers))[0]
+
+
+def _lost(answer: asyncio.Future[Any]) -> bool:
+    return answer.done() and not answer.cancelled() and isinstance(answer.exception(), LearnerLostError)
