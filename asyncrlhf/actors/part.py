@@ -9,6 +9,7 @@ from typing import Any
 from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.records.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.saved_rollouts import write_rollouts
 from asyncrlhf.records.spans import SpanBatch
 
 
@@ -47,3 +48,7 @@ class RecordActor:
         found = iter(resolved([place for place in places if place is not None], bundles))
         rollouts = [None if place is None else next(found) for place in places]
         write_part(Path(target), rows, rollouts)
+
+    def save(self, target: str, addresses: Sequence[Address], *bundles: Any) -> None:
+        """The rollouts of a checkpoint, joined with the arrays of their annotations."""
+        write_rollouts(Path(target), resolved(addresses, bundles))

@@ -14,7 +14,7 @@ from asyncrlhf.buffer.admission import resolve_capacity, scheduled_versions
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.held import HeldGroups, Standing, group_from_json, group_to_json
 from asyncrlhf.buffer.sampling import PRIORITY, correction, groups_due, must_wait, priority, spread
-from asyncrlhf.errors import LedgerError, StaleBatchError
+from asyncrlhf.errors import ConfigError, LedgerError, StaleBatchError
 from asyncrlhf.types import DropReason, Payload, RolloutGroup
 
 
@@ -201,7 +201,7 @@ class ReplayBuffer:
         self._last_taken, self._resumed_at = state["last_taken"], version
         self._rng.bit_generator.state = state["rng"]
         if self.free < 0:
-            raise LedgerError(
+            raise ConfigError(
                 f"the checkpoint's buffer does not fit: {-self.free} places over capacity {self.capacity}."
             )
 

@@ -192,6 +192,11 @@ class Runtime(Protocol):
         once, and the arrays never pass the controller's process."""
         ...
 
+    def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
+        """Write the rollouts behind references, with the arrays of their annotations, for a checkpoint; otherwise as
+        :meth:`write_part`."""
+        ...
+
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         """References to rollouts read back from a checkpoint."""
         ...

@@ -23,6 +23,7 @@ from asyncrlhf.errors import LearnerLostError, ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
 from asyncrlhf.records.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.saved_rollouts import write_rollouts
 from asyncrlhf.records.spans import Lane, SpanBatch
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
@@ -289,6 +290,9 @@ class LocalRuntime(Runtime):
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         rollouts = [None if p is None else p.ref[p.index] for p in payloads]
         return self._records.submit(write_part, target, rows, rollouts)
+
+    def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
+        return self._records.submit(write_rollouts, target, fetch_local(payloads))
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         return [Payload(rollouts, i) for i in range(len(rollouts))]

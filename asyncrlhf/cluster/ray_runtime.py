@@ -302,14 +302,22 @@ class RayRuntime(Runtime):
         answers = (ask("the object store", reference, LONG_SECONDS, "fetch") for reference in references)
         return resolved(addresses, await asyncio.gather(*answers))
 
-    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+    def _record_writer(self) -> Any:
+        """The actor, on this machine."""
         if self._records is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             self._records = ray.remote(RecordActor).options(num_cpus=0, scheduling_strategy=here).remote()
+        return self._records
+
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         found, references = addressed([replace(p, annotations=()) for p in payloads if p is not None])
         order = iter(found)
         places = [None if p is None else next(order) for p in payloads]
-        return self._records.write.remote(str(target.resolve()), rows, places, *references).future()
+        return self._record_writer().write.remote(str(target.resolve()), rows, places, *references).future()
+
+    def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
+        addresses, references = addressed(payloads)
+        return self._record_writer().save.remote(str(target.resolve()), addresses, *references).future()
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = RolloutBundle(rollouts)

@@ -155,7 +155,8 @@ class Bookkeeping:
         document["heldout_before"] = self.accuracies[:1]
         marker = self.log.mark()
         await self.log.flush()
-        rollouts = await self.runtime.fetch(payloads)
-        await off_loop(partial(writer.commit, document, {r.rollout_id: r for r in rollouts}, marker))
+        written = self.runtime.save_rollouts(writer.rollouts, payloads)
+        await off_loop(written.result)
+        await off_loop(partial(writer.commit, document, marker))
         state.journal.note("checkpoint", step=document["version"])
         state.progressed()

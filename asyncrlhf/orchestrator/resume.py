@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
@@ -12,11 +13,12 @@ from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError, LedgerError
 from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.records.checkpoint import Saved
+from asyncrlhf.records.checkpoint import Saved, read_checkpoint
+from asyncrlhf.records.recorder import check_records
 from asyncrlhf.types import Payload, Rollout, RolloutGroup
 
 
@@ -104,9 +106,31 @@ def _settings(state: RunState) -> dict[str, int]:
     return {"batch_size": config.batch_size, "num_generations": config.num_generations, "seed": config.seed}
 
 
+def read_whole(folder: Path, run_dir: Path, state: RunState, source: PromptSource) -> Saved:
+    """The checkpoint, tried before anything starts: a fresh ``state`` and ``source`` take it up, and are not to be used
+    afterwards. Raises CheckpointError when it is damaged, does not hold together, or counts on records that ``run_dir``
+    lacks; ConfigError when it does not fit this run's settings."""
+    saved = read_checkpoint(folder)
+    check_records(run_dir, saved.marker)
+    try:
+        _take_up(state, saved, source, {rollout_id: Payload(None, 0) for rollout_id in saved.rollouts})
+        {int(k): tuple(v) for k, v in saved.state["uses"].items()}
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, LedgerError) as error:
+        what = str(error) if isinstance(error, LedgerError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the checkpoint {folder} does not hold together ({what}).") from error
+    return saved
+
+
 def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog, runtime: Runtime) -> None:
     """Take a checkpoint up: finished rollouts return to the buffer, everything in flight is issued again. What the
     state held before, of a run whose learner died, is gone."""
+    stored = runtime.store(list(saved.rollouts.values()))
+    _take_up(state, saved, source, dict(zip(saved.rollouts, stored, strict=True)))
+    log.restore_uses({int(k): v for k, v in saved.state["uses"].items()})
+
+
+def _take_up(state: RunState, saved: Saved, source: PromptSource, payloads: Mapping[int, Payload]) -> None:
+    """``payloads`` by rollout id."""
     document = saved.state
     for key, value in _settings(state).items():
         if document["settings"][key] != value:
@@ -114,8 +138,6 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
                 f"{key}={value} differs from {document['settings'][key]} in the checkpoint {saved.folder}, "
                 "whose rollouts are counted by it; resume with the same value."
             )
-    stored = runtime.store(list(saved.rollouts.values()))
-    payloads = dict(zip(saved.rollouts, stored, strict=True))
     source.restore(document["cursor"])
     state.version = document["version"]
     state.epoch = max(state.epoch, document.get("epoch", 0))
@@ -129,7 +151,6 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
     state.adaptive.load_state_dict(document["adaptive"])
     state.journal.note("bound", bound=state.bound)
     state.follow()
-    log.restore_uses({int(k): v for k, v in document["uses"].items()})
     for row in document["groups"]:
         scored = group_from_json(row["scored"], payloads).rollouts
         unscored = set(row["unscored"])

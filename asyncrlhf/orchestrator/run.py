@@ -27,11 +27,12 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
-from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
+from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state, failure_sentence
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
+from asyncrlhf.orchestrator.resume import read_whole
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.callbacks import Callbacks
-from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
+from asyncrlhf.records.checkpoint import Saved, find_checkpoints, newest_whole, sweep_unfinished
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.sinks import Sinks, check_sinks
@@ -77,8 +78,8 @@ def prepare(config: RunConfig) -> Prepared:
     if config.algorithm.loss.target:
         load_loss(config.algorithm.loss.target)
     given = Path(config.run_dir) if config.run_dir else None
-    found = find_checkpoint(config.checkpoint.resume, given, RUNS / config.name)
-    run_dir = found.parent.parent if found is not None and given is None else given or new_run_dir(config.name)
+    found = find_checkpoints(config.checkpoint.resume, given, RUNS / config.name)
+    run_dir = found[0].parent.parent if found and given is None else given or new_run_dir(config.name)
     sampling = SamplingParams(
         max_completion_length=completion,
         temperature=config.generator.temperature,
@@ -89,9 +90,14 @@ def prepare(config: RunConfig) -> Prepared:
         stop=tuple(config.generator.stop),
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
-    saved = read_checkpoint(found) if found is not None else None
+    read = partial(_read_whole, config=config, run_dir=run_dir, task=task)
+    saved, passed_over = newest_whole(found, read)
     config, notes = fusion_in_force(config, tokenizer)
-    return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*notes, *service_notes(config)])
+    return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*passed_over, *notes, *service_notes(config)])
+
+
+def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> Saved:
+    return read_whole(folder, run_dir, build_state(config), task.train_source(config.seed))
 
 
 def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
@@ -201,6 +207,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     plain = to_plain(config)
     marker = prepared.saved.marker if prepared.saved is not None else None
     recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
+    sweep_unfinished(prepared.run_dir)
     (prepared.run_dir / ERROR_FILE).unlink(missing_ok=True)  # of the attempt before
     start = prepared.saved.step if prepared.saved is not None else 0
     sinks = Sinks(prepared.run_dir, plain, config.logging, start_step=start)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncrlhf.errors import CheckpointError
+from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest, fsync, read_json, write_manifest
+from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.records.saved_rollouts import read_rollouts
 from asyncrlhf.types import Rollout
 from asyncrlhf.validation import check
 
 FOLDER = "checkpoints"
-STATE_FILE, ROLLOUTS_FILE, LEARNER_FOLDER = "controller.json", "rollouts.pkl", "learner"
-FORMAT = 3
+STATE_FILE, ROLLOUTS_FILE, LEARNER_FOLDER = "controller.json", "rollouts.arrow", "learner"
+FORMAT = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,66 +56,98 @@ class CheckpointWriter:
     def learner(self) -> Path:
         return self.folder / LEARNER_FOLDER
 
-    def commit(self, state: dict[str, Any], rollouts: dict[int, Rollout], marker: RecordMarker) -> Path:
-        """Write the controller's part, then make the checkpoint visible and remove the oldest beyond ``keep``."""
-        with (self.folder / ROLLOUTS_FILE).open("wb") as file:
-            pickle.dump(rollouts, file, protocol=5)
+    @property
+    def rollouts(self) -> Path:
+        """Where the finished rollouts belong, see :func:`~asyncrlhf.records.saved_rollouts.write_rollouts`."""
+        return self.folder / ROLLOUTS_FILE
+
+    def commit(self, state: Mapping[str, Any], marker: RecordMarker, seals: Mapping[str, Any] | None = None) -> Path:
+        """Write the controller's part and the manifest, then make the checkpoint visible and remove the oldest beyond
+        ``keep``, and those of later steps: the run has gone back behind them and does these steps again.
+
+        ``seals``: of files of ``learner/`` that are on disk and hashed already, by their paths within it.
+        """
         document = {"format": FORMAT, "marker": asdict(marker), **state}
-        (self.folder / STATE_FILE).write_text(json.dumps(document))
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                _fsync(path)
+        (self.folder / STATE_FILE).write_text(json.dumps(document), encoding="utf-8")
+        known = {f"{LEARNER_FOLDER}/{name}": facts for name, facts in (seals or {}).items()}
+        write_manifest(self.folder, known)
+        for folder in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
+            fsync(folder)
         shutil.rmtree(self._target, ignore_errors=True)
         os.replace(self.folder, self._target)
-        _fsync(self._parent)
-        for old in list_checkpoints(self._parent.parent)[: -self._keep]:
+        fsync(self._parent)
+        found = list_checkpoints(self._parent.parent)
+        own = found.index(self._target)
+        for old in (*found[: max(0, own + 1 - self._keep)], *found[own + 1 :]):
             shutil.rmtree(old)
         return self._target
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def sweep_unfinished(run_dir: Path) -> None:
+    """Remove what a process left that died while it wrote a checkpoint. For the one that holds the run's lock."""
+    for folder in (run_dir / FOLDER).glob(".*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def list_checkpoints(run_dir: Path, last_file: str = STATE_FILE) -> list[Path]:
-    """Complete checkpoints of a run, oldest first: those that hold ``last_file``, which is written last."""
+    """Checkpoints of a run that have their name, oldest first: those that hold ``last_file``."""
     found = (file.parent for file in (run_dir / FOLDER).glob(f"[!.]*-*/{last_file}"))
-    return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]))
+    numbered = (folder for folder in found if folder.name.rpartition("-")[2].isdecimal())
+    return sorted(numbered, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
-def find_checkpoint(
+def find_checkpoints(
     resume: str, run_dir: Path | None, runs: Path, last_file: str = STATE_FILE, stage: str = ""
-) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` means, or None when ``auto`` finds nothing to go on with.
+) -> list[Path]:
+    """The checkpoints that ``checkpoint.resume`` means, newest first: of one run, or one where it names a folder. Empty
+    where ``auto`` finds nothing to go on with.
 
     ``auto`` looks in ``run_dir`` where one is given, else in the newest run of ``runs`` (``runs/<name>``) that has one.
     A stage that is not ``train`` gives its name and the file that is written last in its checkpoints.
     """
     if resume == "no":
-        return None
+        return []
     if resume != "auto":
         folder = Path(resume)
         found = [folder] if (folder / last_file).is_file() else list_checkpoints(folder, last_file)
         what = f"checkpoint of {stage}" if stage else "checkpoint"
         check(found, f"checkpoint.resume={resume} holds no {what}; allowed: no, auto, or a checkpoint's folder.")
-        return found[-1]
-    candidates = [run_dir] if run_dir is not None else sorted(runs.glob("*"))
-    every = [checkpoint for run in candidates for checkpoint in list_checkpoints(run, last_file)]
-    return every[-1] if every else None
+        return found[-1:]
+    candidates = [run_dir] if run_dir is not None else sorted(runs.glob("*"), reverse=True)
+    return next((found[::-1] for run in candidates if (found := list_checkpoints(run, last_file))), [])
+
+
+def newest_whole(found: Sequence[Path], read: Callable[[Path], T]) -> tuple[T | None, list[str]]:
+    """What ``read`` gives of the first of ``found`` that it does not refuse, and a sentence a checkpoint that was
+    passed over. Raises ConfigError, with the sentence of the first, where it refuses all; None where there is none.
+
+    ``read`` raises CheckpointError for a checkpoint that is not whole. Whoever names a folder gets that one or none.
+    """
+    refused: list[str] = []
+    for folder in found:
+        try:
+            return read(folder), [f"{why} The run goes on from {folder.name}." for why in refused]
+        except CheckpointError as error:
+            refused.append(f"Passed over {str(error).rstrip('.')}.")
+    if refused:
+        raise ConfigError(f"checkpoint.resume finds no whole checkpoint: {refused[0].removeprefix('Passed over ')}")
+    return None, []
 
 
 def read_checkpoint(folder: Path) -> Saved:
-    """Raises CheckpointError for a checkpoint that is torn or of another format."""
-    try:
-        state = json.loads((folder / STATE_FILE).read_text())
-        with (folder / ROLLOUTS_FILE).open("rb") as file:
-            rollouts = pickle.load(file)
-    except (OSError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}") from error
+    """Raises CheckpointError for a checkpoint that is torn, damaged or of another format."""
+    if not (folder / MANIFEST).exists() and "format" in (old := read_json(folder / STATE_FILE)):
+        check_format(folder, old)
+    check_manifest(folder)
+    state = read_json(folder / STATE_FILE)
+    check_format(folder, state)
+    version = state.get("version")
+    if type(version) is not int or version < 0:
+        raise CheckpointError(f"{folder / STATE_FILE} has version={version!r:.80}; a count of 0 or more was written.")
+    marker = RecordMarker.of(state.pop("marker", None), folder / STATE_FILE)
+    return Saved(folder, state, read_rollouts(folder / ROLLOUTS_FILE), marker)
+
+
+def check_format(folder: Path, state: Mapping[str, Any]) -> None:
     if state.get("format") != FORMAT:
         raise CheckpointError(f"the checkpoint {folder} has format {state.get('format')}; this version reads {FORMAT}.")
-    return Saved(folder, state, rollouts, RecordMarker(**state.pop("marker")))

@@ -13,13 +13,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
 from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.data.checkpoint_manifest import check_manifest, read_json, write_manifest
 from asyncrlhf.orchestrator.run import new_run_dir
 from asyncrlhf.records.checkpoint import FOLDER
-from asyncrlhf.records.recorder import METRICS_FILE, ROLLOUTS_FOLDER, RecordMarker, RunRecorder, read_metrics
+from asyncrlhf.records.recorder import (
+    METRICS_FILE,
+    ROLLOUTS_FOLDER,
+    RecordMarker,
+    RunRecorder,
+    check_records,
+    read_metrics,
+)
 from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import environment
 from asyncrlhf.validation import check
@@ -46,6 +55,19 @@ def run_folder(config: RunConfig, stage: str) -> Path:
         "run_dir is empty, and each of several processes would choose one of its own; give run_dir=FOLDER.",
     )
     return new_run_dir(f"{config.name}-{stage}")
+
+
+def read_marker(folder: Path) -> RecordMarker:
+    """The records' marker of a checkpoint; raises CheckpointError where there is none."""
+    return RecordMarker.of(read_json(folder / MARKER_FILE), folder / MARKER_FILE)
+
+
+def whole(folder: Path, run_dir: Path) -> Path:
+    """The checkpoint ``folder``; raises CheckpointError where it is damaged, or ``run_dir`` lacks the records that it
+    counts on."""
+    check_manifest(folder)
+    check_records(run_dir, read_marker(folder))
+    return folder
 
 
 class StageRecord(TrainerCallback):
@@ -105,9 +127,12 @@ class StageRecord(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the other processes' files are there
         if self._recorder is not None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             (folder / MARKER_FILE).write_text(json.dumps(asdict(self._recorder.checkpoint())) + "\n")
+            write_manifest(folder, {})
 
     @contextmanager
     def stopped_in_order(self) -> Iterator[None]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,18 @@ from asyncrlhf.data.adapter import peft_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer, resolve
 from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.orchestrator.run import RUNS
-from asyncrlhf.records.checkpoint import FOLDER, find_checkpoint
-from asyncrlhf.records.recorder import RecordMarker, refuse_used_folder, writing_to
-from asyncrlhf.stages.stage_record import LEFT_OUT, MARKER_FILE, MODEL_FOLDER, StageRecord, is_main, run_folder
+from asyncrlhf.records.checkpoint import FOLDER, find_checkpoints, newest_whole
+from asyncrlhf.records.recorder import refuse_used_folder, writing_to
+from asyncrlhf.stages.stage_record import (
+    LEFT_OUT,
+    MARKER_FILE,
+    MODEL_FOLDER,
+    StageRecord,
+    is_main,
+    read_marker,
+    run_folder,
+    whole,
+)
 from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
@@ -45,6 +54,7 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     max_length: int  # tokens, within the model's context
     resume: Path | None
+    notes: Sequence[str] = ()  # on checkpoints that were passed over
 
 
 def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
@@ -63,15 +73,16 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
     )
     check_model(config.model)
     given = Path(config.run_dir) if config.run_dir else None
-    resume = find_checkpoint(config.checkpoint.resume, given, RUNS / f"{config.name}-{stage}", MARKER_FILE, stage)
-    folder = resume.parents[1] if resume is not None and given is None else run_folder(config, stage)
+    found = find_checkpoints(config.checkpoint.resume, given, RUNS / f"{config.name}-{stage}", MARKER_FILE, stage)
+    folder = found[0].parents[1] if found and given is None else run_folder(config, stage)
+    resume, passed_over = newest_whole(found, partial(whole, run_dir=folder))
     limit, tokenizer = min(settings.max_length, context_length(config.model)), load_tokenizer(config.model)
     check(
         tokenizer.chat_template or not conversational,
         f"{key}.path={settings.path} holds conversations, but the tokenizer of model.path={config.model.path} has no "
         "chat template.",
     )
-    return Job(config, stage, key, settings, folder, tokenizer, limit, resume)
+    return Job(config, stage, key, settings, folder, tokenizer, limit, resume, passed_over)
 
 
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
@@ -131,7 +142,7 @@ def run_trainer(
     the trainer and its memory are gone by then. Raises ConfigError when no row is left to train on. A failure is in the
     summary, then raised.
     """
-    marker = RecordMarker(**json.loads((job.resume / MARKER_FILE).read_text())) if job.resume is not None else None
+    marker = read_marker(job.resume) if job.resume is not None else None
     if is_main():
         if marker is None:
             refuse_used_folder(job.run_dir)
@@ -147,6 +158,8 @@ def run_trainer(
                 folder.rmdir()
         raise
     record = StageRecord(job.config, job.run_dir, job.stage, marker)
+    for note in job.notes:
+        record.message(note)
     summary: dict[str, Any] = {"model": job.config.model.path, "data": {"path": job.settings.path, **data}}
     try:
         if _train(job, record, trainer):

@@ -27,6 +27,7 @@ from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.learner.companions import ValueModel
 from asyncrlhf.learner.plan import StepPlan
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.records.saved_rollouts import read_rollouts
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.types import Annotation, Payload, RolloutInfo, TrainBatch
 from tests import loop, ray_run
@@ -244,7 +245,7 @@ def test_what_a_checkpoint_lacks_is_computed_when_it_is_taken_up(
 
     fresh = change.startswith("reference.where=service")
     interrupt_after(tmp_path, 2, *(OWN if fresh else SERVED), "steps=4", "async.max_staleness=3")
-    held = pickle.loads(next(tmp_path.glob("checkpoints/*/rollouts.pkl")).read_bytes())
+    held = read_rollouts(next(tmp_path.glob("checkpoints/*/rollouts.arrow")))
     assert held, "the buffer was empty, so nothing is tried"
     for rollout in held.values():
         assert (rollout.ref_logprobs is None, rollout.values is None) == (fresh, fresh)

@@ -13,7 +13,7 @@ import pytest
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.buffer.sampling import advantage, correction, must_wait, priority
-from asyncrlhf.errors import LedgerError, StaleBatchError
+from asyncrlhf.errors import ConfigError, LedgerError, StaleBatchError
 from asyncrlhf.types import RolloutGroup
 from tests.unit.buffer.world import make_group
 
@@ -441,5 +441,5 @@ def test_a_checkpoint_larger_than_the_buffer_is_refused() -> None:
     buffer = make_buffer()
     fill(buffer, make_group(0), make_group(1), make_group(2))
     payloads = {r.rollout_id: r.payload for g in buffer.groups() for r in g.rollouts}
-    with pytest.raises(LedgerError, match="2 places over capacity 4"):
+    with pytest.raises(ConfigError, match="2 places over capacity 4"):
         make_buffer(capacity=4).load_state_dict(buffer.state_dict(), payloads, version=0)

@@ -22,6 +22,7 @@ from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.records.checkpoint import CheckpointWriter, read_checkpoint
 from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.records.saved_rollouts import write_rollouts
 from asyncrlhf.types import Rollout, SamplingParams, TrainBatch
 from tests.truncated import TRUNCATED, hf_rollouts, renormalised, scored, sets_of
 from tests.unit.learner.worlds import assert_same, backend, gradients, llama, share
@@ -268,7 +269,8 @@ def test_tokens_of_both_kinds_in_one_batch_have_ratio_1() -> None:
 def test_a_checkpoint_brings_them_back(tmp_path: Any) -> None:
     writer = CheckpointWriter(tmp_path, 3, keep=1)
     given = {r.rollout_id: r for r in mixed()}
-    folder = writer.commit({"version": 3}, given, RecordMarker())
+    write_rollouts(writer.rollouts, list(given.values()))
+    folder = writer.commit({"version": 3}, RecordMarker())
     back = read_checkpoint(folder).rollouts
     assert back.keys() == given.keys() and all(same(back[i], given[i]) for i in given)
 

@@ -1,0 +1,125 @@
+"""``manifest.json`` of a checkpoint: size and hash of every file, written last and compared before anything is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+HASHERS = 8  # files that are hashed at a time
+
+# Of each file, by its path within the checkpoint: {"bytes": its size, "sha256": its hash in hex}.
+Seals = dict[str, dict[str, Any]]
+
+
+def seal(folder: Path, files: Iterable[Path]) -> Seals:
+    """Bring ``files`` to disk; returns the seals of them, by their paths within ``folder``."""
+    return {file.relative_to(folder).as_posix(): _seal(file) for file in files}
+
+
+def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Seal every file of ``folder`` that has no seal among ``known``, and write the manifest. Raises CheckpointError
+    when a file that was sealed is gone or has another size."""
+    found = _plain_files(folder)
+    gone = sorted(name for name, facts in known.items() if found.get(name) != facts["bytes"])
+    if gone:
+        raise CheckpointError(f"the checkpoint {folder} lost {gone[0]} while it was written.")
+    seals = {**known, **seal(folder, (folder / name for name in sorted(found.keys() - known.keys())))}
+    path = folder / MANIFEST
+    path.write_text(json.dumps({"files": seals}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    fsync(path)
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise CheckpointError, in one sentence, unless ``folder`` holds exactly the files of its manifest, as they were.
+
+    No file is opened whose path is not below ``folder``, and none that is not a plain file. A hash finds what a disk
+    or a copy did; it is no defence against somebody who writes a manifest of his own, so that what reads the files
+    must not trust them either.
+    """
+    found = _plain_files(folder)
+    if found.pop(MANIFEST, None) is None:
+        raise CheckpointError(f"the checkpoint {folder} has no {MANIFEST}, which is written last: it is not whole.")
+    seals = _read(folder / MANIFEST)
+    missing, extra = sorted(seals.keys() - found.keys()), sorted(found.keys() - seals.keys())
+    if missing or extra:
+        what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}, which is not of it"
+        raise CheckpointError(f"the checkpoint {folder} {what} (by its {MANIFEST}).")
+    for name, size in found.items():
+        if size != seals[name].get("bytes"):
+            said = f"{size} bytes, and {seals[name].get('bytes')!r} were written"
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} has {said}.")
+
+    def changed(name: str) -> bool:
+        return _hash(folder / name) != seals[name].get("sha256")
+
+    try:
+        with ThreadPoolExecutor(HASHERS, thread_name_prefix="checkpoint-hash") as pool:
+            damaged = [name for name, is_changed in zip(found, pool.map(changed, found), strict=True) if is_changed]
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}.") from error
+    if damaged:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {damaged[0]} is not as it was written.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises CheckpointError for what is not one, however deep it is nested."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error) or type(error).__name__}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object.")
+    return value
+
+
+def fsync(path: Path) -> None:
+    """Bring a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> Seals:
+    seals = read_json(path).get("files")
+    if not isinstance(seals, dict) or not all(isinstance(facts, dict) for facts in seals.values()):
+        raise CheckpointError(f"{path} lists no files.")
+    return seals
+
+
+def _seal(file: Path) -> dict[str, Any]:
+    fsync(file)
+    return {"bytes": file.stat().st_size, "sha256": _hash(file)}
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _plain_files(folder: Path) -> dict[str, int]:
+    """The size of each file below ``folder``, by its path within; raises CheckpointError for a link and for anything
+    else that is no plain file."""
+    found = {}
+
+    def fail(error: OSError) -> None:
+        raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}.") from error
+
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            facts, name = path.lstat(), path.relative_to(folder).as_posix()
+            if stat.S_ISREG(facts.st_mode):
+                found[name] = facts.st_size
+            elif not stat.S_ISDIR(facts.st_mode):
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is no plain file.")
+    return found

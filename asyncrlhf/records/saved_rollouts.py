@@ -1,0 +1,82 @@
+"""The finished rollouts of a checkpoint as one Arrow file: a row a rollout, exact to the bit, and no code in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from asyncrlhf.buffer.ledger import prompt_from_json, prompt_to_json
+from asyncrlhf.errors import CheckpointError
+from asyncrlhf.types import Rollout
+
+ARRAYS = {
+    "response_ids": pa.int64(), "behavior_logprobs": pa.float32(), "policy_versions": pa.int64(),
+    "ref_logprobs": pa.float32(), "values": pa.float32(), "kept_ids": pa.int32(), "kept_counts": pa.int32(),
+}  # fmt: skip
+FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version")
+# Texts lie in JSON, whose escapes hold what UTF-8 cannot; siblings share one entry for their prompt.
+SCHEMA = pa.schema(
+    [
+        pa.field("facts", pa.string(), nullable=False),
+        pa.field("prompt", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        *(pa.field(name, pa.large_list(kind)) for name, kind in ARRAYS.items()),
+    ]
+)
+
+
+def write_rollouts(target: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write one Arrow IPC file, in the order of ``rollouts``. Their prompts' metadata must be JSON-able."""
+    columns = {
+        "facts": pa.array([json.dumps({name: getattr(r, name) for name in FACTS}) for r in rollouts], pa.string()),
+        "prompt": pa.array([json.dumps(prompt_to_json(r.prompt)) for r in rollouts], pa.string()).dictionary_encode(),
+        **{name: pa.array([_cast(getattr(r, name), kind) for r in rollouts], pa.large_list(kind))
+           for name, kind in ARRAYS.items()},
+    }  # fmt: skip
+    table = pa.table(columns, schema=SCHEMA)
+    with target.open("wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        writer.write_table(table)
+
+
+def read_rollouts(path: Path) -> dict[int, Rollout]:
+    """The rollouts by id. Raises CheckpointError for a file that holds anything else."""
+    try:
+        with path.open("rb") as file:
+            table = pa.ipc.open_file(file).read_all()
+        if table.schema != SCHEMA:
+            raise ValueError("its columns are not those of rollouts")
+        table = table.combine_chunks()
+        table.validate(full=True)
+        rollouts = _rollouts(table) if len(table) else []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
+        raise CheckpointError(f"the rollouts of the checkpoint in {path} cannot be read: {error}.") from error
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    if len(by_id) < len(rollouts):
+        raise CheckpointError(f"{path} holds a rollout twice.")
+    return by_id
+
+
+def _rollouts(table: pa.Table) -> list[Rollout]:
+    places = table["prompt"].chunk(0)
+    prompts = [prompt_from_json(json.loads(text)) for text in places.dictionary.to_pylist()]
+    arrays = {name: [_array(value) for value in table[name].chunk(0)] for name in ARRAYS}
+    rollouts = []
+    for i, (text, place) in enumerate(zip(table["facts"].to_pylist(), places.indices.to_pylist(), strict=True)):
+        facts: dict[str, Any] = json.loads(text)
+        if set(facts) != set(FACTS) or not all(type(facts[name]) is int for name in ("rollout_id", "group_id")):
+            raise ValueError(f"row {i} is no rollout")
+        rollouts.append(Rollout(prompt=prompts[place], **facts, **{name: own[i] for name, own in arrays.items()}))
+    return rollouts
+
+
+def _cast(array: np.ndarray | None, kind: pa.DataType) -> np.ndarray | None:
+    return None if array is None else np.asarray(array, kind.to_pandas_dtype())
+
+
+def _array(value: pa.LargeListScalar) -> np.ndarray | None:
+    """A copy: the learner's batches are built of arrays that own their memory."""
+    return np.array(value.values) if value.is_valid else None
