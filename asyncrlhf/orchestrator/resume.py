@@ -12,7 +12,7 @@ from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
@@ -29,7 +29,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
         "published_version": state.published_version,
         "next_group_id": state.next_group_id,
         "elapsed": state.elapsed,
-        "settings": _settings(state),
+        "config": state.settings,
         "reference": fingerprint(state.config),
         "cursor": source.state(),
         "ledger": state.ledger.state_dict(),
@@ -97,21 +97,9 @@ async def _annotated(
     return {rollout.rollout_id: rollout for rollout in await runtime.fetch(places)}
 
 
-def _settings(state: RunState) -> dict[str, int]:
-    """Settings that a resumed run may not change."""
-    config = state.config
-    return {"batch_size": config.batch_size, "num_generations": config.num_generations, "seed": config.seed}
-
-
 def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog, runtime: Runtime) -> None:
     """Take a checkpoint up: finished rollouts return to the buffer, everything in flight is issued again."""
     document = saved.state
-    for key, value in _settings(state).items():
-        if document["settings"][key] != value:
-            raise ConfigError(
-                f"{key}={value} differs from {document['settings'][key]} in the checkpoint {saved.folder}, "
-                "whose rollouts are counted by it; resume with the same value."
-            )
     stored = runtime.store(list(saved.rollouts.values()))
     payloads = dict(zip(saved.rollouts, stored, strict=True))
     source.restore(document["cursor"])

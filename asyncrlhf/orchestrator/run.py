@@ -6,7 +6,7 @@ import asyncio
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,9 @@ from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, failure_sentence
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
+from asyncrlhf.orchestrator.origin import Origin, find_origin
 from asyncrlhf.readahead.outlook import fusion_in_force
+from asyncrlhf.records.attempts import attempts
 from asyncrlhf.records.callbacks import Callbacks
 from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.records.progress import RunView
@@ -60,6 +62,7 @@ class Prepared:
     sampling: SamplingParams
     saved: Saved | None
     notes: Sequence[str] = ()
+    origin: Origin = field(default_factory=Origin)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -91,7 +94,9 @@ def prepare(config: RunConfig) -> Prepared:
     )
     saved = read_checkpoint(found) if found is not None else None
     config, notes = fusion_in_force(config, tokenizer)
-    return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*notes, *service_notes(config)])
+    origin = find_origin(config, run_dir, saved)
+    notes = [*notes, *service_notes(config), *filter(None, [origin.said])]
+    return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 
 
 def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
@@ -199,10 +204,10 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     check_penalties(config)
     prepared = prepare(config)
     plain = to_plain(config)
-    marker = prepared.saved.marker if prepared.saved is not None else None
-    recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
+    recorder = RunRecorder(prepared.run_dir, plain, config.logging, prepared.origin.marker)
     (prepared.run_dir / ERROR_FILE).unlink(missing_ok=True)  # of the attempt before
-    start = prepared.saved.step if prepared.saved is not None else 0
+    prepared.origin.note(prepared.run_dir, plain)
+    start = prepared.origin.step
     sinks = Sinks(prepared.run_dir, plain, config.logging, start_step=start)
     view = RunView(sinks, config.steps, config.logging.progress, start, callbacks)
     view.message(f"Run directory: {prepared.run_dir}")
@@ -311,4 +316,4 @@ class _Job:
             heldout_after=outcome.heldout_after if outcome is not None else None,
             heldout_prompts=len(self._prepared.task.heldout()),
         )
-        return {**summary, "taking_turns": sorted(self._taking_turns)}
+        return {**summary, "taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}
