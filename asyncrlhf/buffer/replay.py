@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 from asyncrlhf.buffer.admission import resolve_capacity, scheduled_versions
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.held import HeldGroups, Standing, group_from_json, group_to_json
-from asyncrlhf.buffer.sampling import PRIORITY, correction, groups_due, must_wait, priority, spread
-from asyncrlhf.errors import ConfigError, LedgerError, StaleBatchError
+from asyncrlhf.buffer.sampling import PRIORITY, beyond, correction, groups_due, must_wait, priority, spread
+from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import DropReason, Payload, RolloutGroup
 
 
@@ -123,6 +123,17 @@ class ReplayBuffer:
             gone += [group for group, places in zip(kept, filled, strict=True) if places > self.capacity // 2]
         return self._remove(gone)
 
+    def surplus(self, version: int, unfinished: Mapping[int, int]) -> set[int]:
+        """Ids of groups that no order of training could keep inside the bound of the settings, from ``version`` on:
+        none under the bound that they began under. ``unfinished``: the groups still in the making, by id the version
+        that they began with."""
+        unused = {group.group_id: group.min_version for group in self._groups if group.uses == 0}
+        return beyond(version, unused | dict(unfinished), self._hard_bound, self._groups_per_step)
+
+    def discard(self, group_ids: Collection[int]) -> list[RolloutGroup]:
+        """Remove those of the groups that are held."""
+        return self._remove([group for group in self._groups if group.group_id in group_ids])
+
     def purge(self, version: int) -> list[RolloutGroup]:
         """Remove every group with a token older than ``version``; a scheduled mode keeps all."""
         return [] if self._scheduled else self._remove([group for group in self._groups if group.min_version < version])
@@ -192,7 +203,8 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], payloads: Mapping[int, Payload], version: int) -> None:
-        """Restore. ``payloads`` by rollout id; ``version`` is the policy version of the checkpoint."""
+        """Restore. ``payloads`` by rollout id; ``version`` is the policy version of the checkpoint. What is beyond a
+        smaller ``capacity`` stays: nothing new begins (``free`` is negative) until it is trained or dropped."""
         self._groups = HeldGroups(self._standing)
         for row in state["groups"]:
             self._groups.add(group_from_json(row, payloads))
@@ -200,10 +212,6 @@ class ReplayBuffer:
         self._reserved, self._replayed = state["reserved"], state["replayed"]
         self._last_taken, self._resumed_at = state["last_taken"], version
         self._rng.bit_generator.state = state["rng"]
-        if self.free < 0:
-            raise ConfigError(
-                f"the checkpoint's buffer does not fit: {-self.free} places over capacity {self.capacity}."
-            )
 
     def _standing(self, group: RolloutGroup, version: int, bound: int) -> Standing:
         if self._is_over(group, version, bound):

@@ -94,3 +94,16 @@ def groups_due(version: int, begun: Mapping[int, int], bound: int, groups_per_st
         limit = version - bound + steps_left
         due = max(due, sum(n for v, n in begun.items() if v <= limit) - steps_left * groups_per_step)
     return due
+
+
+def beyond(version: int, begun: Mapping[int, int], bound: int, groups_per_step: int) -> set[int]:
+    """Ids of the groups that would pass ``bound`` although those begun earliest go first; ``begun`` has by id the
+    version that each began with."""
+    gone: set[int] = set()
+    kept = 0
+    for group_id, first in sorted(begun.items(), key=lambda item: (item[1], item[0])):
+        if version + kept // groups_per_step - first > bound:
+            gone.add(group_id)
+        else:
+            kept += 1
+    return gone

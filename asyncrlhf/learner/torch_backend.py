@@ -159,10 +159,13 @@ class TorchBackend:
         barrier(self.ranks)
 
     def load(self, folder: Path) -> None:
-        """Go on from :meth:`save`, bit for bit; raises CheckpointError when a file is missing or does not fit."""
+        """Go on from :meth:`save`, bit for bit, with this run's own rates; raises CheckpointError when a file is
+        missing or does not fit."""
         parts = {"critic": ("advantage", self.critic is not None), "ema": ("anchor", self.ema is not None)}
         state = checkpoint.read(folder, self.config.layout, parts)
+        own = self.updater.settings()
         self.updater.load(folder, state)
+        self.updater.set_settings(own)
         if self.ema is not None:
             self.ema.model.load_state_dict(state["ema"])
         self.policy_version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]

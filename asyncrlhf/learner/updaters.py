@@ -26,6 +26,7 @@ from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
 
+OWN_SETTINGS = ("base_lr", "weight_decay", "betas")  # of an optimizer's group: as the run's settings say
 FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks
 
 
@@ -114,9 +115,21 @@ class Updater(ABC):
 
     def set_rate(self, factor: float) -> float:
         """Scale every group's base rate by ``factor``; returns the policy's rate."""
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+        for group in self._groups():
             group["lr"] = group["base_lr"] * factor
         return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Of each group of the optimizers, the settings that a checkpoint's state would replace by its own."""
+        return [{key: group[key] for key in OWN_SETTINGS if key in group} for group in self._groups()]
+
+    def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Put back what :meth:`settings` gave."""
+        for group, own in zip(self._groups(), settings, strict=True):
+            group.update(own)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """The policy's tensors by name, for publishing (tied tensors once, under their first name).

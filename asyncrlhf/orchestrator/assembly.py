@@ -146,6 +146,30 @@ class Assembly:
         state.buffer.set_bound(state.bound)
         self._file(state.buffer.evict(state.version))
 
+    def retire(self) -> set[int]:
+        """File what can only be consumed over the bound now; returns the ids of those that are not finished yet."""
+        self.evict()
+        state = self._state
+        if state.scheduled or state.config.async_.over_stale != "drop":
+            return set()
+        return self._cancel([g.group_id for g in state.groups.values() if state.version - g.version > state.bound])
+
+    def take_up(self) -> None:
+        """File what a checkpoint holds that this run's settings leave no time for: its bound may be smaller than the
+        one that was promised when those rollouts began, and ``over_stale=wait`` would wait for them in vain."""
+        state = self._state
+        self.retire()
+        if not state.scheduled and state.config.async_.over_stale == "wait":
+            gone = state.buffer.surplus(state.version, {g.group_id: g.version for g in state.groups.values()})
+            self._file(state.buffer.discard(gone))
+            self._cancel([group_id for group_id in gone if group_id in state.groups])
+
+    def _cancel(self, group_ids: Iterable[int]) -> set[int]:
+        gone = set(self.abandon(group_ids, "stale"))
+        for rollout_id in [i for i in self._state.requeue if i in gone]:
+            self._state.requeue.remove(rollout_id)
+        return gone
+
     def purge(self, version: int) -> None:
         """Empty the buffer of what was begun before ``version`` (OAPL, 2602.19362). What is still being sampled goes
         on, as async.on_weight_update says."""

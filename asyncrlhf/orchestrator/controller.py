@@ -160,6 +160,7 @@ class Controller:
             self._normalizer.load(self._saved.learner)
             saved = await completed(self._saved, self.config, self._runtime)
             restore(state, saved, self._source, self._log, self._runtime)
+            self._assembly.take_up()
             self._bookkeeping.accuracies += saved.state.get("heldout_before", [])  # the baseline is the first run's
         self._publisher.publish(state.version)
         await self._publisher.idle()

@@ -184,17 +184,8 @@ class LearnLoop:
 
     def _retire(self) -> None:
         """What can only be consumed over the bound now is dropped, in the buffer and in flight."""
-        self.assembly.evict()
-        state = self.state
-        if state.scheduled or state.config.async_.over_stale != "drop":
-            return
-        late = [g.group_id for g in state.groups.values() if state.version - g.version > state.bound]
-        if not late:
-            return
-        ids = set(self.assembly.abandon(late, "stale"))
-        for rollout_id in [i for i in state.requeue if i in ids]:
-            state.requeue.remove(rollout_id)
-        for replica in state.replicas:
+        state, ids = self.state, self.assembly.retire()
+        for replica in state.replicas if ids else ():
             mine = sorted(ids & replica.in_flight)
             if mine:
                 for rollout_id in mine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from asyncrlhf.actors.learner import LearnerWorker
@@ -13,12 +12,11 @@ from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError, LedgerError
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, LedgerError
 from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
-from asyncrlhf.records.checkpoint import Saved, read_checkpoint
-from asyncrlhf.records.recorder import check_records
+from asyncrlhf.records.checkpoint import Saved
 from asyncrlhf.types import Payload, Rollout, RolloutGroup
 
 
@@ -32,7 +30,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
         "epoch": state.epoch,
         "next_group_id": state.next_group_id,
         "elapsed": state.elapsed,
-        "settings": _settings(state),
+        "config": state.settings,
         "reference": fingerprint(state.config),
         "cursor": source.state(),
         "ledger": state.ledger.state_dict(),
@@ -100,25 +98,15 @@ async def _annotated(
     return {rollout.rollout_id: rollout for rollout in await runtime.fetch(places)}
 
 
-def _settings(state: RunState) -> dict[str, int]:
-    """Settings that a resumed run may not change."""
-    config = state.config
-    return {"batch_size": config.batch_size, "num_generations": config.num_generations, "seed": config.seed}
-
-
-def read_whole(folder: Path, run_dir: Path, state: RunState, source: PromptSource) -> Saved:
-    """The checkpoint, tried before anything starts: a fresh ``state`` and ``source`` take it up, and are not to be used
-    afterwards. Raises CheckpointError when it is damaged, does not hold together, or counts on records that ``run_dir``
-    lacks; ConfigError when it does not fit this run's settings."""
-    saved = read_checkpoint(folder)
-    check_records(run_dir, saved.marker)
+def try_on(saved: Saved, state: RunState, source: PromptSource) -> None:
+    """Have a fresh ``state`` and ``source``, which are not to be used afterwards, take the checkpoint up. Raises
+    CheckpointError when it does not hold together."""
     try:
         _take_up(state, saved, source, {rollout_id: Payload(None, 0) for rollout_id in saved.rollouts})
         {int(k): tuple(v) for k, v in saved.state["uses"].items()}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, LedgerError) as error:
         what = str(error) if isinstance(error, LedgerError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the checkpoint {folder} does not hold together ({what}).") from error
-    return saved
+        raise CheckpointError(f"the checkpoint {saved.folder} does not hold together ({what}).") from error
 
 
 def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog, runtime: Runtime) -> None:
@@ -132,12 +120,6 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
 def _take_up(state: RunState, saved: Saved, source: PromptSource, payloads: Mapping[int, Payload]) -> None:
     """``payloads`` by rollout id."""
     document = saved.state
-    for key, value in _settings(state).items():
-        if document["settings"][key] != value:
-            raise ConfigError(
-                f"{key}={value} differs from {document['settings'][key]} in the checkpoint {saved.folder}, "
-                "whose rollouts are counted by it; resume with the same value."
-            )
     source.restore(document["cursor"])
     state.version = document["version"]
     state.epoch = max(state.epoch, document.get("epoch", 0))

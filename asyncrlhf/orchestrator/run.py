@@ -6,7 +6,7 @@ import asyncio
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,14 @@ from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state, failure_sentence
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
-from asyncrlhf.orchestrator.resume import read_whole
+from asyncrlhf.orchestrator.origin import Origin, find_origin
+from asyncrlhf.orchestrator.resume import try_on
 from asyncrlhf.readahead.outlook import fusion_in_force
+from asyncrlhf.records.attempts import attempts
 from asyncrlhf.records.callbacks import Callbacks
-from asyncrlhf.records.checkpoint import Saved, find_checkpoints, newest_whole, sweep_unfinished
+from asyncrlhf.records.checkpoint import Saved, find_checkpoints, newest_whole, read_checkpoint, sweep_unfinished
 from asyncrlhf.records.progress import RunView
-from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.records.recorder import RunRecorder, check_records
 from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import build_summary
 from asyncrlhf.rewards.build_scorer import check_rewards
@@ -61,6 +63,7 @@ class Prepared:
     sampling: SamplingParams
     saved: Saved | None
     notes: Sequence[str] = ()
+    origin: Origin = field(default_factory=Origin)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -91,13 +94,21 @@ def prepare(config: RunConfig) -> Prepared:
         stop_token_ids=() if config.generator.ignore_eos else (tokenizer.eos_token_id,),
     )
     read = partial(_read_whole, config=config, run_dir=run_dir, task=task)
-    saved, passed_over = newest_whole(found, read)
+    whole, passed_over = newest_whole(found, read)
+    saved, origin = whole or (None, find_origin(config, run_dir, None))
     config, notes = fusion_in_force(config, tokenizer)
-    return Prepared(config, run_dir, tokenizer, task, sampling, saved, [*passed_over, *notes, *service_notes(config)])
+    notes = [*passed_over, *notes, *service_notes(config), *filter(None, [origin.said])]
+    return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 
 
-def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> Saved:
-    return read_whole(folder, run_dir, build_state(config), task.train_source(config.seed))
+def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> tuple[Saved, Origin]:
+    """The checkpoint, tried before anything starts, and what differs from it. Raises CheckpointError when it is damaged,
+    does not hold together, or counts on records that are not there; ConfigError when it does not fit the settings."""
+    saved = read_checkpoint(folder)
+    check_records(run_dir, saved.marker)
+    origin = find_origin(config, run_dir, saved)
+    try_on(saved, build_state(config), task.train_source(config.seed))
+    return saved, origin
 
 
 def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
@@ -205,11 +216,11 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     check_penalties(config)
     prepared = prepare(config)
     plain = to_plain(config)
-    marker = prepared.saved.marker if prepared.saved is not None else None
-    recorder = RunRecorder(prepared.run_dir, plain, config.logging, marker)
+    recorder = RunRecorder(prepared.run_dir, plain, config.logging, prepared.origin.marker)
     sweep_unfinished(prepared.run_dir)
     (prepared.run_dir / ERROR_FILE).unlink(missing_ok=True)  # of the attempt before
-    start = prepared.saved.step if prepared.saved is not None else 0
+    prepared.origin.note(prepared.run_dir, plain)
+    start = prepared.origin.step
     sinks = Sinks(prepared.run_dir, plain, config.logging, start_step=start)
     view = RunView(sinks, config.steps, config.logging.progress, start, callbacks)
     view.message(f"Run directory: {prepared.run_dir}")
@@ -319,4 +330,4 @@ class _Job:
             heldout_after=outcome.heldout_after if outcome is not None else None,
             heldout_prompts=len(self._prepared.task.heldout()),
         )
-        return {**summary, "taking_turns": sorted(self._taking_turns)}
+        return {**summary, "taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}

@@ -6,14 +6,15 @@ import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 from asyncrlhf.buffer.admission import Gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import GeneratorHandle
-from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
@@ -143,6 +144,11 @@ class RunState:
         self.adaptive = AdaptiveBound(self.config.async_)
         self.ledger.note = self.journal.note
         self.changed = Signal(self.room, self.batch, self.queue)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings as checkpoints keep them."""
+        return to_plain(self.config)
 
     @property
     def scheduled(self) -> bool:

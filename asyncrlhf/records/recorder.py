@@ -281,11 +281,21 @@ def _part_name(number: int) -> str:
     return f"part-{number:05d}.parquet"
 
 
+def is_used(run_dir: Path) -> bool:
+    """Whether the folder holds records of a run."""
+    metrics = run_dir / METRICS_FILE
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(run_dir.glob(f"{ROLLOUTS_FOLDER}/*.parquet"))
+
+
+def recorded_steps(run_dir: Path) -> int:
+    """Learner steps in metrics.jsonl, a torn last line left out."""
+    path = run_dir / METRICS_FILE
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def refuse_used_folder(run_dir: Path) -> None:
     """Raise ConfigError for a folder that already holds a run."""
-    metrics = run_dir / METRICS_FILE
-    used = (metrics.exists() and metrics.stat().st_size > 0) or any(run_dir.glob(f"{ROLLOUTS_FOLDER}/*.parquet"))
-    if used:
+    if is_used(run_dir):
         raise ConfigError(
             f"run_dir={run_dir} already holds a run; give another run_dir, or checkpoint.resume=auto to go on with it."
         )

@@ -437,9 +437,13 @@ def test_state_survives_json_and_draws_go_on() -> None:
         assert other.take(version) == buffer.take(version)
 
 
-def test_a_checkpoint_larger_than_the_buffer_is_refused() -> None:
+def test_a_checkpoint_larger_than_the_buffer_is_trained_before_anything_new_begins() -> None:
     buffer = make_buffer()
     fill(buffer, make_group(0), make_group(1), make_group(2))
     payloads = {r.rollout_id: r.payload for g in buffer.groups() for r in g.rollouts}
-    with pytest.raises(ConfigError, match="2 places over capacity 4"):
-        make_buffer(capacity=4).load_state_dict(buffer.state_dict(), payloads, version=0)
+    smaller = make_buffer(capacity=4)
+    smaller.load_state_dict(buffer.state_dict(), payloads, version=0)
+    assert smaller.free == -2
+    with pytest.raises(LedgerError, match="has -2 of 4 free"):
+        smaller.reserve(1)
+    assert smaller.take(0) is not None and smaller.free >= 0

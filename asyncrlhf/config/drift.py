@@ -1,0 +1,212 @@
+"""What may differ between a checkpoint's settings and those of the run that goes on from it: one decision a setting."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.algorithm import CRITIC_ADVANTAGES
+
+Decision = Literal["refuse", "adapt", "note"]
+REFUSE: Decision = "refuse"  # what the run says of itself would be untrue, or it could not go on
+ADAPT: Decision = "adapt"  # from the checkpoint on the new value holds, for what the checkpoint holds as well
+NOTE: Decision = "note"  # nothing that is trained depends on it
+
+_MODEL = "the weights, the reference and the tokens of what waits come from it"
+_SAMPLER = "what waits carries the sets of tokens that its sampler kept, and the learner takes all batches alike"
+_STATES = "the optimizer's states in the checkpoint are of another kind"
+_PLACES = "the gate's places were counted by it"
+_SCHEDULE = "the batches that wait were made for the versions that it fixes"
+_REWARD = "rewards before and after could not be compared"
+_ON = "holds from the checkpoint on"
+_BOUND = "holds from the checkpoint on; what waits and is too old for it is met as async.over_stale says"
+_SPEED = "decides over speed alone"
+_SHOWN = "decides over what is recorded and shown"
+_UNREAD = "is not read in training"
+
+# The setting, or the group of settings, with the longest name decides. docs/resume.md shows this table.
+RULES: dict[str, tuple[Decision, str]] = {
+    "name": (NOTE, "names the folder of new runs"),
+    "run_dir": (NOTE, "is where the checkpoint lies"),
+    "seed": (REFUSE, "prompts and draws follow from it"),
+    "steps": (ADAPT, "is the run's new end"),
+    "batch_size": (REFUSE, "what waits is counted by it"),
+    "num_generations": (REFUSE, "the groups that wait are of that size"),
+    "runtime": (REFUSE, "the seconds of the two runtimes are of different clocks"),
+    "eval_every": (NOTE, "evaluations fall on other steps"),
+    "stall_timeout_seconds": (NOTE, "is a limit of waiting"),
+    "max_failure_fraction": (NOTE, "is a limit of failures"),
+    "model": (REFUSE, _MODEL),
+    "model.trust_remote_code": (NOTE, "lets code run that the model needs"),
+    "task": (REFUSE, "the prompts before and after would be others"),
+    "algorithm": (ADAPT, _ON),
+    "async": (ADAPT, _ON),
+    "async.mode": (REFUSE, _SCHEDULE),
+    "async.lag": (REFUSE, _SCHEDULE),
+    "async.max_staleness": (ADAPT, _BOUND),
+    "async.min_staleness": (ADAPT, _BOUND),
+    "async.over_stale": (ADAPT, _BOUND),
+    "generator": (ADAPT, _ON),
+    "generator.top_p": (REFUSE, _SAMPLER),
+    "generator.top_k": (REFUSE, _SAMPLER),
+    "generator.min_p": (REFUSE, _SAMPLER),
+    "learner": (ADAPT, _ON),
+    "learner.backend": (REFUSE, "the checkpoint's files are of its layout"),
+    "learner.sharding": (REFUSE, "the checkpoint's files are of its layout"),
+    "learner.zero_stage": (REFUSE, "the checkpoint's files are of its layout"),
+    "learner.zero_offload": (REFUSE, _STATES),
+    "learner.zero_offload_params": (REFUSE, _STATES),
+    "learner.optim": (REFUSE, _STATES),
+    "learner.optim_args": (REFUSE, _STATES),
+    "weights": (NOTE, "decides over how weights travel"),
+    "weights.publish_every": (ADAPT, _ON),
+    "weights.dtype": (ADAPT, _ON),
+    "buffer": (ADAPT, _ON),
+    "buffer.capacity": (ADAPT, "what waits beyond it is trained before anything new begins"),
+    "buffer.max_reuse": (REFUSE, _PLACES),
+    "buffer.replay_fraction": (REFUSE, _PLACES),
+    "reward": (REFUSE, _REWARD),
+    "reward.workers": (NOTE, _SPEED),
+    "reward.threads": (NOTE, _SPEED),
+    "reward.gpus": (NOTE, _SPEED),
+    "reward.max_restarts": (NOTE, "is a limit of failures"),
+    "reward.max_batch_tokens": (NOTE, _SPEED),
+    "reward.timeout_seconds": (NOTE, "is a limit of waiting"),
+    "reward.model_timeout_seconds": (NOTE, "is a limit of waiting"),
+    "reward.on_failure": (NOTE, "is a limit of failures"),
+    "reward.model.trust_remote_code": (NOTE, "lets code run that the model needs"),
+    "reward.judge.concurrency": (NOTE, _SPEED),
+    "reward.judge.tensor_parallel_size": (NOTE, _SPEED),
+    "reward.judge.kv_cache_gb": (NOTE, _SPEED),
+    "reward.http": (NOTE, "an endpoint may move; that it gives the same rewards is taken on trust"),
+    "fusion": (NOTE, "decides over when rewards are computed"),
+    "reference": (ADAPT, "reference log-probs of what waits are computed anew where they depend on it"),
+    "critic": (ADAPT, "values of what waits are computed where they are missing"),
+    "logging": (NOTE, _SHOWN),
+    "checkpoint": (NOTE, "decides over when checkpoints are written"),
+    "cluster": (NOTE, "decides over where parts run"),
+    "ray": (NOTE, "decides over where parts run"),
+    "sft": (NOTE, _UNREAD),
+    "preferences": (NOTE, _UNREAD),
+    "reward_model": (NOTE, _UNREAD),
+    "evaluation": (NOTE, _UNREAD),
+    "sweep": (NOTE, _UNREAD),
+}
+# They say which run goes on, so that they differ whenever one does.
+_ADDRESS = ("run_dir", "checkpoint.resume")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting, or the content of what it names, that differs from the checkpoint's."""
+
+    key: str
+    before: Any
+    now: Any
+    decision: Decision
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={shown(self.now)} (was {shown(self.before)}): {self.reason}"
+
+
+def rule(key: str) -> tuple[Decision, str]:
+    """The decision on ``key`` and its reason, by the longest part of its name that has a rule."""
+    parts = key.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(RULES[name] for name in names if name in RULES)
+
+
+def drift(
+    before: Mapping[str, Any],
+    now: RunConfig,
+    *,
+    step: int = 0,
+    held: Mapping[str, str] | None = None,
+    found: Mapping[str, str] | None = None,
+) -> list[Change]:
+    """What differs, in the order of the settings.
+
+    Args:
+        before: the checkpoint's settings as ``to_plain`` gives them; what it lacks is at its default.
+        step: learner steps that the checkpoint has done.
+        held: digests of the files that settings name, as the run began; see ``config.inputs``.
+        found: the same of today.
+    """
+    old, new = dict(_leaves(_json(to_plain(RunConfig())))), dict(_leaves(_json(to_plain(now))))
+    old |= dict(_leaves(_json(before)))
+    held, found = held or {}, found or {}
+    keys = [key for key in [*new, *(k for k in old if k not in new)] if key not in _ADDRESS]
+    changes = []
+    for key in keys:
+        same = key in held and held[key] == found.get(key)
+        if old.get(key) != new.get(key):
+            decision, reason = (NOTE, "the same files at another place") if same else rule(key)
+            refused = _cannot(key, old, new, step)
+            chosen = (REFUSE, refused) if refused else (decision, reason)
+            changes.append(Change(key, old.get(key), new.get(key), *chosen))
+        elif key in held and key in found and not same:
+            changes.append(_replaced(key, held[key], found[key]))
+    return changes
+
+
+def _cannot(key: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+    """Why this very change of a setting that may change is refused; empty where it is not."""
+    was, now = old.get(key), new.get(key)
+    if key == "steps" and now < step:
+        return f"{step} steps are done"
+    if key == "algorithm.advantage" and (was in CRITIC_ADVANTAGES) != (now in CRITIC_ADVANTAGES):
+        return "only one of the two has a critic, and the checkpoint goes with the first"
+    if key == "algorithm.anchor" and "ema" in (was, now):
+        return "only one of the two has a slow copy of the policy, and the checkpoint goes with the first"
+    if key == "learner.mixed_precision" and "float16" in (was, now):
+        return "only one of the two scales the loss, and the checkpoint goes with the first"
+    if key == "learner.ranks" and new["learner.backend"] == "deepspeed":
+        return "DeepSpeed's files are of that many ranks"
+    return ""
+
+
+def _replaced(key: str, was: str, now: str) -> Change:
+    """The setting is the same, and what it names is not."""
+    decision, reason = rule(key)
+    if key.rpartition(".")[2] in ("target", "reward_funcs"):
+        decision, reason = NOTE, "its code is no longer what the run began with"
+    return Change(f"content of {key}", was, now, decision, reason)
+
+
+def told(changes: Sequence[Change], folder: object) -> str:
+    """One message for the user on all changes; raises ConfigError with the same where one of them is refused."""
+    groups = {d: [str(c) for c in changes if c.decision == d] for d in (REFUSE, ADAPT, NOTE)}
+    titles = {REFUSE: "refused", ADAPT: "taken up", NOTE: "noted"}
+    said = "; ".join(f"{titles[d]}: {', '.join(found)}" for d, found in groups.items() if found)
+    if groups[REFUSE]:
+        raise ConfigError(
+            f"The checkpoint {folder} is of a run with other settings ({said}); give what is refused the value that it "
+            "had, or start another run, with model.path=CHECKPOINT/learner/model where it is to begin with these "
+            "weights."
+        )
+    return f"Settings that differ from the checkpoint's: {said}." if said else ""
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence: short, and without the credentials of a URL."""
+    text = re.sub(r"//[^/@\s]*@", "//***@", "nothing" if value is None else str(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _json(value: Any) -> Any:
+    """As a checkpoint's document has it after reading: lists for tuples."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", None if value == {} else value

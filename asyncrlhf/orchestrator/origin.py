@@ -1,0 +1,66 @@
+"""What a run goes on from: its checkpoint, under settings that may have changed; or nothing, in a folder that may hold
+what attempts left that ended before their first checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.config.drift import Change, drift, told
+from asyncrlhf.config.inputs import digests
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.records.attempts import add_attempt, exit_reason, read_attempts
+from asyncrlhf.records.checkpoint import Saved
+from asyncrlhf.records.recorder import RecordMarker, is_used, recorded_steps
+from asyncrlhf.validation import check
+
+
+@dataclass(frozen=True)
+class Origin:
+    """``marker``: what of the folder's records the run keeps; None: the folder must hold none. ``changes``: the
+    settings that differ from the checkpoint's. ``inputs``: digests of the files that settings name. ``said``: a
+    sentence for the user, or nothing."""
+
+    step: int = 0
+    marker: RecordMarker | None = None
+    changes: Sequence[Change] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    said: str = ""
+
+    def note(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Add this attempt to those of the folder."""
+        add_attempt(run_dir, self.step, settings, self.inputs, [str(change) for change in self.changes])
+
+
+def find_origin(config: RunConfig, run_dir: Path, saved: Saved | None) -> Origin:
+    """Raises ConfigError, with all that differs in one message, where the run cannot go on from ``saved``."""
+    inputs = digests(config)
+    if saved is None:
+        return _begin(config, run_dir, inputs)
+    own = saved.folder.parent.parent
+    check(
+        run_dir.resolve() == own.resolve(),
+        f"checkpoint.resume={config.checkpoint.resume} is a checkpoint of the run in {own}, which goes on there and "
+        f"not in run_dir={run_dir}; leave run_dir out.",
+    )
+    held = next((row["inputs"] for row in read_attempts(run_dir)), {})
+    before = saved.state.get("config")  # None: written by an older version
+    changes = [] if before is None else drift(before, config, step=saved.step, held=held, found=inputs)
+    return Origin(saved.step, saved.marker, changes, inputs, told(changes, saved.folder))
+
+
+def _begin(config: RunConfig, run_dir: Path, inputs: Mapping[str, str]) -> Origin:
+    """The same command starts a run anew that was killed before its first checkpoint."""
+    if config.checkpoint.resume != "auto" or not is_used(run_dir):
+        return Origin(inputs=inputs)
+    check(
+        exit_reason(run_dir) != "done",
+        f"run_dir={run_dir} holds a finished run without a checkpoint to go on from; give another run_dir.",
+    )
+    said = (
+        f"{run_dir} has no checkpoint to go on from: the run starts anew, and the records of {recorded_steps(run_dir)} "
+        "learner steps are removed, which an attempt before made without one."
+    )
+    return Origin(marker=RecordMarker(), inputs=inputs, said=said)
