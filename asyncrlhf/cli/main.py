@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TextIO
 
 from asyncrlhf import __version__
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean
 
 USAGE = """asyncrlhf: asynchronous off-policy RLHF
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except AsyncRLHFError as error:
         # Messages of other libraries, quoted in ours, may have several lines.
-        print(f"asyncrlhf: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"asyncrlhf: {redact(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
     except SystemExit as end:  # argparse and Hydra answer --help so
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -109,10 +110,10 @@ def _unforeseen(error: Exception) -> int:
     where = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
     if where is None:
         with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
-            file.writelines(traceback.format_exception(error))
+            file.write(redact("".join(traceback.format_exception(error))))
         where = file.name
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-    print(f"asyncrlhf: {type(error).__name__}: {first}. The trace is in {where}.", file=sys.stderr)
+    print(f"asyncrlhf: {type(error).__name__}: {redact(first)}. The trace is in {where}.", file=sys.stderr)
     return 1
 
 

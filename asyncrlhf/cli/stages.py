@@ -19,6 +19,7 @@ from asyncrlhf.config.compose import check_words, load_config
 from asyncrlhf.config.run_config import RunConfig, from_hydra
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE
+from asyncrlhf.redaction import hidden_settings
 
 SFT = """asyncrlhf sft sft.path=DATA [overrides]: supervised fine-tuning of model.path, by TRL's SFTTrainer
 
@@ -183,6 +184,10 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     if groups:
         key = groups[0].split("=")[0]
         raise ConfigError(f"{groups[0]} names a group, and run={run} has its own; allowed: {key}.NAME=VALUE.")
+    given = [override.partition("=")[0] for override in overrides]
+    for key in hidden_settings(saved):
+        if key not in given:
+            raise ConfigError(f"run={run} does not show the value of {key}, which is secret; give {key}=VALUE again.")
     own = {"model": {"path": str(found[-1] / LEARNER_FOLDER / "model")}, "run_dir": "", "checkpoint": {"resume": "no"}}
     merged = OmegaConf.merge(saved, own, OmegaConf.from_dotlist(list(overrides)))
     assert isinstance(merged, DictConfig)

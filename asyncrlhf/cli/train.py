@@ -24,6 +24,7 @@ from asyncrlhf.config.compose import (
 )
 from asyncrlhf.config.run_config import RunConfig, conf_folder, from_hydra, register_schema
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.redaction import redact
 
 # What only Hydra's own command line answers; SHOW_FLAGS take a word behind them.
 SWEEP_FLAGS = {"-m", "--multirun"}
@@ -117,11 +118,13 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
     """
     register_schema()
     codes: list[int] = []
+    written: set[Path] = set()  # by Hydra itself
     done: list[Path] = []  # of jobs that ran in this process, as all do but for a launcher of the user's
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=CONFIG_NAME)
     def job(config: DictConfig) -> int:
         output = Path(HydraConfig.get().runtime.output_dir)
+        written.add(Path(HydraConfig.get().sweep.dir) / "multirun.yaml")
         with open_dict(config):
             config.run_dir = config.run_dir or str(output)
         try:
@@ -129,9 +132,8 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
             codes.append(run(built))
             done.extend([Path(config.run_dir)] if built.logging.report else [])
         except AsyncRLHFError as error:
-            print(
-                f"asyncrlhf: {HydraConfig.get().job.override_dirname}: {' '.join(str(error).split())}", file=sys.stderr
-            )
+            sentence = f"{HydraConfig.get().job.override_dirname}: {' '.join(str(error).split())}"
+            print(f"asyncrlhf: {redact(sentence)}", file=sys.stderr)
             codes.append(error.exit_code)
             with suppress(OSError):
                 output.rmdir()  # Hydra's folder, empty where nothing was started
@@ -145,6 +147,9 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
         job()
     finally:
         sys.argv = before
+        for file in written:
+            if file.is_file():
+                file.write_text(redact(file.read_text(encoding="utf-8")), encoding="utf-8")
         if len(done) > 1:
             print(draw(done, done[0].parent / "report"))
     return max(codes, default=0)

@@ -27,6 +27,7 @@ from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
+from asyncrlhf.redaction import learn_secrets, redacted
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
 from asyncrlhf.validation import check, check_settings, group, setting
@@ -266,6 +267,7 @@ def from_hydra(config: DictConfig) -> RunConfig:
     unknown = [str(key) for key in config if str(key) not in known]
     if unknown:
         raise ConfigError(unknown_key(unknown[0]))
+    learn_secrets(config)
     try:
         raw = {"async_" if key == "async" else str(key): config[key] for key in config}
         built = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
@@ -275,11 +277,13 @@ def from_hydra(config: DictConfig) -> RunConfig:
     return built
 
 
-def to_plain(config: RunConfig) -> dict[str, Any]:
-    """The resolved config as YAML-able dictionaries, with the names that users write."""
+def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:
+    """The resolved config as YAML-able dictionaries, with the names that users write, and without what is secret in it
+    unless ``whole``."""
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     assert isinstance(plain, dict)
-    return {_yaml_name(str(key)): value for key, value in plain.items()}
+    named = {_yaml_name(str(key)): value for key, value in plain.items()}
+    return named if whole else redacted(named)  # type: ignore[no-any-return]
 
 
 def unknown_key(key: str) -> str:

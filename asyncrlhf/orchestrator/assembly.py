@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
+from asyncrlhf.redaction import redact
 from asyncrlhf.types import Annotation, DropReason, RolloutGroup, RolloutInfo
 
 Discard = Callable[[int, int, RolloutInfo | None, str, str], None]
@@ -84,6 +85,7 @@ class Assembly:
         group = self._state.groups.get(group_id)
         if group is None or rollout_id not in group.unscored:
             return
+        error = redact(error)
         if judged:
             self._state.ledger.fail(rollout_id, error)
         else:

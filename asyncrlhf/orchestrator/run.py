@@ -39,6 +39,7 @@ from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder, check_records
 from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import build_summary
+from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
@@ -102,8 +103,8 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> tuple[Saved, Origin]:
-    """The checkpoint, tried before anything starts, and what differs from it. Raises CheckpointError when it is damaged,
-    does not hold together, or counts on records that are not there; ConfigError when it does not fit the settings."""
+    """The checkpoint, tried before anything starts, and what differs from it. Raises CheckpointError when it is
+    damaged, does not hold together, or counts on records that are not there; ConfigError when it does not fit."""
     saved = read_checkpoint(folder)
     check_records(run_dir, saved.marker)
     origin = find_origin(config, run_dir, saved)
@@ -257,7 +258,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
 def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) -> None:
     """What the sinks have to say of their end belongs to the summary."""
     if said := sinks.finish(summary):
-        summary["sinks"] = said
+        summary["sinks"] = redacted(said)
         recorder.finish(summary)
 
 
@@ -274,7 +275,7 @@ def _end_all(ends: Sequence[Callable[[], None]], cause: BaseException | None, ru
     if traces:
         with suppress(OSError):
             text = "\n".join("".join(traceback.format_exception(error)) for error in traces)
-            (run_dir / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+            (run_dir / ERROR_FILE).write_text(redact(text), encoding="utf-8", errors="backslashreplace")
             traces[0].trace_file = run_dir / ERROR_FILE  # type: ignore[attr-defined]
     if failures and cause is None:
         raise failures[0]
@@ -330,4 +331,5 @@ class _Job:
             heldout_after=outcome.heldout_after if outcome is not None else None,
             heldout_prompts=len(self._prepared.task.heldout()),
         )
-        return {**summary, "taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}
+        summary |= {"taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}
+        return redacted(summary)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from rich.table import Table
 from asyncrlhf.records.callbacks import Callbacks
 from asyncrlhf.records.sinks import Sinks
 from asyncrlhf.records.summary import duration, mean, reward_ends, time_weighted_mean, values
+from asyncrlhf.redaction import redact
 from asyncrlhf.validation import check_choice
 
 _SHOWN = (
@@ -88,7 +89,7 @@ class Progress:
     def message(self, text: str) -> None:
         """One line for the reader, above the live display; nothing in mode none."""
         if self._mode != "none":
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(redact(text), markup=False, highlight=False)
 
     def stop(self) -> None:
         """End the display, leaving means of the run on the screen. A second call does nothing."""

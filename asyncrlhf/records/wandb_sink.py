@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 from asyncrlhf.records.metric_names import titled
 from asyncrlhf.records.recorder import ROLLOUTS_FOLDER
 from asyncrlhf.records.sinks import RunFacts
+from asyncrlhf.redaction import redact
 
 _ID_FILE = "run-id.txt"
 _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
@@ -88,6 +90,9 @@ class WandbSink:
         folder = facts.run_dir / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / _ID_FILE
+        # W&B notes the command line beside the machine's facts; one that holds a secret is not for it.
+        command = " ".join(sys.argv)
+        private = redact(command) != command
         run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:8]
         id_file.write_text(run_id + "\n")
         return self._wandb.init(
@@ -103,7 +108,9 @@ class WandbSink:
             dir=str(facts.run_dir),
             config=dict(facts.config),
             mode=mode,
-            settings=self._wandb.Settings(init_timeout=20, finish_timeout=60, finish_timeout_raises=True, **_QUIET),
+            settings=self._wandb.Settings(
+                init_timeout=20, finish_timeout=60, finish_timeout_raises=True, x_disable_meta=private, **_QUIET
+            ),
         )
 
     def _completions(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from asyncrlhf.records.recorder import (
 )
 from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import environment
+from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.validation import check
 
 MODEL_FOLDER = "model"
@@ -98,7 +99,7 @@ class StageRecord(TrainerCallback):
 
     def message(self, text: str) -> None:
         if self._console is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, metrics: Mapping[str, Any], total: int) -> None:
         """One line of metrics.jsonl, which needs a ``step``; ``total`` steps are planned."""
@@ -157,16 +158,18 @@ class StageRecord(TrainerCallback):
 
     def finish(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write the summary and end the sinks; returns the summary."""
-        summary = {
-            "run_dir": str(self.run_dir),
-            "stage": self.stage,
-            "exit_reason": self.exit_reason,
-            "steps": self._step,
-            "wall_seconds": time.monotonic() - self._started,
-            "seed": self._seed,
-            **facts,
-            **environment("trl", "peft", "datasets"),
-        }
+        summary: dict[str, Any] = redacted(
+            {
+                "run_dir": str(self.run_dir),
+                "stage": self.stage,
+                "exit_reason": self.exit_reason,
+                "steps": self._step,
+                "wall_seconds": time.monotonic() - self._started,
+                "seed": self._seed,
+                **facts,
+                **environment("trl", "peft", "datasets"),
+            }
+        )
         if self._recorder is not None:
             self._recorder.finish(summary)
             for name in (ROLLOUTS_FOLDER, FOLDER):  # made in any case, and empty in most
@@ -174,7 +177,7 @@ class StageRecord(TrainerCallback):
                     (self.run_dir / name).rmdir()
         if self._sinks is not None and self._recorder is not None:
             if said := self._sinks.finish(summary):
-                summary["sinks"] = said
+                summary["sinks"] = redacted(said)
                 self._recorder.finish(summary)
             self._tell_news()
         return summary

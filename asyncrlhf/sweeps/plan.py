@@ -17,6 +17,7 @@ from asyncrlhf.config.compose import check_words, compose_config, hydra_sentence
 from asyncrlhf.config.run_config import RunConfig, from_hydra, to_plain
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.redaction import redact
 from asyncrlhf.validation import check
 
 # Settings that do not change what a job computes.
@@ -143,7 +144,7 @@ def _job_name(part: str, choices: dict[str, str], seed: int) -> str:
     """``speed,async=sync,lr=1e-3,seed=0``: a folder's name of what differs."""
     short = {key.rpartition(".")[2]: key for key in choices}
     unique = {key: tail if short[tail] == key else key for tail, key in short.items()}
-    words = [f"{unique.get(key, key)}={value}" for key, value in choices.items()]
+    words = [f"{unique.get(key, key)}={redact(value)}" for key, value in choices.items()]
     name = ",".join([*([part] if part else []), *words, f"seed={seed}"])
     name = re.sub(r"[^\w.,=+-]", "_", name)
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 9]}-{_digest(name)[:8]}"
@@ -151,7 +152,7 @@ def _job_name(part: str, choices: dict[str, str], seed: int) -> str:
 
 def config_hash(config: RunConfig, timing: str) -> str:
     """What decides over a job's result: its resolved settings, and whether it has the machine alone."""
-    kept = {key: value for key, value in to_plain(config).items() if key not in _NOT_IN_HASH}
+    kept = {key: value for key, value in to_plain(config, whole=True).items() if key not in _NOT_IN_HASH}
     return _digest([timing, kept])[:16]
 
 

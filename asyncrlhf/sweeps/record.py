@@ -16,6 +16,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.checkpoint import list_checkpoints
 from asyncrlhf.records.recorder import SUMMARY_FILE, write_atomically
 from asyncrlhf.records.summary import git_state
+from asyncrlhf.redaction import redacted
 from asyncrlhf.sweeps.plan import Job, SweepPlan, data_fingerprint
 
 SWEEP_FILE, LOCK_FILE, JOBS_FOLDER = "sweep.json", ".lock", "jobs"
@@ -107,7 +108,7 @@ class SweepRecord:
         self.save()
 
     def save(self) -> None:
-        document = {**self._head, "jobs": [asdict(job) for job in self.jobs.values()]}
+        document = redacted({**self._head, "jobs": [asdict(job) for job in self.jobs.values()]})
         write_atomically(self.folder / SWEEP_FILE, json.dumps(document, indent=1) + "\n")
 
 

@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.redaction import redact
+
 LOG_FILE = "output.log"
 END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
 
@@ -139,8 +141,8 @@ def _run(order: Order) -> Answer:
     except Exception as error:  # whatever it is, it is this job's end and no other's
         import traceback
 
-        traceback.print_exc()
-        state, note = "failed", " ".join(str(error).split()) or type(error).__name__
+        print(redact(traceback.format_exc()), file=sys.stderr)
+        state, note = "failed", redact(" ".join(str(error).split())) or type(error).__name__
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()

@@ -6,7 +6,6 @@ Receivers take a whole version into staging memory. Beside the group the sender 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,10 +19,13 @@ from asyncrlhf.transport.group import (
     Line,
     LineClosedError,
     Message,
+    admit,
     choose_backend,
     collect,
     device_identity,
     dial,
+    join_endpoint,
+    new_token,
     own_host,
     split_endpoint,
 )
@@ -51,6 +53,7 @@ class CollectiveSender(WeightSender):
         self._connected = False
         self._group: BroadcastGroup | None = None  # None without receivers
         self._host = ""
+        self._token = new_token()
         self._server: socket.socket | None = None
         self._store: dist.TCPStore | None = None
         self._lines: dict[str, Line] = {}
@@ -61,7 +64,7 @@ class CollectiveSender(WeightSender):
         self._store = dist.TCPStore(
             self._host, 0, None, True, timedelta(seconds=self._timeout_seconds), wait_for_workers=False
         )
-        return f"{self._host}:{self._server.getsockname()[1]}"
+        return join_endpoint(self._token, self._host, self._server.getsockname()[1])
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         with self.lock:
@@ -142,7 +145,7 @@ class CollectiveSender(WeightSender):
         self._tell({"port": self._store.port, "backend": backend, "digest": manifest_digest(self.manifest)}, what)
         try:
             self._group = BroadcastGroup(
-                dist.PrefixStore(f"epoch{epoch}", self._store),
+                dist.PrefixStore(_keys(self._token, epoch), self._store),
                 backend, 0, len(receivers) + 1, self._host, self._device, self._timeout_seconds,
             )  # fmt: skip
         except RuntimeError as error:
@@ -151,30 +154,33 @@ class CollectiveSender(WeightSender):
         self._hear("joined", what)
 
     def _accept(self, receivers: list[str], epoch: int, what: str) -> list[str]:
-        """Take the receivers' calls until all are there; returns their devices. An old epoch's are sent away."""
+        """Take the receivers' calls until all are there; returns their devices. An old epoch's are sent away, as are
+        strangers."""
         assert self._server is not None
         identities: dict[str, str] = {}
-        deadline = time.monotonic() + self._timeout_seconds
-        while len(identities) < len(receivers) and (remaining := deadline - time.monotonic()) > 0:
-            self._server.settimeout(remaining)
-            try:
-                line = Line(self._server.accept()[0])
-                hello = line.poll(min(1.0, remaining)) or {}
-            except (TimeoutError, LineClosedError):
-                continue
-            name = hello.get("name")
-            if hello.get("epoch") != epoch or name not in receivers or receivers.index(name) + 1 != hello.get("rank"):
-                line.close()
-                continue
+
+        def expected(hello: Message) -> bool:
+            name, rank = hello.get("name"), hello.get("rank")
+            return hello.get("epoch") == epoch and name in receivers and receivers.index(name) + 1 == rank
+
+        for line, hello in admit(self._server, self._token, expected, self._timeout_seconds):
+            name = hello["name"]
             if name in self._lines:
                 self._lines[name].close()
             self._lines[name] = line
-            identities[name] = hello["device"]
+            identities[name] = str(hello.get("device"))
+            if len(identities) == len(receivers):
+                break
         missing = {
             name: f"did not join within {self._timeout_seconds:g} s" for name in receivers if name not in identities
         }
         self._give_up_if(missing, what)
         return [identities[name] for name in receivers]
+
+
+def _keys(token: str, epoch: int) -> str:
+    """What the keys of a group's store begin with: a stranger can call torch's store, but not guess them."""
+    return f"{token}/epoch{epoch}"
 
 
 POLL_SECONDS = 0.002  # how often a receiver looks whether a bucket is complete
@@ -192,17 +198,17 @@ class CollectiveReceiver(WeightReceiver):
         super().connect(endpoint, rank, world_size, epoch, name)
         what = f"Receiver {name} could not join the weight group of epoch {epoch}"
         try:
+            token, host, _ = split_endpoint(endpoint)
             self._line = dial(endpoint, self._timeout_seconds)
-            self._line.send({"name": name, "rank": rank, "epoch": epoch, "device": device_identity(self._device)})
+            hello = {"name": name, "rank": rank, "epoch": epoch, "device": device_identity(self._device)}
+            self._line.send({"token": token, **hello})
             welcome = self._line.poll(self._timeout_seconds)
             if welcome is None:
                 raise TimeoutError(f"the sender gave no answer within {self._timeout_seconds:g} s")
             self._digest = welcome["digest"]
-            store = dist.TCPStore(
-                split_endpoint(endpoint)[0], welcome["port"], None, False, timedelta(seconds=self._timeout_seconds)
-            )
+            store = dist.TCPStore(host, welcome["port"], None, False, timedelta(seconds=self._timeout_seconds))
             self._group = BroadcastGroup(
-                dist.PrefixStore(f"epoch{epoch}", store),
+                dist.PrefixStore(_keys(token, epoch), store),
                 welcome["backend"], rank, world_size, self._line.local_host, self._device, self._timeout_seconds,
             )  # fmt: skip
             self._line.send({"joined": epoch})

@@ -1,18 +1,21 @@
 """A process group of the transport's own, beside torch.distributed's default group, and its disposal.
 
 Beside it a control line joins the sender to each receiver: one TCP connection, a JSON object a line. It tells what the
-transfer itself cannot: which receivers are there, which refused, and, by a connection's end, which died.
+transfer itself cannot: which receivers are there, which refused, and, by a connection's end, which died. Anybody can
+call the sender's port; :func:`admit` sends those away who do not show the run's token.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -103,21 +106,27 @@ class BroadcastGroup:
 
 GRACE_SECONDS = 0.5  # after a first loss: time for the others to report, so that all the lost are named at once
 
+MESSAGE_BYTES = 16 << 20  # longest message of a receiver: it may name a million buckets
+HELLO_BYTES, HELLO_SECONDS = 4096, 10.0  # of a caller who is not known yet
+CALLERS = 128  # that may be silent at once; the one who is silent the longest makes room
+
 Message = dict[str, Any]
 
 
 class LineClosedError(Exception):
-    """The other side's process ended, or it dropped the connection."""
+    """The other side's process ended, it dropped the connection, or it sent something that is no message."""
 
 
 class Line:
-    """One end of a control line. ``local_host``: this side's own address as the other side reaches it."""
+    """One end of a control line. ``local_host``: this side's own address as the other side reaches it. ``longest``: the
+    bytes of a message that are still read."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, longest: int = MESSAGE_BYTES) -> None:
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(True)
         self._buffer = b""
+        self.longest = longest
         self.local_host: str = connection.getsockname()[0]
 
     @property
@@ -136,7 +145,8 @@ class Line:
             raise LineClosedError from error
 
     def poll(self, seconds: float) -> Message | None:
-        """The next message, or None when none came within ``seconds``. Raises LineClosedError at the end."""
+        """The next message, or None when none came within ``seconds``. Raises LineClosedError at the end, and for what
+        is no JSON object or longer than ``longest``."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             try:
@@ -145,11 +155,16 @@ class Line:
                 received = self._socket.recv(65536)
             except (OSError, ValueError) as error:  # ValueError: closed by our own side meanwhile
                 raise LineClosedError from error
-            if not received:
-                raise LineClosedError
             self._buffer += received
+            if not received or (b"\n" not in self._buffer[: self.longest + 1] and len(self._buffer) > self.longest):
+                raise LineClosedError
         line, self._buffer = self._buffer.split(b"\n", 1)
-        message: Message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise LineClosedError from error
+        if not isinstance(message, dict):
+            raise LineClosedError
         return message
 
     def hang_up(self) -> None:
@@ -172,13 +187,63 @@ def own_host() -> str:
         return "127.0.0.1"
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host, int(port)
+def new_token() -> str:
+    """What a run's receivers show to its sender. It travels in the endpoint, through Ray alone: never in a log, an
+    environment or a command line."""
+    return secrets.token_hex(16)
+
+
+def join_endpoint(token: str, host: str, port: int) -> str:
+    return f"{token}@{host}:{port}"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str, int]:
+    """Token (empty without one), host and port."""
+    token, _, address = endpoint.rpartition("@")
+    host, _, port = address.rpartition(":")
+    return token, host, int(port)
 
 
 def dial(endpoint: str, seconds: float) -> Line:
-    return Line(socket.create_connection(split_endpoint(endpoint), timeout=seconds))
+    return Line(socket.create_connection(split_endpoint(endpoint)[1:], timeout=seconds))
+
+
+def admit(
+    server: socket.socket, token: str, wanted: Callable[[Message], bool], seconds: float
+) -> Iterator[tuple[Line, Message]]:
+    """Callers that show the ``token`` and say a hello that is ``wanted``, each with its hello, for ``seconds``. The
+    others are sent away, and none of them keeps the rest waiting."""
+    callers: dict[Line, float] = {}  # until when each may say hello, the oldest first
+    deadline = time.monotonic() + seconds
+    server.setblocking(False)  # a caller may be gone again between select and accept
+    try:
+        while (now := time.monotonic()) < deadline:
+            until = min([deadline, *callers.values()])
+            ready = select.select([server, *callers], [], [], max(0.0, until - now))[0]
+            for line in [line for line in callers if line in ready]:
+                try:
+                    hello = line.poll(0.0)
+                except LineClosedError:
+                    hello = {}
+                if hello is None:
+                    continue  # the rest of it is on its way
+                del callers[line]
+                shown = str(hello.pop("token", "")).encode(errors="replace")
+                if hmac.compare_digest(shown, token.encode()) and wanted(hello):
+                    line.longest = MESSAGE_BYTES
+                    yield line, hello
+                else:
+                    line.close()
+            if server in ready:
+                with contextlib.suppress(OSError):  # gone already
+                    callers[Line(server.accept()[0], HELLO_BYTES)] = time.monotonic() + HELLO_SECONDS
+            late = [line for line, until in callers.items() if until <= time.monotonic()]
+            for line in late or list(callers)[: len(callers) - CALLERS]:
+                del callers[line]
+                line.close()
+    finally:
+        for line in callers:
+            line.close()
 
 
 def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, str]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ import torch.distributed as dist
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.collective import CollectiveSender
+from asyncrlhf.transport.group import own_host
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
 from tests.integration.transport_process import serve
@@ -203,6 +208,41 @@ def test_the_learner_runs_while_a_transfer_waits(make_cluster: Any) -> None:
         transfer.result(timeout=LONG)
         second.result(timeout=LONG)
     assert cluster.answer("g0")[0] == tensor_digests(model(1))  # the snapshot that came meanwhile waited
+
+
+def test_strangers_at_every_port_do_not_disturb_a_publish(make_cluster: Any) -> None:
+    """Random bytes, broken hellos and half-open connections before a group forms and while weights travel."""
+    cluster = make_cluster(["g0", "g1"])
+    stop, met = threading.Event(), [0]
+
+    def bother() -> None:
+        random = np.random.default_rng(0)
+        kept: list[socket.socket] = []
+        while not stop.is_set():
+            for port in ports(psutil.Process()):
+                with suppress(OSError):
+                    kept.append(socket.create_connection((own_host(), port), timeout=1.0))
+                    kept[-1].sendall([random.bytes(300), b'{"token": "?", "name": "g0"}\n', b""][len(kept) % 3])
+                    met[0] += 1
+            for old in kept[:-30]:
+                old.close()
+            kept = kept[-30:]
+
+    thread = threading.Thread(target=bother)
+    thread.start()
+    try:
+        for epoch in range(3):
+            cluster.connect(["g0", "g1"], epoch)
+            check_delivery(cluster, epoch, ["g0", "g1"])
+    finally:
+        stop.set()
+        thread.join()
+    assert met[0] > 10
+
+
+def ports(process: psutil.Process) -> list[int]:
+    """TCP ports that the process listens on: the control line's, and those of torch's store and gloo."""
+    return sorted({c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN})
 
 
 def test_close_ends_a_transfer_that_waits(make_cluster: Any) -> None:

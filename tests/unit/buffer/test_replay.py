@@ -13,7 +13,7 @@ import pytest
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.buffer.sampling import advantage, correction, must_wait, priority
-from asyncrlhf.errors import ConfigError, LedgerError, StaleBatchError
+from asyncrlhf.errors import LedgerError, StaleBatchError
 from asyncrlhf.types import RolloutGroup
 from tests.unit.buffer.world import make_group
 

@@ -9,7 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrlhf.transport.group import Line, LineClosedError, collect, dial, own_host, split_endpoint
+from asyncrlhf.transport import group
+from asyncrlhf.transport.group import (
+    Line,
+    LineClosedError,
+    admit,
+    collect,
+    dial,
+    join_endpoint,
+    new_token,
+    own_host,
+    split_endpoint,
+)
 
 
 @pytest.fixture
@@ -90,5 +101,76 @@ def test_refusals_keep_their_reason_beside_deaths(ends: Ends) -> None:
 
 
 def test_endpoint_and_own_host() -> None:
-    assert split_endpoint("10.0.0.1:80") == ("10.0.0.1", 80)
+    assert split_endpoint(join_endpoint("secret", "10.0.0.1", 80)) == ("secret", "10.0.0.1", 80)
+    assert new_token() != new_token()
     socket.create_server((own_host(), 0)).close()
+
+
+NONSENSE = [
+    b"\x00\xff\x16\x03\x01\r\n" * 50,
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"[" * 4000 + b"\n",
+    b"[1, 2]\n",
+    b"{}\n",
+    b'{"token": "\\ud800", "name": "g0"}\n',
+    b'{"token": 7, "name": "g0"}\n',
+    b'{"token": "wrong", "name": "g0"}\n',
+    b'{"name": "' + b"x" * 10_000_000,
+    b"",
+]
+
+
+def callers(server: socket.socket) -> list[socket.socket]:
+    """One for each kind of nonsense, its bytes sent as far as anybody reads them."""
+    made = []
+    for said in NONSENSE:
+        caller = socket.create_connection(server.getsockname())
+        caller.setblocking(False)
+        caller.send(said)
+        made.append(caller)
+    return made
+
+
+def test_strangers_are_sent_away_and_keep_nobody_waiting() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as server:
+        strangers = callers(server) + [socket.create_connection(server.getsockname()) for _ in range(20)]
+        strangers[-1].sendall(b'{"token": "half a hel')
+        line = dial("{}:{}".format(*server.getsockname()), 5.0)
+        line.send({"token": "secret", "name": "g0"})
+        started = time.monotonic()
+        admitted, hello = next(admit(server, "secret", lambda hello: hello.get("name") == "g0", 30.0))
+        assert time.monotonic() - started < group.HELLO_SECONDS, "those who say nothing were waited for"
+        assert hello == {"name": "g0"}, "the token goes no further"
+        line.send({"longer": "than a hello" * 10_000})
+        assert admitted.poll(5.0) is not None
+        for opened in (*strangers, line, admitted):
+            opened.close()
+
+
+def test_a_crowd_of_silent_callers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "CALLERS", 4)
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as server:
+        crowd = [socket.create_connection(server.getsockname()) for _ in range(40)]
+        line = dial("{}:{}".format(*server.getsockname()), 5.0)
+        line.send({"token": "secret"})
+        admitted, _ = next(admit(server, "secret", lambda _: True, 30.0))
+        crowd[0].settimeout(5.0)
+        assert crowd[0].recv(1) == b"", "the first one was sent away"
+        for opened in (*crowd, line, admitted):
+            opened.close()
+
+
+def test_nobody_at_all_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        strangers = callers(server)
+        assert list(admit(server, "secret", lambda _: True, 0.2)) == []
+        for opened in strangers:
+            opened.close()
+
+
+@pytest.mark.parametrize("said", [b"no json\n", b"3\n", b"[" * 100_000 + b"\n"])
+def test_what_is_no_message_ends_a_line(ends: Ends, said: bytes) -> None:
+    ours, theirs = ends
+    theirs["g0"]._socket.sendall(said)
+    with pytest.raises(LineClosedError):
+        ours["g0"].poll(5.0)

@@ -1,0 +1,101 @@
+"""What records and messages must not show: credentials in settings and addresses, and texts out of the environment.
+
+The process knows these texts, not each message: messages are put together in many places, of a library's words too.
+What a run uses is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+HIDDEN = "***"
+# A word that makes a setting secret; those that name a variable, a column, a tokenizer or one of its tokens are none.
+_NAMES = "key|token|secret|passwo?r?d|credential"
+_SECRET_NAME = re.compile(_NAMES, re.I)
+_HARMLESS_NAME = re.compile(
+    r"_env$|^(prompt|answer)_key$|tokeniz|^(pad|eos|bos|unk|sep|cls|mask|stop|end)_token$", re.I
+)
+# Settings that say where a thing lies or what it is called: every record repeats them, wherever they come from.
+_PLACES = re.compile(r"(^|_)(name|dir|path|resume|folder)$")
+_SHORTEST = 4  # characters; what is shorter, or a word of YAML, stands in too many texts by chance
+_WORDS = frozenset({"true", "false", "null", "none", "auto"})
+_ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?([^,}'\"\s]+)")
+_IN_TEXTS = (
+    (re.compile(r"(?<=://)[^\s/?#]+@"), f"{HIDDEN}@"),  # user and password of an address
+    (re.compile(rf"([?&][^=&\s#]*(?:{_NAMES}|pwd|sig|auth)[^=&\s#]*=)[^&\s#'\")]+", re.I), rf"\1{HIDDEN}"),
+    (re.compile(r"(\bBearer\s+)[\w.~+/=-]{4,}", re.I), rf"\1{HIDDEN}"),
+)  # fmt: skip
+
+_known: dict[str, str] = {}  # a secret, and what stands in its place
+
+
+def hide(secret: str, shown: str = HIDDEN) -> None:
+    """Have :func:`redact` write ``shown`` in the place of ``secret``, in this process, from now on."""
+    ordinary = len(secret) < _SHORTEST or secret.lower() in _WORDS or (secret.isdigit() and len(secret) < 8)
+    if not ordinary:
+        _known[secret] = shown
+
+
+def redact(text: str) -> str:
+    """``text`` without what is secret in it."""
+    for secret in sorted(_known, key=len, reverse=True):  # one may hold another
+        text = text.replace(secret, _known[secret])
+    for pattern, shown in _IN_TEXTS:
+        text = pattern.sub(shown, text)
+    return text
+
+
+def redacted(tree: Any, name: str = "") -> Any:
+    """A tree of settings or of a summary as it may be shown; ``name`` is that of the setting that it is the value of.
+
+    What came out of the environment reads as it was written, ``${oc.env:NAME}``.
+    """
+    if isinstance(tree, Mapping):
+        return {key: redacted(value, str(key)) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [redacted(value, name) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    text = redact(tree)
+    return HIDDEN if tree and text == tree and _is_secret(name) else text
+
+
+def learn_secrets(config: DictConfig) -> None:
+    """Find what is secret in a config whose interpolations are not resolved yet."""
+    for name, text in _texts(OmegaConf.to_container(config, resolve=False)):
+        if name.endswith("_env"):
+            hide(os.environ.get(text, ""))
+        elif not _PLACES.search(name):
+            for variable in _ENV.findall(text):
+                hide(os.environ.get(variable, ""), f"${{oc.env:{variable}}}")
+            if _is_secret(name) and "${" not in text:
+                hide(text)
+
+
+def hidden_settings(tree: Any, key: str = "") -> list[str]:
+    """Keys of the settings in a config that was read back whose true values it does not hold."""
+    if isinstance(tree, Mapping):
+        return [k for name, value in tree.items() for k in hidden_settings(value, f"{key}.{name}".lstrip("."))]
+    values = tree if isinstance(tree, list) else [tree]
+    return [key] if any(isinstance(value, str) and HIDDEN in value for value in values) else []
+
+
+def _is_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
+
+
+def _texts(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """(name of the setting, text) of every text."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _texts(value, str(key))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _texts(value, name)
+    elif isinstance(tree, str):
+        yield name, tree
