@@ -13,6 +13,7 @@ from typing import Any
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, WorkerLostError, within
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, LocalRuntime, fetch_local
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.records.rollout_rows import write_part
 from asyncrlhf.transport.protocol import LostReceiversError
 from asyncrlhf.types import Payload, Rollout
 
@@ -149,8 +150,8 @@ class Faults:
         return self._changed(kind, answer)
 
     def _changed(self, kind: str, answer: Any) -> Any:
-        if kind == "disorder" and isinstance(answer, list):
-            self.rng.shuffle(answer)
+        if kind == "disorder" and isinstance(answer, tuple):  # annotations, and where their arrays lie
+            self.rng.shuffle(answer[0])
         elif kind == "disorder":
             self.rng.shuffle(answer.finished)
         elif kind == "duplicate":
@@ -186,8 +187,12 @@ class Mortal:
                 self.worker.frozen = False
 
     async def thawed(self) -> None:
+        """Wait while the part is frozen; raises ReplicaError when it was ended meanwhile."""
         while self._thaw is not None:
             await self._thaw.wait()
+            self.still_there()
+
+    def still_there(self) -> None: ...
 
 
 class FaultyGenerator(Mortal, LocalGenerator):
@@ -201,8 +206,14 @@ class FaultyGenerator(Mortal, LocalGenerator):
         super().__init__(spec, worker, told)
 
     def die(self, cause: str) -> None:
-        self.thaw()
         self.kill(cause)
+
+    def kill(self, cause: str = "killed") -> None:
+        super().kill(cause)
+        self.thaw()
+
+    def still_there(self) -> None:
+        self._check()
 
     def thaw(self) -> None:
         super().thaw()
@@ -355,9 +366,12 @@ class FaultyRuntime(LocalRuntime):
         return await self.faults.around(Place("rollouts of a checkpoint", self), "fetch", real)
 
     def write_part(self, target: Path, rows: Any, payloads: Any) -> Future[None]:
+        """In place: with a thread beside the loop no run would be the same again."""
+        written: Future[None] = Future()
         fault = self.faults.draw("record writer", "write_part")
         if fault is not None:
-            failed: Future[None] = Future()
-            failed.set_exception(OSError(28, f"No space left on device: {fault}"))
-            return failed
-        return super().write_part(target, rows, payloads)
+            written.set_exception(OSError(28, f"No space left on device: {fault}"))
+        else:
+            write_part(target, rows, [None if p is None else p.ref[p.index] for p in payloads])
+            written.set_result(None)
+        return written

@@ -17,6 +17,8 @@ from tests.chaos.faults import ENDLESS, Fault, Faults, FaultyGenerator, FaultyRu
 from tests.chaos.parts import Trained, World
 
 LONG_ENOUGH = (*ENDLESS, "late", "freeze a while")  # faults after which a run may stand still up to its stall limit
+# Calls that nobody has a deadline for yet: the run's watch ends a run that hangs in them without their names.
+UNNAMED = ("save", "snapshot", "ticket", "critic_ticket", "transfer", "connect", "fetch")
 BUGS = (LedgerError, StaleBatchError, AssertionError, LookupError, TypeError, AttributeError, ValueError)
 
 
@@ -100,6 +102,8 @@ def untrue(error: BaseException, faults: Sequence[Fault], failures_planned: bool
         return None
     if any(f.part.startswith("learner") and ("learner is in its step" in text or "in a call" in text) for f in struck):
         return None
+    if isinstance(error, StallError) and any(f.verb in UNNAMED for f in struck):
+        return None
     if failures_planned and ("max_failure_fraction" in text or "Every rollout of the batch" in text):
         return None
     return f"no fault explains the cause that is named: {text}"
@@ -156,7 +160,8 @@ def _misused(config: RunConfig, use: Trained, resumed_at: Sequence[int]) -> str 
 def _records_broken(config: RunConfig, run_dir: Path, admitted: int, uses: dict[int, list[int]]) -> Iterator[str]:
     rows: list[dict[str, Any]] = []
     for part in sorted((run_dir / ROLLOUTS_FOLDER).glob("*.parquet")):
-        rows += pq.read_table(part, columns=["rollout_id", "state", "consumed_at_version"]).to_pylist()
+        columns = ["rollout_id", "state", "consumed_at_version"]
+        rows += pq.ParquetFile(part).read(columns, use_threads=False).to_pylist()
     ids = sorted(row["rollout_id"] for row in rows)
     if ids != list(range(admitted)):
         lost, doubled = set(range(admitted)) - set(ids), [i for i, n in Counter(ids).items() if n > 1]
