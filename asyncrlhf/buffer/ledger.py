@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -57,6 +57,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        self.note: Callable[..., None] = lambda event, **facts: None  # told of every step, as the journal's events
         self._live: dict[int, LedgerEntry] = {}
         self._in_state: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -87,18 +88,22 @@ class Ledger:
         self._next_id += 1
         self._live[rollout_id] = LedgerEntry(rollout_id, group_id, prompt, now)
         self._in_state["admitted"] += 1
+        self.note("admitted", ids=(rollout_id,), group=group_id, prompt=prompt.prompt_id)
 
     def start(self, rollout_id: int, generator_id: str, version: int) -> None:
         """A replica that holds ``version`` begins to sample the rollout."""
         entry = self._expect(rollout_id, "start", "admitted")
         self._move(entry, "generating")
         entry.generator_id, entry.version = generator_id, version
+        self.note("started", ids=(rollout_id,), replica=generator_id, version=version)
 
     def finish_generation(self, rollout_id: int) -> None:
         self._move(self._expect(rollout_id, "finish_generation", "generating"), "scoring")
+        self.note("finished", ids=(rollout_id,))
 
     def buffer(self, rollout_id: int) -> None:
         self._move(self._expect(rollout_id, "buffer", "scoring"), "buffered")
+        self.note("buffered", ids=(rollout_id,))
 
     def train(self, rollout_id: int, version: int, last_use: bool) -> None:
         """Count one use in the step at ``version``; ``last_use`` ends the rollout. One use a step at most."""
@@ -108,6 +113,7 @@ class Ledger:
                 f"rollout {rollout_id} was to be trained at version {version}, "
                 f"but was trained at version {entry.last_trained_version} already."
             )
+        self.note("trained", ids=(rollout_id,), version=version, last=last_use)
         self._uses += 1
         if last_use:
             self._trained += 1
@@ -123,6 +129,7 @@ class Ledger:
             raise LedgerError(
                 f"rollout {rollout_id}: drop reason {reason!r} is unknown; allowed: {get_args(DropReason)}."
             )
+        self.note("retired" if entry.uses else "dropped", ids=(rollout_id,), reason=reason)
         if entry.uses > 0:
             self._trained += 1
         else:
@@ -132,6 +139,7 @@ class Ledger:
     def fail(self, rollout_id: int, reason: str) -> None:
         """End a rollout that could not be generated or scored; ``reason`` is one sentence for the summary."""
         entry = self._expect(rollout_id, "fail", "admitted", "generating", "scoring")
+        self.note("failed", ids=(rollout_id,), reason=reason)
         self._failed += 1
         known = reason in self._failure_reasons or len(self._failure_reasons) < MAX_FAILURE_REASONS
         self._failure_reasons[reason if known else "other"] += 1
@@ -141,6 +149,7 @@ class Ledger:
         """Its replica died: the rollout waits to be issued again, with the prompt it had."""
         entry = self._expect(rollout_id, "requeue", "generating", "scoring")
         self._move(entry, "admitted")
+        self.note("requeued", ids=(rollout_id,))
         entry.attempt, entry.generator_id, entry.version = entry.attempt + 1, None, None
 
     def counts(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf watch [RUN]            a live dashboard of a run or a sweep on the terminal
   asyncrlhf report RUN...          draw the curves of one run or several
+  asyncrlhf verify RUN...          whether runs kept what they promised, recomputed from their records
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
@@ -64,6 +65,7 @@ COMMANDS = {
     "evaluate": ("asyncrlhf.cli.stages", "evaluate"),
     "watch": ("asyncrlhf.cli.watch", "main"),
     "report": ("asyncrlhf.cli.main", "_report"),
+    "verify": ("asyncrlhf.cli.verify", "main"),
     "schema": ("asyncrlhf.cli.reference", "schema"),
     "bench": ("asyncrlhf.bench.run", "main"),
     "doctor": ("asyncrlhf.cli.doctor", "run"),

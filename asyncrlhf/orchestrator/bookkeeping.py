@@ -157,4 +157,5 @@ class Bookkeeping:
         await self.log.flush()
         rollouts = await self.runtime.fetch(payloads)
         await off_loop(partial(writer.commit, document, {r.rollout_id: r for r in rollouts}, marker))
+        state.journal.note("checkpoint", step=document["version"])
         state.progressed()

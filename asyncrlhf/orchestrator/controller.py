@@ -56,6 +56,7 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved
+from asyncrlhf.records.journal import Journal
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
@@ -74,8 +75,10 @@ class Outcome:
     heldout_after: float | None
 
 
-def build_state(config: RunConfig, message: Callable[[str], None] = lambda text: None) -> RunState:
-    """Ledger, gate and buffer of a fresh run."""
+def build_state(
+    config: RunConfig, message: Callable[[str], None] = lambda text: None, journal: Journal | None = None
+) -> RunState:
+    """Ledger, gate and buffer of a fresh run; without a journal, one that stays in memory."""
     size = config.num_generations
     gate = build_gate(
         config.async_, config.buffer, batch_size=config.batch_size, num_generations=size, steps=config.steps
@@ -83,7 +86,7 @@ def build_state(config: RunConfig, message: Callable[[str], None] = lambda text:
     buffer = ReplayBuffer(
         config.buffer, config.async_, batch_size=config.batch_size, num_generations=size, seed=config.seed
     )
-    return RunState(config, Ledger(), gate, buffer, message)
+    return RunState(config, Ledger(), gate, buffer, message, journal=journal or Journal())
 
 
 class Controller:
@@ -102,7 +105,7 @@ class Controller:
         saved: Saved | None = None,
     ) -> None:
         self.config = config
-        self.state = build_state(config, view.message)
+        self.state = build_state(config, view.message, recorder.journal)
         self.state.published = view.published
         self._runtime = runtime
         self._source = source
@@ -139,6 +142,8 @@ class Controller:
         state = self.state
         gc.set_threshold(*GC_THRESHOLDS)
         self._starting = asyncio.current_task()
+        state.journal.clock = asyncio.get_running_loop().time  # also after the loop
+        state.journal.begin(self._saved.step if self._saved is not None else 0, self.config)
         await self._runtime.start()
         if self._runtime.sharing:
             names = ", ".join(sorted(self._runtime.sharing))

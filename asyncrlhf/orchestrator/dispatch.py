@@ -104,6 +104,7 @@ class Dispatcher:
         state.groups[group_id] = GroupInProgress(group_id, prompt, now, step, replica.version, set(ids), set(ids))
         for rollout_id in ids:
             state.ledger.admit(rollout_id, group_id, prompt, now)
+        for rollout_id in ids:
             self._assign(replica, rollout_id, group_id, prompt, plan)
 
     def _assign(self, replica: Replica, rollout_id: int, group_id: int, prompt: Prompt, plan: Plan) -> None:

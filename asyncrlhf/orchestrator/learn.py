@@ -115,6 +115,7 @@ class LearnLoop:
         self._file(taken, version)
         self.log.used(taken, version)
         state.version = version + 1
+        state.journal.note("step", step=state.version)
         self._retire()
         await self._publish_if_due()
         metrics = self._meters.step(version, taken, result, waited + begun - started, trained) | self._lead.figures
@@ -140,6 +141,7 @@ class LearnLoop:
         change = self.state.adaptive.observe(metrics)
         if change is not None:
             self.state.message(change)
+            self.state.journal.note("bound", bound=self.state.bound)
             self._retire()
 
     async def _catch_up(self) -> None:

@@ -72,6 +72,7 @@ class Recovery:
         await self.publisher.rejoin(replica)
         if replica.alive:
             self.state.message(f"{replica.name} {how} at version {replica.version}.")
+            self.state.journal.note("joined", replica=replica.name, version=replica.version)
             self.joined(replica)
             self.state.progressed()
 

@@ -122,6 +122,7 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
     state.gate.load_state_dict(document["gate"], state.version)
     state.buffer.load_state_dict(document["buffer"], payloads, state.version)
     state.adaptive.load_state_dict(document["adaptive"])
+    state.journal.note("bound", bound=state.bound)
     state.follow()
     log.restore_uses({int(k): v for k, v in document["uses"].items()})
     for row in document["groups"]:

@@ -76,6 +76,7 @@ class RolloutLog:
 
     async def hand_over(self) -> None:
         """Send what has ended on its way to the records; waits only when those are far behind."""
+        self._state.journal.mark()
         self._record()
         self._spans.step()
         await self._written(self._recorder.unwritten(MAX_WAITING))

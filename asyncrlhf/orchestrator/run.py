@@ -299,6 +299,7 @@ class _Job:
 
     def summary(self, reason: str, outcome: Outcome | None) -> dict[str, Any]:
         config = self._prepared.config
+        self._recorder.journal.note("end", reason=reason)
         counts = self._controller.state.ledger.counts() if self._controller is not None else {"admitted_total": 0}
         summary = build_summary(
             self._prepared.run_dir,

@@ -18,6 +18,7 @@ from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, ReaderHandle, ReadTotals
+from asyncrlhf.records.journal import Journal
 from asyncrlhf.types import Annotation, Prompt, RolloutInfo
 
 R = TypeVar("R")
@@ -113,6 +114,7 @@ class RunState:
     buffer: ReplayBuffer
     message: Callable[[str], None] = lambda text: None  # for the user
     published: Callable[[int], None] = lambda version: None  # told of each publish that is through, beside the loop
+    journal: Journal = field(default_factory=Journal)
     replicas: list[Replica] = field(default_factory=list)
     groups: Groups = field(default_factory=Groups)
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
@@ -134,6 +136,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.adaptive = AdaptiveBound(self.config.async_)
+        self.ledger.note = self.journal.note
         self.changed = Signal(self.room, self.batch, self.queue)
 
     @property
@@ -187,6 +190,7 @@ class RunState:
         replica.version, replica.cause = -1, str(error)
         lost = sorted(replica.in_flight)
         replica.in_flight.clear()
+        self.journal.note("died", replica=replica.name, reason=str(error))
         for rollout_id in lost:
             self.ledger.requeue(rollout_id)
             self.requeue.append(rollout_id)

@@ -91,7 +91,7 @@ class WeightPublisher:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _publish(self, version: int, offered: Awaitable[Offer]) -> None:
-        started = self._state.now()
+        started, note = self._state.now(), self._state.journal.note
         handing: asyncio.Future[None] | None = None
         try:
             offer = await offered
@@ -99,9 +99,11 @@ class WeightPublisher:
             handing = asyncio.ensure_future(self._hand_over())
             async with self._lock:
                 members = [r for r in self._state.replicas if r.alive]
+                note("publish", version=version, replicas=[r.name for r in members])
                 await self._send(members)
                 await asyncio.gather(*(self._load_in_turn(replica, version) for replica in members if replica.alive))
                 self._state.published_version = version
+                note("published", version=version)
                 if offer.probe_logprobs is not None:
                     await self._audit(members, version, offer.probe_logprobs)
             await handing  # before the next snapshot takes this one's place
@@ -208,8 +210,10 @@ class WeightPublisher:
         """Load what the replica received; from then on the gate counts it at ``version``."""
         try:
             if replica.alive:
+                self._state.journal.note("load", replica=replica.name, version=version)
                 await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache)
                 replica.version = version
+                self._state.journal.note("loaded", replica=replica.name, version=version)
         except ReplicaError as error:
             self._state.died(replica, error)
 

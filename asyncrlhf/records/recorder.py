@@ -1,4 +1,4 @@
-"""Writes a run's directory: config.yaml, metrics.jsonl, rollouts/*.parquet, spans/*.parquet and summary.json.
+"""Writes a run's directory: config.yaml, metrics.jsonl, journal.jsonl, rollouts and spans as Parquet, and summary.json.
 
 A crash loses no metrics line, since each one is flushed as it is written. Rollout rows are written elsewhere (a thread,
 an actor), in whole files that appear under their name only when complete. :meth:`RunRecorder.mark` returns a marker; a
@@ -23,6 +23,7 @@ import yaml
 
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.records.journal import JOURNAL_FILE, Journal
 from asyncrlhf.records.rollout_rows import RolloutRow, write_part
 from asyncrlhf.records.rollout_tokens import cut_tokens
 from asyncrlhf.records.run_lock import RunLock
@@ -49,6 +50,7 @@ class RecordMarker:
     metrics_lines: int = 0
     parts: int = 0
     span_parts: int = 0
+    journal: int = 0  # lines
 
 
 class RunRecorder:
@@ -87,6 +89,7 @@ class RunRecorder:
             text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
             write_atomically(self.run_dir / CONFIG_FILE, text)
             self._metrics = metrics_path.open("a", encoding="utf-8")
+            self.journal = Journal(self.run_dir / JOURNAL_FILE, resume_from.journal)
         self._lines = resume_from.metrics_lines
         self._elapsed = 0.0
         self._before_closing: Callable[[], None] = lambda: None
@@ -96,6 +99,7 @@ class RunRecorder:
         self._pending: deque[Future[None]] = deque()
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
+        self.journal.full = lambda: self._pool.submit(self.journal.write)
         self._submit: SubmitPart = lambda target, rows, _: self._pool.submit(write_part, target, rows)
         self._spans = SpanParts(spans, logging.flush_every, resume_from.span_parts, self._pool.submit)
 
@@ -112,6 +116,7 @@ class RunRecorder:
         """Append one line to metrics.jsonl; NaN and infinity become null. Raises ValueError without a ``step``."""
         if "step" not in metrics:
             raise ValueError(f"a line of {METRICS_FILE} needs a step; got {sorted(metrics)}")
+        self.journal.write()  # first, so that no step is recorded of which the journal knows nothing
         self._metrics.write(json.dumps(plain(metrics), allow_nan=False) + "\n")
         self._metrics.flush()
         self._lines += 1
@@ -131,7 +136,8 @@ class RunRecorder:
         done."""
         self._put(len(self._rows))
         self._pending += self._spans.put(self._elapsed)
-        return RecordMarker(metrics_lines=self._lines, parts=self._parts, span_parts=self._spans.parts)
+        lines = self.journal.mark()
+        return RecordMarker(self._lines, self._parts, self._spans.parts, lines)
 
     def record_spans(self, rows: Sequence[SpanRow], elapsed: float) -> None:
         """Keep spans for the next Parquet part, which holds none that ended after ``elapsed``, seconds of the run."""
@@ -152,7 +158,8 @@ class RunRecorder:
             ) from self._error
 
     def sync_metrics(self) -> None:
-        """Block until all lines of metrics.jsonl are on disk."""
+        """Block until all lines of metrics.jsonl and of the journal are on disk."""
+        self.journal.sync()
         os.fsync(self._metrics.fileno())
 
     def checkpoint(self) -> RecordMarker:
@@ -191,6 +198,9 @@ class RunRecorder:
         finally:
             wait(self._pending)
             self._pool.shutdown(wait=True)
+            self.journal.full = lambda: None
+            self.journal.mark()
+            self.journal.write()
             self.raise_if_failed()
 
     def _put(self, count: int) -> None:

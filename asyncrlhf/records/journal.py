@@ -1,0 +1,157 @@
+"""``journal.jsonl``: what became of every rollout, and what else happened in a run, in the order in which it happened.
+
+The file is only ever appended to, one JSON object a line::
+
+    {"n": 12, "event": "started", "at": 3.25, "ids": [8, 9, 10, 11], "replica": "generator-0", "version": 1}
+
+``n`` counts the lines of the file from 0, ``at`` is seconds of the run's clock. A run that goes on from a checkpoint
+undoes what was done after it: an ``undone`` line says so of the lines before it. :data:`EVENTS` lists the events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import CheckpointError
+
+JOURNAL_FILE = "journal.jsonl"
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
+FULL_LINES = 4096  # noted since the last write: a long step does not keep more in memory
+MAX_IDS = 1024  # in one line
+
+EVENTS = {
+    "undone": "the lines from `line` up to this one do not count: the run goes on from a checkpoint before them",
+    "begin": "the run begins, or goes on from the checkpoint of `step`; the settings that decide what may train",
+    "admitted": "`ids` of the rollouts of `group` have their places; `prompt`: its id",
+    "started": "`ids` were given to `replica`, which held `version`",
+    "finished": "`ids` left their replica whole",
+    "buffered": "`ids` have all that they wait for: reward, reference log-probs, values",
+    "trained": "`ids` were trained on at policy `version`; `last`: never again",
+    "retired": "`ids`, trained before, will not be again, for this `reason`; they end as trained",
+    "dropped": "`ids` will never train, for this `reason`",
+    "failed": "`ids` could not be sampled or scored, for this `reason`",
+    "requeued": "`ids` lost their replica and wait to be sampled again",
+    "step": "the learner is through with `step`: the policy is at this version",
+    "publish": "weights of `version` are on their way to `replicas`",
+    "load": "`replica` is asked to load `version`",
+    "loaded": "`replica` said that it holds `version`",
+    "published": "`version` is loaded by every replica that lives",
+    "died": "`replica` is lost, for this `reason`; its rollouts are requeued",
+    "joined": "`replica` takes work, at `version`: it was restarted, or is new",
+    "bound": "the staleness `bound` in force from here on",
+    "checkpoint": "a checkpoint of `step` is whole on disk",
+    "end": "the attempt ended, for this `reason`",
+}
+
+
+@dataclass(slots=True)
+class Line:
+    event: str
+    at: float
+    ids: list[int]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def text(self, number: int) -> str:
+        ids = f',"ids":{self.ids}'.replace(" ", "") if self.ids else ""
+        facts = f",{_encode(self.facts)[1:]}" if self.facts else "}"
+        return f'{{"n":{number},"event":"{self.event}","at":{self.at:.6f}{ids}{facts}\n'
+
+
+class Journal:
+    """Keeps lines in memory until :meth:`write` appends them to ``path``; without a path they stay there.
+
+    :meth:`note` and :meth:`mark` do no I/O and belong to one thread, the event loop's; the rest may run in any other.
+    """
+
+    def __init__(self, path: Path | None = None, kept: int = 0) -> None:
+        """``kept``: lines of the file that hold; what follows them is marked as undone at once. Raises CheckpointError
+        where the file has fewer."""
+        self.clock: Callable[[], float] = time.monotonic
+        self.full: Callable[[], None] = lambda: None  # told now and then that there is something to write
+        self._path = path
+        self._written = 0 if path is None else whole_lines(path)
+        if self._written < kept:
+            raise CheckpointError(f"{path} has {self._written} lines but the checkpoint was made after {kept}.")
+        self._lines = self._written  # with those in memory
+        self._open: Line | None = None  # may still be given ids
+        self._closed: deque[Line] = deque()
+        self._writing = threading.Lock()
+        if self._written > kept:
+            self.note("undone", line=kept)
+            self.mark()
+            self.write()
+
+    def note(self, event: str, *, ids: Sequence[int] = (), **facts: Any) -> None:
+        """Append one event of :data:`EVENTS`. Values are JSON's and not changed afterwards. ``ids`` join those of the
+        line before where event and facts are the same."""
+        line = self._open
+        if line is not None:
+            if ids and line.event == event and line.facts == facts and 0 < len(line.ids) < MAX_IDS:
+                line.ids.extend(ids)
+                return
+            self._closed.append(line)
+        self._open = Line(event, self.clock(), list(ids), facts)
+        self._lines += 1
+        if self._lines % FULL_LINES == 0:
+            self.full()
+
+    def begin(self, step: int, config: RunConfig) -> None:
+        """Note that the run begins (``step`` 0) or goes on, with the settings that decide over what may train."""
+        sizes = {"steps": config.steps, "batch_size": config.batch_size, "num_generations": config.num_generations}
+        sections = {"async": asdict(config.async_), "buffer": asdict(config.buffer)}
+        every = config.weights.publish_every
+        self.note("begin", step=step, **sizes, publish_every=every, **sections)
+
+    def mark(self) -> int:
+        """How many lines the journal has; all of them go out with the next :meth:`write`."""
+        if self._open is not None:
+            self._closed.append(self._open)
+            self._open = None
+        return self._lines
+
+    def write(self) -> None:
+        """Append to the file what is closed; on an OSError nothing of it counts as written."""
+        if self._path is None or not self._closed:
+            return
+        with self._writing, self._path.open("ab", buffering=0) as file:
+            lines = [self._closed.popleft() for _ in range(len(self._closed))]
+            text = "".join(line.text(self._written + i) for i, line in enumerate(lines))
+            size, left = file.tell(), memoryview(text.encode("utf-8", "backslashreplace"))
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                self._closed.extendleft(reversed(lines))
+                file.truncate(size)
+                raise
+            self._written += len(lines)
+
+    def sync(self) -> None:
+        """Write, and block until it is on disk."""
+        self.write()
+        if self._path is not None and self._path.exists():
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def noted(self) -> list[dict[str, Any]]:
+        """The lines in memory, as they would be read back."""
+        lines = [*self._closed, *([self._open] if self._open is not None else [])]
+        return [json.loads(line.text(self._written + i)) for i, line in enumerate(lines)]
+
+
+def whole_lines(path: Path) -> int:
+    """The lines of a journal; a torn last one, of a process that died while it wrote, is cut off."""
+    content = path.read_bytes() if path.exists() else b""
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+    return content.count(b"\n")
