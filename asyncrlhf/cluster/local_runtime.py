@@ -128,7 +128,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
     async def close(self) -> None:
         if not self._ended():
             hear(self._told, self._lane.take())
-        self._task.cancel()
+        self.kill("closed")  # whoever still waits for an answer hears of it
         await asyncio.gather(self._task, return_exceptions=True)
         await super().close()
 
@@ -276,6 +276,8 @@ class LocalRuntime(Runtime):
         await self.learner.call(LONG_SECONDS, LearnerWorker.connect, "", names, self._epoch)
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
+        assert isinstance(dead, LocalGenerator)
+        dead.kill("started again")  # it may hang rather than be dead
         fresh = self._generator(next(spec for spec in self._specs.generators if spec.name == dead.name))
         self.generators[:] = [fresh if g is dead else g for g in self.generators]
         return fresh

@@ -31,7 +31,7 @@ class Recovery:
         while True:
             replica = await self.state.dead.get()
             if replica.restarts >= self.state.config.generator.max_restarts:
-                self._leave_out(replica)
+                await self._leave_out(replica)
                 continue
             self._refuse_lost_version(replica)
             replica.restarts += 1
@@ -76,14 +76,16 @@ class Recovery:
             self.joined(replica)
             self.state.progressed()
 
-    def _leave_out(self, replica: Replica) -> None:
+    async def _leave_out(self, replica: Replica) -> None:
+        """Its process is ended, which may hang rather than be dead: an evaluation would wait for it for ever."""
         if self.state.dead.empty() and not any(r.alive for r in self.state.replicas):
             raise ReplicaError(
                 f"no generator is left: {replica.name} died after {replica.restarts} restarts "
-                f"(generator.max_restarts={self.state.config.generator.max_restarts})."
+                f"(generator.max_restarts={self.state.config.generator.max_restarts}). Cause: {replica.cause}"
             )
         self.state.replicas.remove(replica)
         self.state.message(f"{replica.name} is not started again after {replica.restarts} restarts.")
+        await replica.handle.close()
         self.state.progressed()
 
     def _refuse_lost_version(self, replica: Replica) -> None:

@@ -35,6 +35,7 @@ class Replica:
     draining: bool = False
     alive: bool = True
     restarts: int = 0
+    cause: str = ""  # of its last death
     busy_seconds: float = 0.0  # of replicas that took its place before, too
     tokens: int = 0
     pace: Pace = field(default_factory=Pace)
@@ -198,7 +199,7 @@ class RunState:
     def bury(self, replica: Replica, error: ReplicaError) -> None:
         """As :meth:`died`, also for a replica that died again before it was back."""
         replica.alive = False
-        replica.version = -1
+        replica.version, replica.cause = -1, str(error)
         lost = sorted(replica.in_flight)
         replica.in_flight.clear()
         self.journal.note("died", replica=replica.name, reason=str(error))
