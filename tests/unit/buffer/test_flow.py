@@ -10,7 +10,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asyncrlhf.errors import ConfigError, LedgerError
 from tests.unit.buffer.world import Setting, World
@@ -143,28 +150,28 @@ class Flow(RuleBasedStateMachine):
         if self.world.setting.over_stale == "drop":
             self.world.abandon(data.draw(st.sampled_from(sorted(self.world.open))))
 
-    @precondition(lambda self: self.world.next_group)
+    @precondition(lambda self: self.world.ledger.live_ids())
     @rule(data=st.data())
     def what_is_out_of_turn_is_refused_and_changes_nothing(self, data: st.DataObject) -> None:
         """A late result of a replica that died, a second score, a second training at one version, and the like."""
-        ledger, uses = self.world.ledger, self.world.last_used
-        rollout_id = data.draw(st.integers(0, ledger.next_id - 1))
-        last = uses.get(rollout_id // self.world.setting.siblings, -1)
-        calls: dict[str, tuple[Callable[[], None], set[str]]] = {
-            "start": (lambda: ledger.start(rollout_id, "g0", 0), {"admitted"}),
-            "finish": (lambda: ledger.finish_generation(rollout_id), {"generating"}),
-            "score": (lambda: ledger.buffer(rollout_id), {"scoring"}),
-            "train": (lambda: ledger.train(rollout_id, last, True), set() if last >= 0 else {"buffered"}),
-            "requeue": (lambda: ledger.requeue(rollout_id), {"generating", "scoring"}),
-            "fail": (lambda: ledger.fail(rollout_id, "late"), {"admitted", "generating", "scoring"}),
-            "drop": (lambda: ledger.drop(rollout_id, "stale"), {"admitted", "generating", "scoring", "buffered"}),
-        }
-        call, allowed = calls[data.draw(st.sampled_from(sorted(calls)))]
-        entry, before = ledger.get(rollout_id), json.dumps(ledger.state_dict())
-        if entry is None or entry.state not in allowed:
-            with pytest.raises(LedgerError):
-                call()
-            assert json.dumps(ledger.state_dict()) == before
+        ledger, before = self.world.ledger, json.dumps(self.world.ledger.state_dict())
+        rollout_id = data.draw(st.sampled_from(ledger.live_ids()))
+        last = self.world.last_used.get(rollout_id // self.world.setting.siblings, -1)
+        calls: tuple[tuple[Callable[[], None], set[str]], ...] = (
+            (lambda: ledger.start(rollout_id, "g0", 0), {"admitted"}),
+            (lambda: ledger.finish_generation(rollout_id), {"generating"}),
+            (lambda: ledger.buffer(rollout_id), {"scoring"}),
+            (lambda: ledger.train(rollout_id, last, True), set() if last >= 0 else {"buffered"}),
+            (lambda: ledger.requeue(rollout_id), {"generating", "scoring"}),
+            (lambda: ledger.fail(rollout_id, "late"), {"admitted", "generating", "scoring"}),
+        )
+        entry = ledger.get(rollout_id)
+        assert entry is not None
+        for call, allowed in calls:
+            if entry.state not in allowed:
+                with pytest.raises(LedgerError):
+                    call()
+        assert json.dumps(ledger.state_dict()) == before
 
     @rule(data=st.data())
     def kill_or_load(self, data: st.DataObject) -> None:
@@ -283,6 +290,12 @@ TestWaitFlow = WaitFlow.TestCase
 TestWaitFlow.settings = relaxed
 TestScheduledFlow = ScheduledFlow.TestCase
 TestScheduledFlow.settings = relaxed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("machine", [FreeFlow, ReplayFlow, MovingFlow, WaitFlow, ScheduledFlow])
+def test_many_more_schedules(machine: type[Flow]) -> None:
+    run_state_machine_as_test(machine, settings=settings(relaxed, max_examples=1000))
 
 
 @pytest.mark.parametrize("over_stale", ["drop", "mask", "wait", "downweight"])
