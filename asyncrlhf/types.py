@@ -20,7 +20,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 IdArray = NDArray[np.int32]  # token ids, and counts of them, of which a batch has many
 FinishReason = Literal["stop", "length"]
-DropReason = Literal["stale", "untrainable", "failed", "shutdown"]
+DropReason = Literal["stale", "untrainable", "failed", "shutdown", "rolled_back"]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Assembly:
         if group is None or info.rollout_id not in group.unfinished or info.epoch < group.epoch:
             return False
         group.unfinished.discard(info.rollout_id)
+        group.newest = max(group.newest, info.max_version)
         self._state.ledger.finish_generation(info.rollout_id)
         # In the scheduled modes the version that the schedule has the generators at, which unlike the clock is the same
         # in every run.
@@ -173,8 +174,12 @@ class Assembly:
 
     def clear_buffer(self) -> None:
         """The run is over: what the buffer still holds leaves as ``shutdown``."""
-        for group in self._state.buffer.groups():
-            self._drop(group, "shutdown")
+        self.drop(self._state.buffer.groups(), "shutdown")
+
+    def drop(self, groups: Iterable[RolloutGroup], reason: DropReason) -> None:
+        """File the end of whole groups; their places are the caller's."""
+        for group in groups:
+            self._drop(group, reason)
 
     def _drop(self, group: RolloutGroup, reason: DropReason) -> None:
         for info in group.rollouts:

@@ -21,7 +21,7 @@ from asyncrlhf.orchestrator.signs import MissingSign
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
-from asyncrlhf.types import RolloutGroup, RolloutInfo
+from asyncrlhf.types import DropReason, RolloutGroup, RolloutInfo
 
 
 @dataclass(eq=False)
@@ -37,6 +37,7 @@ class LearnLoop:
     turns: Turns
     normalizer: RewardNormalizer
     training: bool = False
+    taken: Sequence[RolloutGroup] = ()  # the batch of the step under way
 
     def __post_init__(self) -> None:
         self._unlogged: dict[str, Any] | None = None
@@ -60,7 +61,7 @@ class LearnLoop:
         await self._catch_up()
 
     async def forget(self) -> None:
-        """The learner is lost, and the state is about to be that of a checkpoint: give up the step under way."""
+        """The learner is lost, and the run is about to go back: give up the step under way."""
         if self._training is not None:
             self._training.cancel()
             await asyncio.gather(self._training, return_exceptions=True)
@@ -114,6 +115,7 @@ class LearnLoop:
         rollouts = [r for group in taken for r in group.rollouts]
         if not rollouts:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
+        self.taken = taken
         normal, reward_metrics = self.normalizer.of_batch(rollouts)
         started = state.now()
         self.training = True
@@ -123,6 +125,7 @@ class LearnLoop:
         result = replace(result, metrics={**result.metrics, **reward_metrics})
         self.training = False
         self._file(taken, version)
+        self.taken = ()
         self.log.used(taken, version)
         state.version = version + 1
         state.journal.note("step", step=state.version)
@@ -189,9 +192,13 @@ class LearnLoop:
         if state.scheduled or state.config.async_.over_stale != "drop":
             return
         late = [g.group_id for g in state.groups.values() if state.version - g.version > state.bound]
-        if not late:
-            return
-        ids = set(self.assembly.abandon(late, "stale"))
+        if late:
+            self.call_off(late, "stale")
+
+    def call_off(self, group_ids: Sequence[int], reason: DropReason) -> None:
+        """Drop groups in the making; replicas are told to forget what they hold of them."""
+        state = self.state
+        ids = set(self.assembly.abandon(group_ids, reason))
         for rollout_id in [i for i in state.requeue if i in ids]:
             state.requeue.remove(rollout_id)
         for replica in state.replicas:

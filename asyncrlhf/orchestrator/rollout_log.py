@@ -89,6 +89,18 @@ class RolloutLog:
         await off_loop(partial(self._recorder.rewind, marker))
         self._rows, self._payloads = [], []
 
+    def uses_before(self, version: int) -> dict[int, int]:
+        """Forget the uses at ``version`` and later of what is still held; how many are left, by rollout id."""
+        kept = {i: (tuple(at for at in versions if at < version), now) for i, (versions, now) in self._uses.items()}
+        self._uses = {i: (versions, now) for i, (versions, now) in kept.items() if versions}
+        return {i: len(versions) for i, (versions, _) in self._uses.items()}
+
+    async def undo_training(self, marker: RecordMarker, version: int) -> None:
+        """Undo the records of steps after ``marker``, and in the rows since then the uses at ``version`` and later."""
+        self.mark()
+        await self.flush()
+        await off_loop(partial(self._recorder.undo_training, marker, version))
+
     def mark(self) -> RecordMarker:
         """Where the records stand with all that has ended; they are on disk after :meth:`flush`."""
         self._record()

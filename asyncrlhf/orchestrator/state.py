@@ -30,6 +30,7 @@ class Replica:
 
     handle: GeneratorHandle
     version: int = -1
+    asked: int = -1  # the newest version that it was asked to load; no token of it is newer
     in_flight: set[int] = field(default_factory=set)
     draining: bool = False
     alive: bool = True
@@ -75,6 +76,7 @@ class GroupInProgress:
     unscored: set[int]
     scored: list[RolloutInfo] = field(default_factory=list)
     epoch: int = 0  # in which it was issued, the last time: what was given out before is not its own
+    newest: int = -1  # version of a token of a sibling that has left its replica
     # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -192,7 +194,7 @@ class RunState:
     def bury(self, replica: Replica, error: ReplicaError) -> None:
         """As :meth:`died`, also for a replica that died again before it was back."""
         replica.alive = False
-        replica.version = -1
+        replica.version = replica.asked = -1
         lost = sorted(replica.in_flight)
         replica.in_flight.clear()
         self.journal.note("died", replica=replica.name, reason=str(error))

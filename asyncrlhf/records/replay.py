@@ -30,7 +30,7 @@ class Replay:
         """``marked``: after so many lines the totals are kept."""
         self.history = History(found)
         self._found = found
-        self._marked = set(marked)
+        self._marked = sorted(marked, reverse=True)
         self._held: dict[str, int] = {}  # by live replica: the version it said that it holds
         self._asked: dict[str, int] = {}  # ... and the one that it was last asked to load
         self._awaited: set[str] = set()  # members of the publish under way that have not answered
@@ -46,8 +46,8 @@ class Replay:
     def of(self, lines: Iterable[tuple[int, dict[str, Any]]]) -> History:
         history = self.history
         for number, line in lines:
-            if number in self._marked:
-                history.totals_at[number] = history.totals()
+            while self._marked and self._marked[-1] <= number:  # less: what followed it is undone
+                history.totals_at[self._marked.pop()] = history.totals()
             history.lines, history.last_line = history.lines + 1, number
             handler = getattr(self, f"_on_{line['event']}", None)
             if handler is not None:
@@ -81,6 +81,35 @@ class Replay:
         self.history.ended = None
         self.history.attempts += 1
         self._began_at = line["at"]
+
+    def _on_rollback(self, line: dict[str, Any]) -> None:
+        """Uses at ``to`` and later do not count, and no replica holds a version before it loaded one of the new epoch.
+        What lives on has no token of a version that is undone."""
+        history, to = self.history, line["to"]
+        if not 0 <= to <= self._version:
+            self._found.add(f"journal.jsonl: the learner went back from step {self._version} to step {to}.")
+        undone = {i for i, version in history.uses if version >= to}
+        history.uses = [(i, version) for i, version in history.uses if version < to]
+        kept: dict[int, list[int]] = {}
+        for i, version in history.uses:
+            if i in undone:
+                kept.setdefault(i, []).append(version)
+        for i in undone:
+            if history.state[i] == TRAINED and i not in kept:
+                history.state[i] = DROPPED
+                history.dropped["rolled_back"] += 1
+            elif history.state[i] == BUFFERED:
+                self._use_counts[i] = len(kept.get(i, ()))
+                self._last_use.pop(i, None)
+                if i in kept:
+                    self._last_use[i] = kept[i][-1]
+        for i, state in enumerate(history.state):
+            if state in LIVE:
+                history.newest[i] = min(history.newest[i], to)
+        history.steps = [step for step in history.steps if step.number <= to]
+        self._version, self._batch = to, []
+        self._asked = {replica: min(version, to) for replica, version in self._asked.items()}
+        self._held, self._awaited, self._published, history.open_publish = {}, set(), -1, None
 
     def _on_bound(self, line: dict[str, Any]) -> None:
         if not 0 <= line["bound"] <= self._now.asynchrony.bound:

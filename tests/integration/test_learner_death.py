@@ -19,6 +19,7 @@ from asyncrlhf.cluster import local_runtime
 from asyncrlhf.cluster.local_runtime import LocalLearner, LocalRuntime, Workers
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.records.verify import verify
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.protocol import Ticket
 from tests.loop import FAKE, Finished, meddle, run
@@ -112,6 +113,7 @@ def assert_one_history(done: Finished, batch: int = 16, steps: int = STEPS) -> l
     assert [uses.count(version) for version in range(steps)] == [batch] * steps
     assert done.summary["ledger"]["uses"] == batch * steps
     assert not journal(done, "died"), "a generator was restarted"
+    assert verify(done.folder) == []
     rollbacks = journal(done, "rollback")
     for back in rollbacks:
         older = done.trained[done.trained.epoch < back["epoch"]]
@@ -163,6 +165,12 @@ def test_deaths_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, o
     assert struck == [5, 8]
     backs = assert_one_history(done)
     assert [(back["version"], back["to"], back["epoch"]) for back in backs] == [(5, 3, 1), (8, 6, 2)]
+    rolled_back = done.rollouts[done.rollouts.drop_reason == "rolled_back"]
+    assert len(rolled_back) == done.summary["ledger"]["dropped"].get("rolled_back", 0)
+    if "async.mode" in options[0]:
+        assert len(rolled_back) == 0, "a schedule is done again with the same rollouts"
+    else:
+        assert len(rolled_back) >= 4 * 16 - 16, "four steps were undone"
 
 
 def test_workers_of_the_critic_wait_for_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
