@@ -188,6 +188,10 @@ class RolloutGroup:
     def min_version(self) -> int:
         return min(r.min_version for r in self.rollouts)
 
+    @cached_property
+    def max_version(self) -> int:
+        return max(r.max_version for r in self.rollouts)
+
     @property
     def replayed(self) -> bool:
         """Whether the batch that took it was not its first."""

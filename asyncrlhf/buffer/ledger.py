@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -125,9 +125,15 @@ class Ledger:
         if last_use:
             self._end_trained(entry)
 
-    def undo_training(self, version: int) -> None:
+    def undo_training(self, version: int, returned: Iterable[LedgerEntry] = ()) -> None:
         """What was trained at ``version`` or later never was: the learner went back to ``version``. Rollouts that ended
-        by it without an earlier use are dropped as ``rolled_back``; live ones have the uses left that they had."""
+        by it without an earlier use are dropped as ``rolled_back``, but for those ``returned``, which are in the buffer
+        again; live ones have the uses left that they had."""
+        for entry in returned:
+            self._live[entry.rollout_id] = entry
+            self._in_state[entry.state] += 1
+            self._trained -= 1
+            self._ended_at[entry.trained_at[0]] -= 1
         undone = {at for at in self._uses_at if at >= version}
         self._uses -= sum(self._uses_at.pop(at) for at in undone)
         lost = sum(self._ended_at.pop(at, 0) for at in undone)

@@ -158,4 +158,5 @@ class Bookkeeping:
         rollouts = await self.runtime.fetch(payloads)
         await off_loop(partial(writer.commit, document, {r.rollout_id: r for r in rollouts}, marker))
         state.journal.note("checkpoint", step=document["version"])
+        state.saved_version = document["version"]
         state.progressed()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.buffer.ledger import LedgerEntry
 from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.learner.learner_config import StepResult
@@ -38,6 +39,10 @@ class LearnLoop:
     normalizer: RewardNormalizer
     training: bool = False
     taken: Sequence[RolloutGroup] = ()  # the batch of the step under way
+    # Groups that had their last use since the newest checkpoint and no token since then, with their entries in the
+    # ledger: a learner that dies gives them back. They all began before the checkpoint, so the buffer's capacity bounds
+    # their number.
+    ended: list[tuple[RolloutGroup, list[LedgerEntry]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._unlogged: dict[str, Any] | None = None
@@ -181,9 +186,14 @@ class LearnLoop:
         self.publisher.publish(self.state.version)
 
     def _file(self, taken: list[RolloutGroup], version: int) -> None:
+        state = self.state
+        self.ended = [(g, entries) for g, entries in self.ended if entries[0].trained_at[-1] >= state.saved_version]
         for group in taken:
+            entries = [entry for info in group.rollouts if (entry := state.ledger.get(info.rollout_id)) is not None]
             for info in group.rollouts:
-                self.state.ledger.train(info.rollout_id, version, last_use=group.uses_left == 0)
+                state.ledger.train(info.rollout_id, version, last_use=group.uses_left == 0)
+            if not (group.uses_left or state.scheduled) and group.max_version <= state.saved_version:
+                self.ended.append((group, entries))
 
     def _retire(self) -> None:
         """What can only be consumed over the bound now is dropped, in the buffer and in flight."""

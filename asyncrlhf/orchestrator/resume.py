@@ -117,7 +117,7 @@ def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog
     stored = runtime.store(list(saved.rollouts.values()))
     payloads = dict(zip(saved.rollouts, stored, strict=True))
     source.restore(document["cursor"])
-    state.version = document["version"]
+    state.version = state.saved_version = document["version"]
     state.epoch = max(state.epoch, document.get("epoch", 0))
     state.groups.clear()
     state.requeue.clear()

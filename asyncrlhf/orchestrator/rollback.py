@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.buffer.admission import StalenessGate
+from asyncrlhf.buffer.ledger import LedgerEntry
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime
 from asyncrlhf.data.sources import PromptSource
@@ -28,7 +29,6 @@ from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved, list_checkpoints, read_checkpoint
 from asyncrlhf.records.recorder import RecordMarker
-from asyncrlhf.types import RolloutGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a start; each is twice as long as the one before
 
@@ -115,7 +115,7 @@ class Rollback:
             replica.version = -1
         await asyncio.sleep(0)  # what was handed out just now is on its way: a cancellation must come behind it
         await (self._restore if state.scheduled else self._undo)(saved)
-        self.learn.taken = ()
+        self.learn.taken, self.learn.ended = (), []
         state.message(f"The learner is back: from step {died_at} to the checkpoint of step {state.version}.")
         await self.turns.wake()
         self.publisher.publish(state.version)
@@ -124,25 +124,35 @@ class Rollback:
         state.progressed()
 
     async def _undo(self, saved: Saved) -> None:
-        """In a free run: what has no token of a version over that of the checkpoint stays, in flight and in the buffer;
-        the rest is dropped, and so is what was trained since. The prompts' order does not go back."""
+        """In a free run: what has no token of a version over that of the checkpoint stays, in flight and in the buffer,
+        and returns there, if it was trained since; the rest is dropped. The prompts' order does not go back."""
         state, to = self.state, saved.step
         state.adaptive.load_state_dict(saved.state["adaptive"])
         self.learn.call_off([g.group_id for g in state.groups.values() if self._sampled_beyond(g, to)], "rolled_back")
         held = {group.group_id: group for group in state.buffer.groups()}
         taken = [group for group in self.learn.taken if group.group_id not in held]
-        undone = [group for group in (*taken, *held.values()) if _newest_token(group) > to]
+        undone = [group for group in (*taken, *held.values()) if group.max_version > to]
         state.buffer.discard(group for group in undone if group.group_id in held)
-        untrained, room = [], state.buffer.free
+        back, room = [], state.buffer.free
         for group in taken:
-            if _newest_token(group) <= to:
+            if group.max_version <= to:
                 room -= len(group)
-                (untrained if room >= 0 else undone).append(group)
+                (back if room >= 0 else undone).append(group)
+        returned: list[LedgerEntry] = []
+        for group, entries in self.learn.ended:
+            if entries[0].trained_at[-1] >= to >= group.max_version and len(group) <= room:
+                room -= len(group)
+                back.append(group)
+                returned += entries
         self.assembly.drop(undone, "rolled_back")
+        ids = [entry.rollout_id for entry in returned]
+        if ids:
+            state.journal.note("returned", ids=ids)
         self._note(to)
-        state.ledger.undo_training(to)
+        state.ledger.undo_training(to, returned)
         replayed = saved.state["buffer"]["replayed"]
-        state.buffer.rewind(to, replayed, untrained, self.log.uses_before(to))
+        uses = self.log.uses_before(to, {entry.rollout_id: entry.trained_at for entry in returned})
+        state.buffer.rewind(to, replayed, back, uses)
         if isinstance(state.gate, StalenessGate):
             owed = len(state.groups) * state.config.buffer.places + state.buffer.owed()
             state.gate.rewind(to * state.config.batch_size // state.config.num_generations - replayed, owed)
@@ -150,7 +160,7 @@ class Rollback:
         state.journal.note("bound", bound=state.bound)
         state.follow()
         state.ledger.check()
-        await self.log.undo_training(saved.marker, to)
+        await self.log.undo_training(saved.marker, to, set(ids))
 
     def _sampled_beyond(self, group: GroupInProgress, version: int) -> bool:
         """Whether a token of the group may be of a later version."""
@@ -182,7 +192,3 @@ class Rollback:
     def _newest(self) -> Saved:
         found = list_checkpoints(self.run_dir)
         return read_checkpoint(found[-1]) if found else self.begun
-
-
-def _newest_token(group: RolloutGroup) -> int:
-    return max(r.max_version for r in group.rollouts)

@@ -126,6 +126,7 @@ class RunState:
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
     dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
+    saved_version: int = 0  # of the newest checkpoint; 0 also without one
     epoch: int = 0  # times that the learner died and ``version`` went back to a checkpoint's
     published_version: int = -1
     next_group_id: int = 0

@@ -51,6 +51,7 @@ EVENTS = {
     "checkpoint": "a checkpoint of `step` is whole on disk",
     "rollback": "the learner died: the policy went from `version` back to `to`, uses at `to` and later do not count, "
     "rollouts that ended by them alone are dropped as rolled_back; `epoch` began, and no replica holds a version",
+    "returned": "`ids`, which had ended as trained, are in the buffer again: the rollback that follows undoes a use",
     "end": "the attempt ended, for this `reason`",
 }
 

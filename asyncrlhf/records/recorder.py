@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,11 +147,12 @@ class RunRecorder:
         _cut_parts(self._folder, marker.parts)
         self._parts = marker.parts
 
-    def undo_training(self, marker: RecordMarker, version: int) -> None:
-        """Undo what was recorded of steps after ``marker``; of rollouts only the uses at ``version`` and later."""
+    def undo_training(self, marker: RecordMarker, version: int, returned: Collection[int]) -> None:
+        """Undo what was recorded of steps after ``marker``; of rollouts only the uses at ``version`` and later, and the
+        rows of those that ``returned`` to the buffer."""
         self._cut_steps(marker)
         for number in range(marker.parts, self._parts):
-            undo_uses(self._folder / _part_name(number), version)
+            undo_uses(self._folder / _part_name(number), version, returned)
 
     def _cut_steps(self, marker: RecordMarker) -> None:
         wait(self._pending)

@@ -199,6 +199,10 @@ class Replay:
                 self._found.add("journal.jsonl: rollouts {} count as trained and never were.", rollout_id)
             self._use_counts.pop(rollout_id, None)
 
+    def _on_returned(self, line: dict[str, Any]) -> None:
+        for _ in self._move(line, BUFFERED, TRAINED):
+            pass
+
     def _on_dropped(self, line: dict[str, Any]) -> None:
         for rollout_id in self._move(line, DROPPED, *LIVE):
             self.history.dropped[line["reason"]] += 1

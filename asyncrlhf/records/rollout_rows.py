@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
     _write(target, {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names})
 
 
-def undo_uses(target: Path, version: int) -> None:
+def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
     """Take the uses at ``version`` and later out of a file: the learner went back to it. A row without another use is
-    that of a dropped rollout."""
-    rows = pq.read_table(target).to_pylist()
+    that of a dropped rollout; those of rollouts that ``returned`` to the buffer go."""
+    rows = [row for row in pq.read_table(target).to_pylist() if row["rollout_id"] not in returned]
     for row in rows:
         used = row["consumed_at_version"] or []
         kept = [at for at in used if at < version]
