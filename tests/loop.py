@@ -17,6 +17,7 @@ from asyncrlhf.orchestrator import run as run_module
 from asyncrlhf.records.metric_names import find_metric
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.records.summary import REPLICA_PREFIX
+from asyncrlhf.records.verify import verify
 
 QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
 FAKE = (
@@ -110,11 +111,12 @@ class Finished:
 
 
 def run(folder: Path, *overrides: str) -> Finished:
-    """One run of the local runtime (unless overridden), with nothing on the screen."""
+    """One run of the local runtime (unless overridden), with nothing on the screen; its records keep every promise."""
     config = load_config([f"run_dir={folder}", "runtime=local", *QUIET, *overrides])
     finished = Finished(folder, run_module.train(config))
     unknown = sorted({key for row in finished.metrics for key in row if find_metric(key) is None})
     assert unknown == [], f"records/metric_names.py does not say what these mean: {unknown}"
+    assert verify(folder) == []
     return finished
 
 

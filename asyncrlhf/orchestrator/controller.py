@@ -39,6 +39,7 @@ from typing import Any
 from asyncrlhf.buffer.admission import build_gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
@@ -148,6 +149,7 @@ class Controller:
         self._starting = asyncio.current_task()
         state.journal.clock = asyncio.get_running_loop().time  # also after the loop
         state.journal.begin(self._saved.step if self._saved is not None else 0, self.config)
+        await off_loop(state.journal.write)
         await self._runtime.start()
         if self._runtime.sharing:
             names = ", ".join(sorted(self._runtime.sharing))

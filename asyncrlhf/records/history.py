@@ -24,11 +24,11 @@ class Findings:
         self._found: dict[str, list[Any]] = {}
 
     def add(self, sentence: str, *which: Any) -> None:
-        """``sentence`` has ``{}`` where the ids go, if it speaks of any."""
+        """``sentence`` has ``{ids}`` where they go, if it speaks of any."""
         self._found.setdefault(sentence, []).extend(which)
 
     def sentences(self) -> list[str]:
-        return [sentence.replace("{}", _named(which)) for sentence, which in self._found.items()]
+        return [sentence.replace("{ids}", _named(which)) for sentence, which in self._found.items()]
 
 
 def _named(which: Sequence[Any]) -> str:
@@ -125,7 +125,7 @@ def read_journal(path: Path, found: Findings) -> Iterator[tuple[int, dict[str, A
                 line = json.loads(raw)
                 at_its_place = line["n"] == number and isinstance(line["event"], str)
             except (ValueError, KeyError, TypeError):
-                found.add("journal.jsonl: line {} is no event.", number)
+                found.add("journal.jsonl: line {ids} is no event.", number)
                 continue
             if not at_its_place:
                 said = f"journal.jsonl: line {number} calls itself line {line['n']}: lines are missing or were added."

@@ -113,6 +113,7 @@ class Journal:
         sections = {"async": asdict(config.async_), "buffer": asdict(config.buffer)}
         every = config.weights.publish_every
         self.note("begin", step=step, **sizes, publish_every=every, **sections)
+        self.mark()
 
     def mark(self) -> int:
         """How many lines the journal has; all of them go out with the next :meth:`write`."""

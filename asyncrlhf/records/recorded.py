@@ -81,7 +81,7 @@ _EMPTY = {
 def _check_numbers(parts: list[Path], found: Findings) -> None:
     numbers = [int(path.stem.rpartition("-")[2]) for path in parts]
     if missing := sorted(set(range(max(numbers, default=-1))) - set(numbers)):
-        found.add(f"{ROLLOUTS_FOLDER}/: parts {{}} are missing.", *missing)
+        found.add(f"{ROLLOUTS_FOLDER}/: parts {{ids}} are missing.", *missing)
 
 
 def _columns(table: pa.Table, names: dict[str, int], first_row: int) -> Iterator[tuple[str, np.ndarray]]:

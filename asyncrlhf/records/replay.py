@@ -30,7 +30,7 @@ class Replay:
         """``marked``: after so many lines the totals are kept."""
         self.history = History(found)
         self._found = found
-        self._marked = sorted(marked, reverse=True)
+        self._marked = set(marked)
         self._held: dict[str, int] = {}  # by live replica: the version it said that it holds
         self._asked: dict[str, int] = {}  # ... and the one that it was last asked to load
         self._awaited: set[str] = set()  # members of the publish under way that have not answered
@@ -46,15 +46,15 @@ class Replay:
     def of(self, lines: Iterable[tuple[int, dict[str, Any]]]) -> History:
         history = self.history
         for number, line in lines:
-            while self._marked and self._marked[-1] <= number:  # less: what followed it is undone
-                history.totals_at[self._marked.pop()] = history.totals()
+            if history.last_line + 1 in self._marked:
+                history.totals_at[history.last_line + 1] = history.totals()
             history.lines, history.last_line = history.lines + 1, number
             handler = getattr(self, f"_on_{line['event']}", None)
             if handler is not None:
                 try:
                     handler(line)
                 except (KeyError, TypeError, ValueError):
-                    self._found.add("journal.jsonl: line {} lacks what its event says.", number)
+                    self._found.add("journal.jsonl: line {ids} lacks what its event says.", number)
             history.wall = line.get("at", 0.0) - self._began_at
         return history
 
@@ -126,11 +126,13 @@ class Replay:
         state = self.history.state
         for rollout_id in line["ids"]:
             if not 0 <= rollout_id < len(state):
-                self._found.add(f"journal.jsonl: rollouts {{}} were {line['event']} and never admitted.", rollout_id)
+                self._found.add(f"journal.jsonl: rollouts {{ids}} were {line['event']} and never admitted.", rollout_id)
                 continue
             if state[rollout_id] not in allowed:
                 was = STATES[state[rollout_id]]
-                self._found.add(f"journal.jsonl: rollouts {{}} were {line['event']} while they were {was}.", rollout_id)
+                self._found.add(
+                    f"journal.jsonl: rollouts {{ids}} were {line['event']} while they were {was}.", rollout_id
+                )
                 continue
             state[rollout_id] = to
             yield rollout_id
@@ -139,7 +141,7 @@ class Replay:
         history, size = self.history, self._now.num_generations
         for rollout_id in line["ids"]:
             if rollout_id != len(history.state) or rollout_id // size != line["group"]:
-                self._found.add("journal.jsonl: rollouts {} were admitted out of turn.", rollout_id)
+                self._found.add("journal.jsonl: rollouts {ids} were admitted out of turn.", rollout_id)
                 continue
             history.state.append(ADMITTED)
             history.started.append(("", -1))
@@ -152,14 +154,14 @@ class Replay:
             self.history.started[rollout_id] = (replica, version)
             if held != version:
                 holds = "was not there" if held is None else f"held version {held}"
-                said = f"journal.jsonl: rollouts {{}} were given to {replica} as version {version}, but it {holds}."
+                said = f"journal.jsonl: rollouts {{ids}} were given to {replica} as version {version}, but it {holds}."
                 self._found.add(said, rollout_id)
 
     def _on_finished(self, line: dict[str, Any]) -> None:
         for rollout_id in self._move(line, SCORING, GENERATING):
             replica = self.history.started[rollout_id][0]
             if replica not in self._asked:
-                self._found.add(f"journal.jsonl: rollouts {{}} finished on {replica}, which was dead.", rollout_id)
+                self._found.add(f"journal.jsonl: rollouts {{ids}} finished on {replica}, which was dead.", rollout_id)
             self.history.newest[rollout_id] = self._asked.get(replica, -1)
 
     def _on_buffered(self, line: dict[str, Any]) -> None:
@@ -170,24 +172,24 @@ class Replay:
         for rollout_id in self._move(line, ADMITTED, GENERATING, SCORING):
             replica = self.history.started[rollout_id][0]
             if replica in self._held:
-                self._found.add(f"journal.jsonl: rollouts {{}} were requeued although {replica} lives.", rollout_id)
+                self._found.add(f"journal.jsonl: rollouts {{ids}} were requeued although {replica} lives.", rollout_id)
             self.history.started[rollout_id] = ("", -1)
             self.history.newest[rollout_id] = -1
 
     def _on_trained(self, line: dict[str, Any]) -> None:
         version, most = line["version"], self._now.buffer.max_reuse
         if version != self._version:
-            said = (
-                f"journal.jsonl: rollouts {{}} were trained at version {version}, when the policy was {self._version}."
-            )
+            said = f"journal.jsonl: rollouts {{ids}} were trained at version {version}, when it was {self._version}."
             self._found.add(said, *line["ids"])
         for rollout_id in self._move(line, TRAINED if line["last"] else BUFFERED, BUFFERED):
             if version <= self._last_use.get(rollout_id, -1):
-                self._found.add(f"journal.jsonl: rollouts {{}} were trained twice at version {version}.", rollout_id)
+                self._found.add(f"journal.jsonl: rollouts {{ids}} were trained twice at version {version}.", rollout_id)
             self._last_use[rollout_id] = version
             self._use_counts[rollout_id] += 1
             if self._use_counts[rollout_id] > most:
-                self._found.add(f"journal.jsonl: rollouts {{}} were trained over buffer.max_reuse={most}.", rollout_id)
+                self._found.add(
+                    f"journal.jsonl: rollouts {{ids}} were trained over buffer.max_reuse={most}.", rollout_id
+                )
             self.history.uses.append((rollout_id, version))
             self._batch.append(rollout_id)
             if line["last"]:
@@ -196,7 +198,7 @@ class Replay:
     def _on_retired(self, line: dict[str, Any]) -> None:
         for rollout_id in self._move(line, TRAINED, BUFFERED):
             if self._last_use.pop(rollout_id, None) is None:
-                self._found.add("journal.jsonl: rollouts {} count as trained and never were.", rollout_id)
+                self._found.add("journal.jsonl: rollouts {ids} count as trained and never were.", rollout_id)
             self._use_counts.pop(rollout_id, None)
 
     def _on_returned(self, line: dict[str, Any]) -> None:
@@ -207,7 +209,7 @@ class Replay:
         for rollout_id in self._move(line, DROPPED, *LIVE):
             self.history.dropped[line["reason"]] += 1
             if rollout_id in self._last_use:
-                self._found.add("journal.jsonl: rollouts {} count as dropped and were trained.", rollout_id)
+                self._found.add("journal.jsonl: rollouts {ids} count as dropped and were trained.", rollout_id)
 
     def _on_failed(self, line: dict[str, Any]) -> None:
         self.history.failed += sum(1 for _ in self._move(line, FAILED, ADMITTED, GENERATING, SCORING))
@@ -230,14 +232,14 @@ class Replay:
         scheduled = range((step - 1) * due, step * due) if rules.scheduled else None
         if scheduled is not None and not groups <= set(scheduled):
             strange = sorted(groups - set(scheduled))
-            self._found.add(f"journal.jsonl: step {step} trained groups {{}}, which are other steps'.", *strange)
+            self._found.add(f"journal.jsonl: step {step} trained groups {{ids}}, which are other steps'.", *strange)
         if scheduled is None and len(groups) != due:
             self._found.add(f"journal.jsonl: step {step} trained {len(groups)} groups, where a batch has {due}.")
         state = self.history.state
         for group in scheduled if scheduled is not None else groups:
             for i in range(group * size, (group + 1) * size):
                 if i not in batch and (i >= len(state) or state[i] not in (DROPPED, FAILED)):
-                    self._found.add(f"journal.jsonl: step {step} trained without rollouts {{}} of its batch.", i)
+                    self._found.add(f"journal.jsonl: step {step} trained without rollouts {{ids}} of its batch.", i)
 
     # --- weights
 
@@ -251,7 +253,7 @@ class Replay:
         if version <= before:
             self._found.add(f"journal.jsonl: version {version} was published after version {before}.")
         elif not self._resumed_at <= version <= self._version:
-            self._found.add(f"journal.jsonl: version {version} was published when the policy was {self._version}.")
+            self._found.add(f"journal.jsonl: version {version} was published when it was {self._version}.")
         # A free run may put a publish off; then the next one makes up for it, whatever its version.
         every = rules.publish_every
         due = before < 0 or version == rules.steps or version // every > before // every
@@ -285,7 +287,9 @@ class Replay:
         if version != self.history.open_publish:
             self._found.add(f"journal.jsonl: version {version} was through, but was not on its way.")
         for replica in sorted(self._awaited):
-            self._found.add(f"journal.jsonl: version {version} was through, but {{}} never acknowledged it.", replica)
+            self._found.add(
+                f"journal.jsonl: version {version} was through, but {{ids}} never acknowledged it.", replica
+            )
         self.history.open_publish, self._awaited = None, set()
         self.history.last_published = version
 

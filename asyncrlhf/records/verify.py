@@ -113,7 +113,9 @@ class _Examination:
         history.totals_at.setdefault(history.last_line + 1, history.totals())
         for line, held in documents.items():
             for name, document in held:
-                self._check_checkpoint(name, document, history.totals_at.get(line))
+                # Of lines that are undone: a resume passed this checkpoint over, and it is no part of the history.
+                if line in history.totals_at or line > history.last_line:
+                    self._check_checkpoint(name, document, history.totals_at.get(line))
         return history
 
     def _check_checkpoint(self, name: str, document: dict[str, Any], totals: dict[str, Any] | None) -> None:
@@ -188,14 +190,14 @@ class _Examination:
         numbers = [row.get("step") for row in self.metrics]
         wrong = [number for i, number in enumerate(numbers, 1) if number != i]
         if wrong:
-            self.found.add(f"{METRICS_FILE}: the steps are not 1 to {len(numbers)}; out of place: {{}}.", *wrong)
+            self.found.add(f"{METRICS_FILE}: the steps are not 1 to {len(numbers)}; out of place: {{ids}}.", *wrong)
         times = values(self.metrics, "wall_time")
         for i in np.flatnonzero(np.diff(times) < 0):
-            self.found.add(f"{METRICS_FILE}: wall_time falls after the lines of steps {{}}.", int(i) + 1)
+            self.found.add(f"{METRICS_FILE}: wall_time falls after the lines of steps {{ids}}.", int(i) + 1)
         for row in self.metrics:
             if row.get("policy_version", row.get("step")) != row.get("step"):
                 self.found.add(
-                    f"{METRICS_FILE}: policy_version is not the step in the lines of steps {{}}.", row["step"]
+                    f"{METRICS_FILE}: policy_version is not the step in the lines of steps {{ids}}.", row["step"]
                 )
         if self.history is None:
             return
@@ -206,7 +208,7 @@ class _Examination:
             self.found.add(f"{METRICS_FILE} has {logged} steps, {JOURNAL_FILE} {made}.")
         for step, row in zip(self.history.steps, self.metrics, strict=False):
             if row.get("staleness_bound") != step.bound:
-                said = f"{METRICS_FILE}: staleness_bound is not the one in force ({JOURNAL_FILE}) at steps {{}}."
+                said = f"{METRICS_FILE}: staleness_bound is not the one in force ({JOURNAL_FILE}) at steps {{ids}}."
                 self.found.add(said, step.number)
 
     def _check_summary(self, summary: dict[str, Any]) -> None:
@@ -271,6 +273,6 @@ class _Examination:
             outside = (start < -error) | (end < start) | (end > limit + error)
             if outside.any():
                 parts = sorted(set(np.array(table["part"].to_pylist())[outside]))
-                self.found.add(f"{name}: spans of {{}} lie outside of the run.", *parts)
+                self.found.add(f"{name}: spans of {{ids}} lie outside of the run.", *parts)
             number += table.num_rows
         return number

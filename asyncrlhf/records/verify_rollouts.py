@@ -50,26 +50,28 @@ class RolloutChecks:
     def _rows(self) -> None:
         rows = self.rows
         order = np.argsort(rows.ids, kind="stable")
-        self._name("rollouts {} have more than one row.", order[1:][np.diff(rows.ids[order]) == 0])
-        self._name("rollouts {} ended in a state that there is not.", np.flatnonzero(rows.ends < 0))
+        self._name("rollouts {ids} have more than one row.", order[1:][np.diff(rows.ids[order]) == 0])
+        self._name("rollouts {ids} ended in a state that there is not.", np.flatnonzero(rows.ends < 0))
         used = np.zeros(len(rows.ids), dtype=bool)
         used[rows.used_row] = True
-        self._name("rollouts {} count as trained without a use.", np.flatnonzero((rows.ends == TRAINED) & ~used))
-        self._name("rollouts {} were used and do not count as trained.", np.flatnonzero((rows.ends != TRAINED) & used))
-        self._name("rollouts {} have a token older than the one before it.", np.flatnonzero(rows.falls))
+        self._name("rollouts {ids} count as trained without a use.", np.flatnonzero((rows.ends == TRAINED) & ~used))
+        self._name(
+            "rollouts {ids} were used and do not count as trained.", np.flatnonzero((rows.ends != TRAINED) & used)
+        )
+        self._name("rollouts {ids} have a token older than the one before it.", np.flatnonzero(rows.falls))
 
     def _against_journal(self, history: History) -> None:
         rows, state = self.rows, np.frombuffer(bytes(history.state), dtype=np.uint8)
         known = rows.ids < len(state)
-        self._name("rollouts {} were never admitted.", np.flatnonzero(~known))
+        self._name("rollouts {ids} were never admitted.", np.flatnonzero(~known))
         at = np.flatnonzero(known)
         ended, recorded = state[rows.ids[at]], rows.ends[at]
         # Of a killed run, rows may be on disk whose journal lines are not.
         wrong = (ended != recorded) & (self.whole | ~np.isin(ended, LIVE))
-        self._name(f"rollouts {{}} ended otherwise in {JOURNAL_FILE}.", at[wrong])
+        self._name(f"rollouts {{ids}} ended otherwise in {JOURNAL_FILE}.", at[wrong])
         missing = np.setdiff1d(np.flatnonzero(~np.isin(state, LIVE)), rows.ids)
         if len(missing) and self.whole:
-            self.found.add(f"rollouts/: rollouts {{}} ended ({JOURNAL_FILE}) and have no row.", *map(int, missing))
+            self.found.add(f"rollouts/: rollouts {{ids}} ended ({JOURNAL_FILE}) and have no row.", *map(int, missing))
         elif len(missing):
             self.notes.append(f"{len(missing):,} rollouts ended whose rows were not written yet.")
         self._origins(history, at)
@@ -85,11 +87,13 @@ class RolloutChecks:
         names = {name: number for number, name in enumerate(rows.generators)}
         replica = np.array([names.get(name, -2) for name, _ in history.started] or [0])[ids]
         done = asked >= 0  # others did not finish, by the journal
-        self._name("rollouts {} have a token older than their replica's weights.", at[done & (rows.oldest[at] < begun)])
+        self._name(
+            "rollouts {ids} have a token older than their replica's weights.", at[done & (rows.oldest[at] < begun)]
+        )
         late = at[done & (rows.newest[at] > asked)]
-        self._name("rollouts {} have a token of a version that their replica was not given.", late)
+        self._name("rollouts {ids} have a token of a version that their replica was not given.", late)
         named = rows.generator[at]
-        self._name("rollouts {} name another replica than the one that got them.", at[done & (named != replica)])
+        self._name("rollouts {ids} name another replica than the one that got them.", at[done & (named != replica)])
 
     def _compare_uses(self, history: History, at: np.ndarray) -> None:
         """Every training in the journal is in the rows of the rollouts that ended, and the other way round."""
@@ -99,24 +103,26 @@ class RolloutChecks:
         width = 1 + max(journal[:, 1].max(initial=0), rows.used_at.max(initial=0))
         recorded = rows.ids[rows.used_row] * width + rows.used_at
         for said, here, there in (
-            (f"rollouts {{}} were trained at versions that {JOURNAL_FILE} lacks.", recorded, journal @ [width, 1]),
-            ("rollouts {} lack a training that " + JOURNAL_FILE + " has.", journal @ [width, 1], recorded),
+            (f"rollouts {{ids}} were trained at versions that {JOURNAL_FILE} lacks.", recorded, journal @ [width, 1]),
+            ("rollouts {ids} lack a training that " + JOURNAL_FILE + " has.", journal @ [width, 1], recorded),
         ):
             ids = np.setdiff1d(here, there) // width
-            if self.whole or said.startswith("rollouts {} lack"):
+            if self.whole or said.startswith("rollouts {ids} lack"):
                 self._name(said, np.flatnonzero(np.isin(rows.ids, ids)))
 
     def _versions(self) -> None:
         """Of the tokens, against the versions at which they were trained."""
         rows = self.rows
         later = rows.newest[rows.used_row] > rows.used_at
-        self._name("rollouts {} have a token newer than the policy that trained them.", rows.used_row[later])
+        self._name("rollouts {ids} have a token newer than the policy that trained them.", rows.used_row[later])
         twice = (np.diff(rows.used_row) == 0) & (np.diff(rows.used_at) <= 0)
-        self._name("rollouts {} were trained twice at one version.", rows.used_row[1:][twice])
+        self._name("rollouts {ids} were trained twice at one version.", rows.used_row[1:][twice])
         last = np.full(len(rows.ids), -1)
         last[rows.used_row] = rows.used_at  # the last of each row stays
         expected = np.where((last >= 0) & (rows.lengths > 0), last - rows.oldest, rows.staleness)
-        self._name("rollouts {} have another staleness than their tokens.", np.flatnonzero(expected != rows.staleness))
+        self._name(
+            "rollouts {ids} have another staleness than their tokens.", np.flatnonzero(expected != rows.staleness)
+        )
 
     def _uses(self) -> None:
         """Batches, reuse, the bound in force, and the metrics of each step, over the uses of all rows."""
@@ -125,20 +131,22 @@ class RolloutChecks:
             return
         strange = rows.used_at >= len(steps)
         if self.whole or self.history is None:
-            self._name("rollouts {} were trained after the last step.", rows.used_row[strange])
+            self._name("rollouts {ids} were trained after the last step.", rows.used_row[strange])
         row, at = rows.used_row[~strange], rows.used_at[~strange]
         first = np.concatenate([[True], np.diff(row) != 0]) if len(row) else np.array([], dtype=bool)
         counts = np.bincount(rows.used_row, minlength=len(rows.ids))
         most = max(step.rules.buffer.max_reuse for step in steps)
-        self._name(f"rollouts {{}} were trained over buffer.max_reuse={most}.", np.flatnonzero(counts > most))
+        self._name(f"rollouts {{ids}} were trained over buffer.max_reuse={most}.", np.flatnonzero(counts > most))
         stale = at - rows.oldest[row]
         low, high = _allowed(steps, at, first)
         age = stale <= at - low
         masks = [(s.rules.asynchrony.over_stale == "mask", not s.rules.buffer.replays) for s in steps]
         masked = np.array([masked for masked, _ in masks])[at] & (first | np.array([all_ for _, all_ in masks])[at])
         held = np.where(masked, self._group_is_inside(row, at, low), age)
-        self._name("rollouts {} were trained over the staleness bound in force.", row[(rows.lengths[row] > 0) & ~held])
-        self._name("rollouts {} have a token newer than their step's schedule.", row[rows.newest[row] > high])
+        self._name(
+            "rollouts {ids} were trained over the staleness bound in force.", row[(rows.lengths[row] > 0) & ~held]
+        )
+        self._name("rollouts {ids} have a token newer than their step's schedule.", row[rows.newest[row] > high])
         self._step_figures(row, at, stale)
 
     def _group_is_inside(self, row: np.ndarray, at: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -157,12 +165,11 @@ class RolloutChecks:
         expected = np.array([step.rollouts for step in steps])
         full = np.array([step.rules.batch_size for step in steps])
         over = np.flatnonzero(count > np.where(expected >= 0, expected, full))
-        self._step_finding("rollouts/: steps {} trained more rollouts than their batch has.", over)
+        self._step_finding("rollouts/: steps {ids} trained more rollouts than their batch has.", over)
         whole = count == expected if self.history is not None else count == full
-        if self.whole and (self.history is None or not self.history.totals()["left"]):
-            self._step_finding(
-                "rollouts/: steps {} trained fewer rollouts than their batch has.", np.flatnonzero(~whole)
-            )
+        if self.whole and self.history is not None and not self.history.totals()["left"]:
+            fewer = np.flatnonzero(~whole)
+            self._step_finding("rollouts/: steps {ids} trained fewer rollouts than their batch has.", fewer)
         largest = np.full(total, -1)
         np.maximum.at(largest, at, stale)
         figures = {
@@ -176,7 +183,7 @@ class RolloutChecks:
             off = ~np.isclose(said, recomputed[: len(said)], rtol=1e-6, atol=1e-9, equal_nan=True)
             wrong = np.flatnonzero(off & whole[: len(said)])
             self._step_finding(
-                f"{METRICS_FILE}: {name} is not what the rollouts of the step give, in steps {{}}.", wrong
+                f"{METRICS_FILE}: {name} is not what the rollouts of the step give, in steps {{ids}}.", wrong
             )
 
     def _step_finding(self, said: str, versions: np.ndarray) -> None:

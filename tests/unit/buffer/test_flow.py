@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, LedgerError
 from tests.unit.buffer.world import Setting, World
 
 
@@ -108,6 +110,11 @@ class Flow(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, reward: float) -> None:
         self.world.finish(*data.draw(st.sampled_from(self.world.running())), reward)
 
+    @precondition(lambda self: self.world.finished())
+    @rule(data=st.data())
+    def score(self, data: st.DataObject) -> None:
+        self.world.score(*data.draw(st.sampled_from(self.world.finished())))
+
     @precondition(lambda self: self.world.open)
     @rule()
     def finish_the_newest_group(self) -> None:
@@ -119,11 +126,45 @@ class Flow(RuleBasedStateMachine):
         for group_id, rollout_id in world.running():
             if group_id == newest:
                 world.finish(group_id, rollout_id, float(rollout_id % 2))
+        for group_id, rollout_id in world.finished():
+            if group_id == newest:
+                world.score(group_id, rollout_id)
 
-    @precondition(lambda self: self.world.waiting() or self.world.running())
+    @precondition(lambda self: any(len(g.scored) < self.world.setting.siblings for g in self.world.open.values()))
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        self.world.fail(*data.draw(st.sampled_from(self.world.waiting() + self.world.running())))
+        world = self.world
+        world.fail(*data.draw(st.sampled_from(world.waiting() + world.running() + world.finished())))
+
+    @precondition(lambda self: self.world.open and not self.world.scheduled)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        """What over_stale=drop does with a group that is too late already."""
+        if self.world.setting.over_stale == "drop":
+            self.world.abandon(data.draw(st.sampled_from(sorted(self.world.open))))
+
+    @precondition(lambda self: self.world.next_group)
+    @rule(data=st.data())
+    def what_is_out_of_turn_is_refused_and_changes_nothing(self, data: st.DataObject) -> None:
+        """A late result of a replica that died, a second score, a second training at one version, and the like."""
+        ledger, uses = self.world.ledger, self.world.last_used
+        rollout_id = data.draw(st.integers(0, ledger.next_id - 1))
+        last = uses.get(rollout_id // self.world.setting.siblings, -1)
+        calls: dict[str, tuple[Callable[[], None], set[str]]] = {
+            "start": (lambda: ledger.start(rollout_id, "g0", 0), {"admitted"}),
+            "finish": (lambda: ledger.finish_generation(rollout_id), {"generating"}),
+            "score": (lambda: ledger.buffer(rollout_id), {"scoring"}),
+            "train": (lambda: ledger.train(rollout_id, last, True), set() if last >= 0 else {"buffered"}),
+            "requeue": (lambda: ledger.requeue(rollout_id), {"generating", "scoring"}),
+            "fail": (lambda: ledger.fail(rollout_id, "late"), {"admitted", "generating", "scoring"}),
+            "drop": (lambda: ledger.drop(rollout_id, "stale"), {"admitted", "generating", "scoring", "buffered"}),
+        }
+        call, allowed = calls[data.draw(st.sampled_from(sorted(calls)))]
+        entry, before = ledger.get(rollout_id), json.dumps(ledger.state_dict())
+        if entry is None or entry.state not in allowed:
+            with pytest.raises(LedgerError):
+                call()
+            assert json.dumps(ledger.state_dict()) == before
 
     @rule(data=st.data())
     def kill_or_load(self, data: st.DataObject) -> None:
@@ -135,6 +176,22 @@ class Flow(RuleBasedStateMachine):
     def learn(self) -> None:
         self.world.learn()
 
+    @precondition(lambda self: not self.world.done and not self.world.in_training)
+    @rule()
+    def take(self) -> None:
+        """The learner has a batch and is at it, while everything else goes on."""
+        self.world.take()
+
+    @precondition(lambda self: self.world.in_training)
+    @rule()
+    def train(self) -> None:
+        self.world.train()
+
+    @rule()
+    def publish(self) -> None:
+        self.world.publish()
+
+    @precondition(lambda self: not self.world.in_training)
     @rule()
     def crash_and_resume(self) -> None:
         self.world.checkpoint()
@@ -144,11 +201,12 @@ class Flow(RuleBasedStateMachine):
     def never_stuck(self) -> None:
         assert self.world.step(), f"deadlock at version {self.world.version}"
 
-    @precondition(lambda self: self.world.setting.adaptive)
+    @precondition(lambda self: self.world.setting.adaptive and not self.world.in_training)
     @rule(data=st.data())
     def move_the_bound(self, data: st.DataObject) -> None:
         self.world.move_bound(data.draw(st.integers(self.world.setting.min_staleness, self.world.setting.eta)))
 
+    @precondition(lambda self: not self.world.in_training)
     @rule(data=st.data())
     def purge(self, data: st.DataObject) -> None:
         if data.draw(st.integers(0, 2)) == 0:
@@ -165,6 +223,9 @@ class Flow(RuleBasedStateMachine):
         world = self.world
         for _ in range(world.setting.eta + 3):
             assert world.done or world.step(), f"deadlock at version {world.version}"
+        if world.in_training:
+            world.train()
+        assert world.broken() == []
         for rollout_id in world.ledger.live_ids():
             world.ledger.drop(rollout_id, "shutdown")
         counts = world.ledger.counts()
@@ -242,7 +303,7 @@ def test_long_tailed_run_keeps_the_bound(over_stale: str, sampling: str) -> None
             assert any(world.start(group_id, rollout_id, r) for r in range(4))
         for group_id, rollout_id in world.running():
             if due[group_id] <= now:
-                world.finish(group_id, rollout_id, rng.random())
+                world.complete(group_id, rollout_id, rng.random())
         world.learn()
         world.audit()
     assert now < 150 * 60, "the loop all but stood still"
@@ -267,7 +328,7 @@ def test_wait_never_drops_when_many_stragglers_are_overtaken(seed: int) -> None:
             assert any(world.start(group_id, rollout_id, r) for r in range(2))
         while not world.learn():
             prompt = [pair for pair in world.running() if pair[0] not in late]
-            world.finish(*(prompt[-1] if prompt else world.running()[-1]), reward=1.0)
+            world.complete(*(prompt[-1] if prompt else world.running()[-1]), reward=1.0)
         world.audit()
     assert world.ends["dropped"] == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.records.history import Findings
+from asyncrlhf.records.journal import Journal
+from asyncrlhf.records.replay import Replay
 from asyncrlhf.types import Payload, Prompt, RolloutGroup, RolloutInfo
 
 
@@ -107,6 +110,7 @@ class OpenGroup:
     waiting: set[int]
     began: dict[int, int] = field(default_factory=dict)
     running: dict[int, int] = field(default_factory=dict)  # id -> replica
+    finished: dict[int, RolloutInfo] = field(default_factory=dict)  # and not scored
     scored: list[RolloutInfo] = field(default_factory=list)
 
     def oldest(self) -> int:
@@ -130,6 +134,7 @@ class World:
         self.open: dict[int, OpenGroup] = {}
         self.buffered: dict[int, RolloutGroup] = {}  # our own copy of what the buffer must hold
         self.uses: Counter[int] = Counter()
+        self.last_used: dict[int, int] = {}  # version
         self.ends: Counter[str] = Counter()
         self.next_group = 0
         self.resumed = 0
@@ -137,7 +142,12 @@ class World:
         self.replayed: list[int] = []  # groups of each batch that were trained before
         self.limit = self.bound  # in force
         self.shrunk_at = -1
+        self.in_training: list[RolloutGroup] = []  # the batch that the learner has
+        self.publish_due = False
+        self.journal = Journal()
         self.new_parts()
+        self.note_begin()
+        self.note_loads()
 
     @property
     def scheduled(self) -> bool:
@@ -164,6 +174,35 @@ class World:
             s.buffer_config(), s.async_config(), batch_size=s.batch_size, num_generations=s.siblings, seed=7
         )
         self.ledger = Ledger()
+        self.ledger.note = self.journal.note
+
+    # --- the journal
+
+    def note_begin(self) -> None:
+        s = self.setting
+        sizes = {"steps": s.steps or 10**9, "batch_size": s.batch_size, "num_generations": s.siblings}
+        sections = {"async": asdict(s.async_config()), "buffer": asdict(s.buffer_config())}
+        self.journal.note("begin", step=self.version, publish_every=s.publish_every, **sizes, **sections)
+        self.note_publish()
+        self.journal.note("bound", bound=self.limit)
+
+    def note_publish(self) -> None:
+        self.journal.note("publish", version=self.published, replicas=[])
+        self.journal.note("published", version=self.published)
+
+    def note_loads(self) -> None:
+        for replica in range(self.setting.replicas):
+            self.note_load(replica)
+
+    def note_load(self, replica: int) -> None:
+        for event in ("load", "loaded"):
+            self.journal.note(event, replica=f"g{replica}", version=self.replicas[replica])
+
+    def broken(self) -> list[str]:
+        """What the journal's replay finds of all this, which knows nothing of these books."""
+        found = Findings()
+        Replay(found).of(enumerate(self.journal.noted()))
+        return found.sentences()
 
     # --- generation
 
@@ -185,6 +224,9 @@ class World:
     def waiting(self) -> list[tuple[int, int]]:
         return [(g, i) for g, group in self.open.items() for i in sorted(group.waiting)]
 
+    def finished(self) -> list[tuple[int, int]]:
+        return [(g, i) for g, group in self.open.items() for i in sorted(group.finished)]
+
     def running(self) -> list[tuple[int, int]]:
         return [(g, i) for g, group in self.open.items() for i in sorted(group.running)]
 
@@ -204,13 +246,23 @@ class World:
         replica = group.running.pop(rollout_id)
         self.ledger.finish_generation(rollout_id)
         low, high = group.began[rollout_id], self.replicas[replica]
-        group.scored.append(make_rollout(rollout_id, group_id, low, high, reward, self.version))
+        group.finished[rollout_id] = make_rollout(rollout_id, group_id, low, high, reward, self.version)
+
+    def complete(self, group_id: int, rollout_id: int, reward: float) -> None:
+        self.finish(group_id, rollout_id, reward)
+        self.score(group_id, rollout_id)
+
+    def score(self, group_id: int, rollout_id: int) -> None:
+        group = self.open[group_id]
+        self.ledger.buffer(rollout_id)
+        group.scored.append(group.finished.pop(rollout_id))
         self.close_if_complete(group_id)
 
     def fail(self, group_id: int, rollout_id: int) -> None:
         group = self.open[group_id]
         group.waiting.discard(rollout_id)
         group.running.pop(rollout_id, None)
+        group.finished.pop(rollout_id, None)
         group.began.pop(rollout_id, None)
         self.ledger.fail(rollout_id, "the test says so")
         self.ends["failed"] += 1
@@ -219,7 +271,7 @@ class World:
 
     def close_if_complete(self, group_id: int) -> None:
         group = self.open[group_id]
-        if group.waiting or group.running:
+        if group.waiting or group.running or group.finished:
             return
         del self.open[group_id]
         if not group.scored:
@@ -232,8 +284,6 @@ class World:
         for r in whole.rollouts:
             if refused:
                 self.ledger.drop(r.rollout_id, refused)
-            else:
-                self.ledger.buffer(r.rollout_id)
         if refused:
             self.ends["dropped"] += len(whole)
             self.gate.release()
@@ -242,6 +292,7 @@ class World:
 
     def kill(self, replica: int) -> None:
         """The replica dies; what it sampled is issued again, and its successor holds the newest weights."""
+        self.journal.note("died", replica=f"g{replica}", reason="the test says so")
         for group_id, rollout_id in self.running():
             group = self.open[group_id]
             if group.running[rollout_id] == replica:
@@ -250,13 +301,32 @@ class World:
                 self.ledger.requeue(rollout_id)
         if not self.scheduled:
             self.replicas[replica] = self.published
+        self.note_load(replica)
+
+    def abandon(self, group_id: int) -> None:
+        """A group still in the making is dropped, whatever its rollouts are at."""
+        group = self.open.pop(group_id)
+        ids = [*group.waiting, *group.running, *group.finished, *(r.rollout_id for r in group.scored)]
+        for rollout_id in ids:
+            self.ledger.drop(rollout_id, "stale")
+        self.ends["dropped"] += len(ids)
+        self.buffer.release(len(ids))
+        self.gate.release()
 
     def load(self, replica: int) -> None:
         if not self.scheduled:
             self.replicas[replica] = self.published
+            self.note_load(replica)
             return
         while self.replicas[0] < self.published and not self.open and self.gate.room(self.replicas[0]) == 0:
             self.replicas = [version + 1 for version in self.replicas]
+            self.note_loads()
+
+    def publish(self) -> None:
+        """What the learner has goes out: at once, or later than it was due."""
+        if self.publish_due:
+            self.published, self.publish_due = self.version, False
+            self.note_publish()
 
     # --- training
 
@@ -270,6 +340,7 @@ class World:
         if bound < self.limit:
             self.shrunk_at = self.version
         self.limit = bound
+        self.journal.note("bound", bound=bound)
         self.evict()
 
     def evict(self) -> None:
@@ -299,6 +370,15 @@ class World:
         self.follow()
 
     def learn(self) -> bool:
+        """A whole step, and its publish at once."""
+        if not self.in_training and not self.take():
+            return False
+        self.train()
+        self.publish()
+        return True
+
+    def take(self) -> bool:
+        """The learner gets its batch, if there is one."""
         self.evict()
         pool = [i for i in self.buffered if self.uses[i]]
         taken = self.buffer.take(self.version, [group.oldest() for group in self.open.values()])
@@ -314,7 +394,18 @@ class World:
             plain = tuple(replace(r, weight=1.0, masked_before_version=0) for r in t.rollouts)
             assert plain == self.buffered[t.group_id].rollouts
             self.check_taken(t)
+        self.in_training = taken
+        return True
+
+    def train(self) -> None:
+        """The learner is through with its batch. A scheduled one publishes every version before the next."""
+        taken, self.in_training = self.in_training, []
+        ids = [t.group_id for t in taken]
+        if self.scheduled:
+            self.publish()
+        for t in taken:
             self.uses[t.group_id] += 1
+            self.last_used[t.group_id] = self.version
             assert self.uses[t.group_id] + t.uses_left == self.setting.max_reuse
             for r in t.rollouts:
                 self.ledger.train(r.rollout_id, self.version, last_use=t.uses_left == 0)
@@ -323,10 +414,9 @@ class World:
                 self.ends["trained"] += len(t)
         self.trained_batches.append(ids)
         self.version += 1
-        if self.version % self.setting.publish_every == 0:
-            self.published = self.version
+        self.journal.note("step", step=self.version)
+        self.publish_due |= self.version % self.setting.publish_every == 0
         self.evict()
-        return True
 
     def check_replay(self, taken: list[RolloutGroup], pool: int) -> None:
         again = [t for t in taken if self.uses[t.group_id]]
@@ -375,20 +465,30 @@ class World:
     def audit(self) -> None:
         self.ledger.check()
         counts = self.ledger.counts()
-        in_flight = sum(len(g.waiting) + len(g.running) + len(g.scored) for g in self.open.values())
+        scored = sum(len(g.scored) for g in self.open.values())
+        in_flight = len(self.waiting()) + len(self.running()) + len(self.finished()) + scored
         held = sum(len(group) for group in self.buffered.values())
+        leaving = sum(len(group) for group in self.in_training if group.uses_left == 0)
         assert counts["admitted_total"] == self.next_group * self.setting.siblings
         assert counts["admitted"] == len(self.waiting())
         assert counts["generating"] == len(self.running())
-        assert counts["admitted"] + counts["generating"] + counts["scoring"] == in_flight
-        assert counts["buffered"] == held
+        assert counts["scoring"] == len(self.finished())
+        assert counts["buffered"] == held + scored
         assert {k: counts[k] for k in ("trained", "dropped", "failed")} == {
             k: self.ends[k] for k in ("trained", "dropped", "failed")
         }
-        assert (self.buffer.held, self.buffer.reserved) == (held, in_flight)
-        assert held + in_flight + self.buffer.free == self.buffer.capacity
+        assert (self.buffer.held, self.buffer.reserved) == (held - leaving, in_flight)
+        assert held - leaving + in_flight + self.buffer.free == self.buffer.capacity
+        assert self.ledger.live_ids() == sorted(self.places()), "an id is in two places, or in none"
+        assert self.scheduled or self.gate.state_dict()["places"] >= 0
         assert self.buffer.free >= 0
         assert all(count <= self.setting.max_reuse for count in self.uses.values())
+
+    def places(self) -> list[int]:
+        """The ids of all that lives, once for each place that has it."""
+        groups = self.open.values()
+        at_work = [i for g in groups for i in (*g.waiting, *g.running, *g.finished, *(r.rollout_id for r in g.scored))]
+        return at_work + [r.rollout_id for group in self.buffered.values() for r in group.rollouts]
 
     def checkpoint(self) -> None:
         """Write and read everything; what was in flight is issued again, as after a crash."""
@@ -397,21 +497,27 @@ class World:
         )
         payloads = {r.rollout_id: r.payload for g in self.buffered.values() for r in g.rollouts}
         self.new_parts()
+        self.publish_due = False
         self.gate.load_state_dict(saved[0], self.version)
         self.buffer.load_state_dict(saved[1], payloads, self.version)
         self.ledger.load_state_dict(saved[2])
         self.follow()
         self.resumed = self.published = self.version
         self.replicas = [self.version] * self.setting.replicas
+        self.note_begin()
         for group in self.open.values():
-            again = [*group.running, *(r.rollout_id for r in group.scored)]
+            again = [*group.running, *group.finished]
             for rollout_id in again:
                 self.ledger.requeue(rollout_id)
             group.waiting.update(again)
-            group.running, group.began, group.scored = {}, {}, []
+            scored = {r.rollout_id for r in group.scored}
+            group.began = {i: version for i, version in group.began.items() if i in scored}
+            group.running, group.finished = {}, {}
+        self.note_loads()
 
     def settle(self) -> None:
         """Everything in flight finishes, replicas load what was published, and admission takes what it may."""
+        self.publish()
         for replica in range(self.setting.replicas):
             self.load(replica)
             while self.admit(replica):
@@ -420,6 +526,8 @@ class World:
             assert any(self.start(group_id, rollout_id, r) for r in range(self.setting.replicas))
         for group_id, rollout_id in self.running():
             self.finish(group_id, rollout_id, float(rollout_id % 2))
+        for group_id, rollout_id in self.finished():
+            self.score(group_id, rollout_id)
 
     def step(self, attempts: int = 6) -> bool:
         """One learner step from any state; False is a deadlock."""
