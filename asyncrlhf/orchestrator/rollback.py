@@ -74,6 +74,8 @@ class Rollback:
 
     def _count(self, error: ReplicaError) -> None:
         state, most = self.state, self.state.config.learner.max_restarts
+        if not most:
+            raise error
         if all(state.version > version for version, _ in self._deaths) and isinstance(error, LearnerLostError):
             self._deaths.clear()
         self._deaths.append((state.version, error))
