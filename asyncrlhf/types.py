@@ -20,7 +20,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 IdArray = NDArray[np.int32]  # token ids, and counts of them, of which a batch has many
 FinishReason = Literal["stop", "length"]
-DropReason = Literal["stale", "untrainable", "failed", "shutdown"]
+DropReason = Literal["stale", "untrainable", "failed", "shutdown", "rolled_back"]
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,10 @@ class RolloutGroup:
     @cached_property
     def min_version(self) -> int:
         return min(r.min_version for r in self.rollouts)
+
+    @cached_property
+    def max_version(self) -> int:
+        return max(r.max_version for r in self.rollouts)
 
     @property
     def replayed(self) -> bool:

@@ -88,6 +88,10 @@ class StalenessGate:
         """Places taken beyond the batches before ``version``."""
         return self._places - version * self._groups_per_step
 
+    def rewind(self, consumed: int, owed: int) -> None:
+        """The learner went back: ``consumed`` places are of its batches so far, ``owed`` of the groups there are."""
+        self._places = consumed + owed
+
     def pace(self, lead: int | None) -> None:
         """Replicas that hold version h begin at most ``lead`` groups beyond batch h; None: as the bound lets."""
         self._lead = lead

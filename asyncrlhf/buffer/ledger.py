@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,8 +31,11 @@ class LedgerEntry:
     attempt: int = 0
     generator_id: str | None = None
     version: int | None = None
-    uses: int = 0
-    last_trained_version: int = -1
+    trained_at: tuple[int, ...] = ()  # versions
+
+    @property
+    def uses(self) -> int:
+        return len(self.trained_at)
 
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
@@ -49,7 +52,7 @@ class Ledger:
 
         admitted -> generating -> scoring -> buffered -> trained
            ^____________|___________|          (stays buffered while uses are left)
-              requeue: the replica died
+              requeue: the replica died       undo_training: the learner died
 
     ``drop`` leaves from every live state, ``fail`` from the three before ``buffered``. Ids are issued 0, 1, 2, ...: an
     id below ``next_id`` that is not live has ended, so ended rollouts need no memory and late arrivals are still
@@ -66,6 +69,8 @@ class Ledger:
         self._trained = 0
         self._uses = 0
         self._next_id = 0
+        self._uses_at: Counter[int] = Counter()  # by version, of this process
+        self._ended_at: Counter[int] = Counter()  # rollouts that ended as trained, by the version of their first use
 
     @property
     def next_id(self) -> int:
@@ -108,19 +113,34 @@ class Ledger:
     def train(self, rollout_id: int, version: int, last_use: bool) -> None:
         """Count one use in the step at ``version``; ``last_use`` ends the rollout. One use a step at most."""
         entry = self._expect(rollout_id, "train", "buffered")
-        if version <= entry.last_trained_version:
+        if entry.uses and version <= entry.trained_at[-1]:
             raise LedgerError(
                 f"rollout {rollout_id} was to be trained at version {version}, "
-                f"but was trained at version {entry.last_trained_version} already."
+                f"but was trained at version {entry.trained_at[-1]} already."
             )
         self.note("trained", ids=(rollout_id,), version=version, last=last_use)
         self._uses += 1
+        self._uses_at[version] += 1
+        entry.trained_at = (*entry.trained_at, version)
         if last_use:
-            self._trained += 1
-            self._end(entry)
-        else:
-            entry.uses += 1
-            entry.last_trained_version = version
+            self._end_trained(entry)
+
+    def undo_training(self, version: int, returned: Iterable[LedgerEntry] = ()) -> None:
+        """What was trained at ``version`` or later never was: the learner went back to ``version``. Rollouts that ended
+        by it without an earlier use are dropped as ``rolled_back``, but for those ``returned``, which are in the buffer
+        again; live ones have the uses left that they had."""
+        for entry in returned:
+            self._live[entry.rollout_id] = entry
+            self._in_state[entry.state] += 1
+            self._trained -= 1
+            self._ended_at[entry.trained_at[0]] -= 1
+        undone = {at for at in self._uses_at if at >= version}
+        self._uses -= sum(self._uses_at.pop(at) for at in undone)
+        lost = sum(self._ended_at.pop(at, 0) for at in undone)
+        self._trained -= lost
+        self._dropped["rolled_back"] += lost
+        for entry in self._live.values():
+            entry.trained_at = tuple(at for at in entry.trained_at if at < version)
 
     def drop(self, rollout_id: int, reason: DropReason) -> None:
         """End a live rollout. One that was trained before, and leaves with uses left, ends as trained."""
@@ -130,11 +150,11 @@ class Ledger:
                 f"rollout {rollout_id}: drop reason {reason!r} is unknown; allowed: {get_args(DropReason)}."
             )
         self.note("retired" if entry.uses else "dropped", ids=(rollout_id,), reason=reason)
-        if entry.uses > 0:
-            self._trained += 1
+        if entry.uses:
+            self._end_trained(entry)
         else:
             self._dropped[reason] += 1
-        self._end(entry)
+            self._end(entry)
 
     def fail(self, rollout_id: int, reason: str) -> None:
         """End a rollout that could not be generated or scored; ``reason`` is one sentence for the summary."""
@@ -198,11 +218,15 @@ class Ledger:
         """Restore. What was in flight keeps its state: the caller requeues it."""
         prompts = {int(group): prompt_from_json(value) for group, value in state["prompts"].items()}
         self._live = {row["rollout_id"]: LedgerEntry(prompt=prompts[row["group_id"]], **row) for row in state["live"]}
+        for entry in self._live.values():
+            entry.trained_at = tuple(entry.trained_at)  # a list in JSON
         self._in_state = Counter(entry.state for entry in self._live.values())
         self._dropped = Counter(state["dropped"])
         self._failure_reasons = Counter(state["failure_reasons"])
         self._next_id, self._trained = state["next_id"], state["trained"]
         self._uses, self._failed = state["uses"], state["failed"]
+        self._uses_at.clear()
+        self._ended_at.clear()
         self.check()
 
     def _expect(self, rollout_id: int, asked: str, *allowed: LiveState) -> LedgerEntry:
@@ -216,6 +240,11 @@ class Ledger:
         self._in_state[entry.state] -= 1
         self._in_state[state] += 1
         entry.state = state
+
+    def _end_trained(self, entry: LedgerEntry) -> None:
+        self._trained += 1
+        self._ended_at[entry.trained_at[0]] += 1
+        self._end(entry)
 
     def _end(self, entry: LedgerEntry) -> None:
         self._in_state[entry.state] -= 1

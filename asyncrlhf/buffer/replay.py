@@ -191,6 +191,27 @@ class ReplayBuffer:
                         f"to train at version {version}, where {low} to {high} are allowed."
                     )
 
+    def rewind(self, version: int, replayed: int, untrained: Iterable[RolloutGroup], uses: Mapping[int, int]) -> None:
+        """The learner went back to ``version``, before whose batch replay had filled ``replayed`` places.
+        ``untrained``: groups that were taken and come back, before all others; ``uses``: trainings that count, by
+        rollout id, 0 where it names none."""
+        groups = {group.group_id: group for group in (*untrained, *self._groups)}
+        self.discard(list(self._groups))
+        for group in groups.values():
+            rollouts = tuple(replace(r, weight=1.0, masked_before_version=0) for r in group.rollouts)
+            used = uses.get(rollouts[0].rollout_id, 0)
+            self._groups.add(replace(group, rollouts=rollouts, uses=used, uses_left=0))
+        self._last_taken, self._replayed = version - 1, replayed
+
+    def owed(self) -> int:
+        """Places that held groups have not filled."""
+        return sum(max(0, self._config.places - group.uses) for group in self._groups)
+
+    def discard(self, groups: Iterable[RolloutGroup]) -> None:
+        """Remove held groups, whatever their standing."""
+        for group in groups:
+            self._groups.remove(group)
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able facts of the held groups and the RNG; the caller saves the payloads by rollout id."""
         return {

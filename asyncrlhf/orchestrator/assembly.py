@@ -32,6 +32,7 @@ class Assembly:
         if group is None or info.rollout_id not in group.unfinished or info.epoch < group.epoch:
             return False
         group.unfinished.discard(info.rollout_id)
+        group.newest = max(group.newest, info.max_version)
         self._state.ledger.finish_generation(info.rollout_id)
         # In the scheduled modes the version that the schedule has the generators at, which unlike the clock is the same
         # in every run.
@@ -156,7 +157,8 @@ class Assembly:
         state = self._state
         if state.scheduled or state.config.async_.over_stale != "drop":
             return set()
-        return self._cancel([g.group_id for g in state.groups.values() if state.version - g.version > state.bound])
+        late = [g.group_id for g in state.groups.values() if state.version - g.version > state.bound]
+        return self.cancel(late, "stale")
 
     def take_up(self) -> None:
         """File what a checkpoint holds that this run's settings leave no time for: its bound may be smaller than the
@@ -166,10 +168,11 @@ class Assembly:
         if not state.scheduled and state.config.async_.over_stale == "wait":
             gone = state.buffer.surplus(state.version, {g.group_id: g.version for g in state.groups.values()})
             self._file(state.buffer.discard(gone))
-            self._cancel([group_id for group_id in gone if group_id in state.groups])
+            self.cancel([group_id for group_id in gone if group_id in state.groups], "stale")
 
-    def _cancel(self, group_ids: Iterable[int]) -> set[int]:
-        gone = set(self.abandon(group_ids, "stale"))
+    def cancel(self, group_ids: Iterable[int], reason: DropReason) -> set[int]:
+        """Drop groups in the making; returns the ids of their rollouts that are not finished yet."""
+        gone = set(self.abandon(group_ids, reason))
         for rollout_id in [i for i in self._state.requeue if i in gone]:
             self._state.requeue.remove(rollout_id)
         return gone
@@ -201,8 +204,12 @@ class Assembly:
 
     def clear_buffer(self) -> None:
         """The run is over: what the buffer still holds leaves as ``shutdown``."""
-        for group in self._state.buffer.groups():
-            self._drop(group, "shutdown")
+        self.drop(self._state.buffer.groups(), "shutdown")
+
+    def drop(self, groups: Iterable[RolloutGroup], reason: DropReason) -> None:
+        """File the end of whole groups; their places are the caller's."""
+        for group in groups:
+            self._drop(group, reason)
 
     def _drop(self, group: RolloutGroup, reason: DropReason) -> None:
         for info in group.rollouts:

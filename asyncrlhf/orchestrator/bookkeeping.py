@@ -159,4 +159,5 @@ class Bookkeeping:
         await off_loop(written.result)
         await off_loop(partial(writer.commit, document, marker))
         state.journal.note("checkpoint", step=document["version"])
+        state.saved_version = document["version"]
         state.progressed()

@@ -175,7 +175,7 @@ class Controller:
         )  # fmt: skip
         back = Rollback(
             state, self._runtime, self._source, self._publisher, self._critic_versions, self._turns, self._normalizer,
-            self._log, learn, self._run_dir, begun,
+            self._log, learn, self._assembly, self._run_dir, begun,
         )  # fmt: skip
         self._view.begin()
         reason = await self._run_loops(learn, back)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.buffer.ledger import LedgerEntry
 from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.learner.learner_config import StepResult
@@ -21,7 +22,7 @@ from asyncrlhf.orchestrator.signs import MissingSign
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
-from asyncrlhf.types import RolloutGroup, RolloutInfo
+from asyncrlhf.types import DropReason, RolloutGroup, RolloutInfo
 
 
 @dataclass(eq=False)
@@ -37,6 +38,11 @@ class LearnLoop:
     turns: Turns
     normalizer: RewardNormalizer
     training: bool = False
+    taken: Sequence[RolloutGroup] = ()  # the batch of the step under way
+    # Groups that had their last use since the newest checkpoint and no token since then, with their entries in the
+    # ledger: a learner that dies gives them back. They all began before the checkpoint, so the buffer's capacity bounds
+    # their number.
+    ended: list[tuple[RolloutGroup, list[LedgerEntry]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._unlogged: dict[str, Any] | None = None
@@ -60,7 +66,7 @@ class LearnLoop:
         await self._catch_up()
 
     async def forget(self) -> None:
-        """The learner is lost, and the state is about to be that of a checkpoint: give up the step under way."""
+        """The learner is lost, and the run is about to go back: give up the step under way."""
         if self._training is not None:
             self._training.cancel()
             await asyncio.gather(self._training, return_exceptions=True)
@@ -114,6 +120,7 @@ class LearnLoop:
         rollouts = [r for group in taken for r in group.rollouts]
         if not rollouts:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
+        self.taken = taken
         normal, reward_metrics = self.normalizer.of_batch(rollouts)
         started = state.now()
         self.training = True
@@ -123,6 +130,7 @@ class LearnLoop:
         result = replace(result, metrics={**result.metrics, **reward_metrics})
         self.training = False
         self._file(taken, version)
+        self.taken = ()
         self.log.used(taken, version)
         state.version = version + 1
         state.journal.note("step", step=state.version)
@@ -178,15 +186,27 @@ class LearnLoop:
         self.publisher.publish(self.state.version)
 
     def _file(self, taken: list[RolloutGroup], version: int) -> None:
+        state = self.state
+        self.ended = [(g, entries) for g, entries in self.ended if entries[0].trained_at[-1] >= state.saved_version]
         for group in taken:
+            entries = [entry for info in group.rollouts if (entry := state.ledger.get(info.rollout_id)) is not None]
             for info in group.rollouts:
-                self.state.ledger.train(info.rollout_id, version, last_use=group.uses_left == 0)
+                state.ledger.train(info.rollout_id, version, last_use=group.uses_left == 0)
+            if not (group.uses_left or state.scheduled) and group.max_version <= state.saved_version:
+                self.ended.append((group, entries))
 
     def _retire(self) -> None:
         """What can only be consumed over the bound now is dropped, in the buffer and in flight."""
-        state, ids = self.state, self.assembly.retire()
+        self._forget(self.assembly.retire())
+
+    def call_off(self, group_ids: Sequence[int], reason: DropReason) -> None:
+        """Drop groups in the making; replicas are told to forget what they hold of them."""
+        self._forget(self.assembly.cancel(group_ids, reason))
+
+    def _forget(self, ids: Collection[int]) -> None:
+        state = self.state
         for replica in state.replicas if ids else ():
-            mine = sorted(ids & replica.in_flight)
+            mine = sorted(replica.in_flight.intersection(ids))
             if mine:
                 for rollout_id in mine:
                     replica.end(rollout_id, state.now(), finished=False)

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.buffer.admission import StalenessGate
+from asyncrlhf.buffer.ledger import LedgerEntry
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import LearnerLostError, ReplicaError
+from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.critics import CriticVersions
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.resume import completed, restore, snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
-from asyncrlhf.orchestrator.state import RunState
+from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved, list_checkpoints, read_checkpoint
@@ -49,6 +52,7 @@ class Rollback:
     normalizer: RewardNormalizer
     log: RolloutLog
     learn: LearnLoop
+    assembly: Assembly
     run_dir: Path
     begun: Saved
     _deaths: list[tuple[int, ReplicaError]] = field(default_factory=list)  # at which version, since it got no further
@@ -70,7 +74,9 @@ class Rollback:
 
     def _count(self, error: ReplicaError) -> None:
         state, most = self.state, self.state.config.learner.max_restarts
-        if any(state.version > version for version, _ in self._deaths) and isinstance(error, LearnerLostError):
+        if not most:
+            raise error
+        if all(state.version > version for version, _ in self._deaths) and isinstance(error, LearnerLostError):
             self._deaths.clear()
         self._deaths.append((state.version, error))
         if len(self._deaths) <= most:
@@ -101,42 +107,90 @@ class Rollback:
         state = self.state
         saved = await off_loop(self._newest)
         self.normalizer.forget()
-        if saved.rollouts or saved.folder != Path():
+        if saved.folder != Path():
             await self.runtime.learner.load(saved.learner)
             self.normalizer.load(saved.learner)
-        saved = await completed(saved, state.config, self.runtime)
-        undone, elapsed = state.version, state.elapsed
-        await self._stop_generators()
-        await self.log.rewind(saved.marker)
-        state.journal.note("undone", line=saved.marker.journal)
-        state.journal.begin(saved.step, state.config)
-        state.journal.note("rollback", epoch=state.epoch, version=undone, to=saved.step)
-        restore(state, saved, self.source, self.log, self.runtime)
-        state.elapsed = elapsed  # time does not go back
-        state.message(f"The learner is back: from step {undone} to the checkpoint of step {state.version}.")
+        died_at = state.version
+        state.epoch += 1
+        state.published_version = -1
+        for replica in state.replicas:
+            replica.version = -1
+        await asyncio.sleep(0)  # what was handed out just now is on its way: a cancellation must come behind it
+        await (self._restore if state.scheduled else self._undo)(saved)
+        self.learn.taken, self.learn.ended = (), []
+        state.message(f"The learner is back: from step {died_at} to the checkpoint of step {state.version}.")
         await self.turns.wake()
         self.publisher.publish(state.version)
         self.publisher.found()
         await self.publisher.idle()
         state.progressed()
 
-    def _newest(self) -> Saved:
-        found = list_checkpoints(self.run_dir)
-        return read_checkpoint(found[-1]) if found else self.begun
+    async def _undo(self, saved: Saved) -> None:
+        """In a free run: what has no token of a version over that of the checkpoint stays, in flight and in the buffer,
+        and returns there, if it was trained since; the rest is dropped. The prompts' order does not go back."""
+        state, to = self.state, saved.step
+        state.adaptive.load_state_dict(saved.state["adaptive"])
+        self.learn.call_off([g.group_id for g in state.groups.values() if self._sampled_beyond(g, to)], "rolled_back")
+        held = {group.group_id: group for group in state.buffer.groups()}
+        taken = [group for group in self.learn.taken if group.group_id not in held]
+        undone = [group for group in (*taken, *held.values()) if group.max_version > to]
+        state.buffer.discard(group for group in undone if group.group_id in held)
+        back, room = [], state.buffer.free
+        for group in taken:
+            if group.max_version <= to:
+                room -= len(group)
+                (back if room >= 0 else undone).append(group)
+        returned: list[LedgerEntry] = []
+        for group, entries in self.learn.ended:
+            if entries[0].trained_at[-1] >= to >= group.max_version and len(group) <= room:
+                room -= len(group)
+                back.append(group)
+                returned += entries
+        self.assembly.drop(undone, "rolled_back")
+        ids = [entry.rollout_id for entry in returned]
+        if ids:
+            state.journal.note("returned", ids=ids)
+        self._note(to)
+        state.ledger.undo_training(to, returned)
+        replayed = saved.state["buffer"]["replayed"]
+        uses = self.log.uses_before(to, {entry.rollout_id: entry.trained_at for entry in returned})
+        state.buffer.rewind(to, replayed, back, uses)
+        if isinstance(state.gate, StalenessGate):
+            owed = len(state.groups) * state.config.buffer.places + state.buffer.owed()
+            state.gate.rewind(to * state.config.batch_size // state.config.num_generations - replayed, owed)
+        state.version = to
+        state.journal.note("bound", bound=state.bound)
+        state.follow()
+        state.ledger.check()
+        await self.log.undo_training(saved.marker, to, set(ids))
 
-    async def _stop_generators(self) -> None:
-        """Nothing that a generator has in hand is waited for any more, and it gets no work before it holds weights of
-        the new epoch."""
-        state, now = self.state, self.state.now()
-        state.epoch += 1
-        state.published_version = -1
-        for replica in state.replicas:
-            replica.version = -1
-        await asyncio.sleep(0)  # what was handed out just now is on its way: a cancellation must come behind it
+    def _sampled_beyond(self, group: GroupInProgress, version: int) -> bool:
+        """Whether a token of the group may be of a later version."""
+        if max(group.version, group.newest) > version:
+            return True
+        return any(group.unfinished & r.in_flight for r in self.state.replicas if r.asked > version)
+
+    async def _restore(self, saved: Saved) -> None:
+        """In a scheduled run: all is as the checkpoint has it, and everything in flight then is issued again. Anything
+        else would be another schedule."""
+        state, elapsed = self.state, self.state.elapsed
+        saved = await completed(saved, state.config, self.runtime)
         telling = []
         for replica in (r for r in state.replicas if r.alive):
             held = sorted(replica.in_flight)
             for rollout_id in held:
-                replica.end(rollout_id, now, finished=False)
+                replica.end(rollout_id, state.now(), finished=False)
             telling.append(state.heard(replica, replica.handle.call(LONG_SECONDS, GeneratorWorker.cancel, held)))
         await asyncio.gather(*telling)
+        await self.log.rewind(saved.marker)
+        state.journal.note("undone", line=saved.marker.journal)
+        self._note(saved.step)
+        restore(state, saved, self.source, self.log, self.runtime)
+        state.elapsed = elapsed  # time does not go back
+
+    def _note(self, to: int) -> None:
+        self.state.journal.note("rollback", epoch=self.state.epoch, version=self.state.version, to=to)
+
+    def _newest(self) -> Saved:
+        found = list_checkpoints(self.run_dir)
+        return read_checkpoint(found[-1]) if found else self.begun

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -88,6 +88,21 @@ class RolloutLog:
         """Undo the records of rollouts and steps after ``marker``."""
         await off_loop(partial(self._recorder.rewind, marker))
         self._rows, self._payloads = [], []
+
+    def uses_before(self, version: int, returned: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+        """Forget the uses at ``version`` and later of what is held, ``returned`` with its uses among it; how many are
+        left, by rollout id."""
+        held = self._uses | {i: (versions, 0.0) for i, versions in returned.items()}
+        kept = {i: (tuple(at for at in versions if at < version), now) for i, (versions, now) in held.items()}
+        self._uses = {i: (versions, now) for i, (versions, now) in kept.items() if versions}
+        return {i: len(versions) for i, (versions, _) in self._uses.items()}
+
+    async def undo_training(self, marker: RecordMarker, version: int, returned: Collection[int]) -> None:
+        """Undo the records of steps after ``marker``, in the rows since then the uses at ``version`` and later, and the
+        rows of what ``returned``."""
+        self.mark()
+        await self.flush()
+        await off_loop(partial(self._recorder.undo_training, marker, version, returned))
 
     def mark(self) -> RecordMarker:
         """Where the records stand with all that has ended; they are on disk after :meth:`flush`."""

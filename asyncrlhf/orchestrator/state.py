@@ -31,6 +31,7 @@ class Replica:
 
     handle: GeneratorHandle
     version: int = -1
+    asked: int = -1  # the newest version that it was asked to load; no token of it is newer
     in_flight: set[int] = field(default_factory=set)
     draining: bool = False
     alive: bool = True
@@ -77,6 +78,7 @@ class GroupInProgress:
     unscored: set[int]
     scored: list[RolloutInfo] = field(default_factory=list)
     epoch: int = 0  # in which it was issued, the last time: what was given out before is not its own
+    newest: int = -1  # version of a token of a sibling that has left its replica
     # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -126,6 +128,7 @@ class RunState:
     requeue: deque[int] = field(default_factory=deque)  # rollout ids to be sampled again
     dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
+    saved_version: int = 0  # of the newest checkpoint; 0 also without one
     epoch: int = 0  # times that the learner died and ``version`` went back to a checkpoint's
     published_version: int = -1
     next_group_id: int = 0
@@ -199,7 +202,7 @@ class RunState:
     def bury(self, replica: Replica, error: ReplicaError) -> None:
         """As :meth:`died`, also for a replica that died again before it was back."""
         replica.alive = False
-        replica.version, replica.cause = -1, str(error)
+        replica.version, replica.asked, replica.cause = -1, -1, str(error)
         lost = sorted(replica.in_flight)
         replica.in_flight.clear()
         self.journal.note("died", replica=replica.name, reason=str(error))

@@ -228,7 +228,7 @@ class WeightPublisher:
         """Load what the replica received; from then on the gate counts it at ``version``."""
         try:
             if replica.alive:
-                epoch = self._state.epoch
+                epoch, replica.asked = self._state.epoch, version
                 self._state.journal.note("load", replica=replica.name, version=version)
                 await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache)
                 if epoch == self._state.epoch:  # else the learner died meanwhile, and the version with it

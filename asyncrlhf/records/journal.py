@@ -49,7 +49,9 @@ EVENTS = {
     "joined": "`replica` takes work, at `version`: it was restarted, or is new",
     "bound": "the staleness `bound` in force from here on",
     "checkpoint": "a checkpoint of `step` is whole on disk",
-    "rollback": "the learner died: the policy went from `version` back to `to`, and `epoch` began",
+    "rollback": "the learner died: the policy went from `version` back to `to`, uses at `to` and later do not count, "
+    "rollouts that ended by them alone are dropped as rolled_back; `epoch` began, and no replica holds a version",
+    "returned": "`ids`, which had ended as trained, are in the buffer again: the rollback that follows undoes a use",
     "end": "the attempt ended, for this `reason`",
 }
 

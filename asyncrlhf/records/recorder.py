@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ import yaml
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.records.journal import JOURNAL_FILE, Journal
-from asyncrlhf.records.rollout_rows import RolloutRow, write_part
+from asyncrlhf.records.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.rollout_tokens import cut_tokens
 from asyncrlhf.records.run_lock import RunLock
 from asyncrlhf.records.spans import SPANS_FOLDER, SpanParts, SpanRow
@@ -156,12 +156,23 @@ class RunRecorder:
         """Undo what was recorded of steps and rollouts after ``marker``, as a recorder opened with it does. The journal
         keeps its lines, and spans say what was: time does not go back."""
         self._rows, self._payloads = [], []
+        self._cut_steps(marker)
+        _cut_parts(self._folder, marker.parts)
+        self._parts = marker.parts
+
+    def undo_training(self, marker: RecordMarker, version: int, returned: Collection[int]) -> None:
+        """Undo what was recorded of steps after ``marker``; of rollouts only the uses at ``version`` and later, and the
+        rows of those that ``returned`` to the buffer."""
+        self._cut_steps(marker)
+        for number in range(marker.parts, self._parts):
+            undo_uses(self._folder / _part_name(number), version, returned)
+
+    def _cut_steps(self, marker: RecordMarker) -> None:
         wait(self._pending)
         self.raise_if_failed()
         cut_tokens(self.run_dir, marker.metrics_lines)
         _cut_metrics(self.run_dir / METRICS_FILE, marker.metrics_lines)
-        _cut_parts(self._folder, marker.parts)
-        self._lines, self._parts = marker.metrics_lines, marker.parts
+        self._lines = marker.metrics_lines
 
     def record_spans(self, rows: Sequence[SpanRow], elapsed: float) -> None:
         """Keep spans for the next Parquet part, which holds none that ended after ``elapsed``, seconds of the run."""

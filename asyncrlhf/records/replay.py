@@ -82,6 +82,35 @@ class Replay:
         self.history.attempts += 1
         self._began_at = line["at"]
 
+    def _on_rollback(self, line: dict[str, Any]) -> None:
+        """Uses at ``to`` and later do not count, and no replica holds a version before it loaded one of the new epoch.
+        What lives on has no token of a version that is undone."""
+        history, to = self.history, line["to"]
+        if not 0 <= to <= self._version:
+            self._found.add(f"journal.jsonl: the learner went back from step {self._version} to step {to}.")
+        undone = {i for i, version in history.uses if version >= to}
+        history.uses = [(i, version) for i, version in history.uses if version < to]
+        kept: dict[int, list[int]] = {}
+        for i, version in history.uses:
+            if i in undone:
+                kept.setdefault(i, []).append(version)
+        for i in undone:
+            if history.state[i] == TRAINED and i not in kept:
+                history.state[i] = DROPPED
+                history.dropped["rolled_back"] += 1
+            elif history.state[i] == BUFFERED:
+                self._use_counts[i] = len(kept.get(i, ()))
+                self._last_use.pop(i, None)
+                if i in kept:
+                    self._last_use[i] = kept[i][-1]
+        for i, state in enumerate(history.state):
+            if state in LIVE:
+                history.newest[i] = min(history.newest[i], to)
+        history.steps = [step for step in history.steps if step.number <= to]
+        self._version, self._batch = to, []
+        self._asked = {replica: min(version, to) for replica, version in self._asked.items()}
+        self._held, self._awaited, self._published, history.open_publish = {}, set(), -1, None
+
     def _on_bound(self, line: dict[str, Any]) -> None:
         if not 0 <= line["bound"] <= self._now.asynchrony.bound:
             self._found.add(f"journal.jsonl: a staleness bound of {line['bound']} came into force, over the settings'.")
@@ -171,6 +200,10 @@ class Replay:
             if self._last_use.pop(rollout_id, None) is None:
                 self._found.add("journal.jsonl: rollouts {ids} count as trained and never were.", rollout_id)
             self._use_counts.pop(rollout_id, None)
+
+    def _on_returned(self, line: dict[str, Any]) -> None:
+        for _ in self._move(line, BUFFERED, TRAINED):
+            pass
 
     def _on_dropped(self, line: dict[str, Any]) -> None:
         for rollout_id in self._move(line, DROPPED, *LIVE):

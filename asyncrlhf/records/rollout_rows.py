@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,28 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
     for row, rollout in zip(rows, rollouts or (), strict=rollouts is not None):
         if rollout is not None:
             row.fill(rollout)
+    _write(target, {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names})
+
+
+def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
+    """Take the uses at ``version`` and later out of a file: the learner went back to it. A row without another use is
+    that of a dropped rollout; those of rollouts that ``returned`` to the buffer go."""
+    rows = [row for row in pq.read_table(target).to_pylist() if row["rollout_id"] not in returned]
+    for row in rows:
+        used = row["consumed_at_version"] or []
+        kept = [at for at in used if at < version]
+        if len(kept) == len(used):
+            continue
+        row |= {"consumed_at_version": kept, "consumed_at": None, "staleness": None}
+        if kept:
+            row["staleness"] = kept[-1] - min(row["policy_versions"], default=kept[-1])
+        else:
+            row |= {"state": "dropped", "drop_reason": "rolled_back"}
+    _write(target, {name: [row.get(name) for row in rows] for name in ROLLOUT_SCHEMA.names})
+
+
+def _write(target: Path, columns: dict[str, list[Any]]) -> None:
+    """Whole or not at all."""
     temporary = target.with_suffix(".tmp")
-    columns = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
     pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
     os.replace(temporary, target)

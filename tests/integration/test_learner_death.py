@@ -19,6 +19,7 @@ from asyncrlhf.cluster import local_runtime
 from asyncrlhf.cluster.local_runtime import LocalLearner, LocalRuntime, Workers
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.records.verify import verify
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.protocol import Ticket
 from tests.loop import FAKE, Finished, meddle, run
@@ -112,6 +113,7 @@ def assert_one_history(done: Finished, batch: int = 16, steps: int = STEPS) -> l
     assert [uses.count(version) for version in range(steps)] == [batch] * steps
     assert done.summary["ledger"]["uses"] == batch * steps
     assert not journal(done, "died"), "a generator was restarted"
+    assert verify(done.folder) == []
     rollbacks = journal(done, "rollback")
     for back in rollbacks:
         older = done.trained[done.trained.epoch < back["epoch"]]
@@ -145,6 +147,24 @@ def test_the_run_goes_on_from_its_newest_checkpoint(
     assert back["to"] == min(6, version // 3 * 3)
 
 
+@pytest.mark.usefixtures("imitated")
+def test_what_was_not_sampled_by_an_undone_version_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow generators: at the moment of the rollback there is work in flight, in the buffer, trained and untrained."""
+    struck = strike(monkeypatch, "train", 8)
+    slow = ("generator.fake.latency_median=0.6", "generator.slots=32", "async.max_staleness=4")
+    done = run(tmp_path, *COMMON, *TAIL, *slow, "checkpoint.every=6")
+    assert struck == [8]
+    (back,) = assert_one_history(done)
+    assert (back["version"], back["to"]) == (8, 6)
+    rows = done.rollouts
+    lost = rows[rows.drop_reason == "rolled_back"]
+    assert lost.generated_at.isna().any(), "something was in flight, and is dropped"
+    kept = done.trained[(done.trained.epoch == 0) & (done.trained.consumed_at_version.str[-1] >= 6)]
+    assert len(kept) > 16, "the batch under way, and what was trained since and sampled before"
+    returned = {i for line in journal(done, "returned") for i in line["ids"]}
+    assert returned and returned <= set(kept.rollout_id)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -163,6 +183,12 @@ def test_deaths_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, o
     assert struck == [5, 8]
     backs = assert_one_history(done)
     assert [(back["version"], back["to"], back["epoch"]) for back in backs] == [(5, 3, 1), (8, 6, 2)]
+    rolled_back = done.rollouts[done.rollouts.drop_reason == "rolled_back"]
+    assert len(rolled_back) == done.summary["ledger"]["dropped"].get("rolled_back", 0)
+    if "async.mode" in options[0]:
+        assert len(rolled_back) == 0, "a schedule is done again with the same rollouts"
+    else:
+        assert len(rolled_back) > 0
 
 
 def test_workers_of_the_critic_wait_for_its_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_counts_by_reason_and_live_ids() -> None:
     book.fail(1, "timed out")
     book.start(3, "g0", 0)
     counts = book.counts()
-    assert counts["dropped_by_reason"] == {"stale": 1, "untrainable": 1, "failed": 0, "shutdown": 0}
+    assert counts["dropped_by_reason"] == {"stale": 1, "untrainable": 1, "failed": 0, "shutdown": 0, "rolled_back": 0}
     assert (counts["dropped"], counts["failed"], counts["failed_by_reason"]) == (2, 1, {"timed out": 1})
     assert (book.live_ids(), book.live_ids("admitted"), book.live_ids("generating")) == ([2, 3, 5], [2, 5], [3])
     with pytest.raises(LedgerError, match="drop reason 'bored' is unknown"):
@@ -176,3 +176,29 @@ def test_a_torn_state_is_refused() -> None:
     state = ledger_in("generating").state_dict()
     with pytest.raises(LedgerError, match="2 rollouts were admitted, but 1 are accounted for"):
         Ledger().load_state_dict({**state, "next_id": 2})
+
+
+def test_undone_training_leaves_each_rollout_where_its_other_uses_say() -> None:
+    book = Ledger()
+    for i in range(5):
+        book.admit(i, i, make_prompt(i), 0.0)
+        book.start(i, "g0", 0)
+        book.finish_generation(i)
+        book.buffer(i)
+    book.train(0, 1, last_use=True)  # before what is undone
+    book.train(1, 1, last_use=False)
+    book.train(1, 3, last_use=True)  # ended by it, but was trained before
+    book.train(2, 2, last_use=True)  # by it alone
+    book.train(3, 1, last_use=False)
+    book.train(3, 2, last_use=False)  # live
+    book.train(4, 3, last_use=False)
+    book.drop(4, "stale")
+    book.undo_training(2)
+    book.check()
+    counts = book.counts()
+    assert (counts["trained"], counts["uses"], counts["buffered"]) == (2, 3, 1)
+    assert counts["dropped_by_reason"]["rolled_back"] == 2 and counts["dropped_by_reason"]["stale"] == 0
+    entry = book.get(3)
+    assert entry is not None and entry.trained_at == (1,)
+    book.train(3, 2, last_use=True)
+    assert book.counts()["uses"] == 4

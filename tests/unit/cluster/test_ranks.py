@@ -1,0 +1,75 @@
+"""Which of several ranks' failures is the cause; what a rank waits for that has no machine any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrlhf.cluster import ray_runtime
+from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.placement import Seat
+from asyncrlhf.cluster.ranks import DEATH_SECONDS, a_rank, first, together
+from asyncrlhf.cluster.ray_runtime import RayRuntime
+from asyncrlhf.errors import LearnerLostError, ReplicaError
+
+
+async def after(seconds: float, outcome: Any) -> Any:
+    await asyncio.sleep(seconds)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def timed(work: Coroutine[Any, Any, Any]) -> tuple[Any, float]:
+    """What comes of it, an exception too, and the seconds that it took."""
+
+    async def main() -> tuple[Any, float]:
+        try:
+            found = await work
+        except Exception as error:
+            found = error
+        return found, asyncio.get_running_loop().time()
+
+    return run_virtual(main())
+
+
+def test_all_answers_in_order() -> None:
+    assert timed(together([after(2, "a"), after(1, "b")])) == (["a", "b"], 2)
+    assert timed(first([after(2, "a"), after(1, "b")])) == ("a", 2)
+
+
+def test_a_death_is_the_cause_of_what_its_peers_raise() -> None:
+    broken, dead = RuntimeError("connection closed by peer"), LearnerLostError("learner-1 died")
+    assert timed(together([after(1, broken), after(3, dead), after(99, "never")])) == (dead, 3)
+    assert timed(together([after(99, "never"), after(3, dead)])) == (dead, 3)
+
+
+def test_an_error_of_the_code_is_raised_whether_the_others_answer_or_hang() -> None:
+    wrong = ValueError("a batch like that")
+    assert timed(together([after(1, wrong), after(2, "fine")])) == (wrong, 2)
+    assert timed(together([after(1, wrong), after(999, "hangs")])) == (wrong, 1 + DEATH_SECONDS)
+
+
+def test_what_a_rank_does_not_answer_is_its_loss() -> None:
+    with pytest.raises(LearnerLostError, match="learner-0 did not answer"), a_rank():
+        raise ReplicaError("learner-0 did not answer train within 5 s")
+    with pytest.raises(ValueError, match="its own"), a_rank():
+        raise ValueError("its own")
+
+
+def test_ranks_of_a_lost_node_wait_for_room_and_then_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False, False, True])
+    seats = {"learner-0": Seat(cpus=2, gpus=1)}
+    runtime = RayRuntime.__new__(RayRuntime)
+    runtime._placer = SimpleNamespace(stands=lambda name: next(looks), plan=SimpleNamespace(seats=seats))  # type: ignore[assignment]
+    monkeypatch.setattr(ray_runtime, "ROOM_SECONDS", 0.04)
+    monkeypatch.setattr(ray_runtime, "free_in_ray", lambda: "8 of 8 CPUs, 0 of 0 GPUs")
+    asyncio.run(runtime._wait_for_room("learner-0", 60.0))
+    assert next(looks, None) is None, "it looked until a node had room"
+    runtime._placer.stands = lambda name: False  # type: ignore[method-assign]
+    with pytest.raises(ReplicaError, match=r"learner-0 has no machine .* asks for 2 CPUs and 1 GPUs; free in Ray: 8"):
+        asyncio.run(runtime._wait_for_room("learner-0", 0.02))
