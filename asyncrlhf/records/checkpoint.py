@@ -90,15 +90,13 @@ def sweep_unfinished(run_dir: Path) -> None:
 
 
 def list_checkpoints(run_dir: Path, last_file: str = STATE_FILE) -> list[Path]:
-    """Checkpoints of a run that have their name, oldest first: those that hold ``last_file``."""
-    found = (file.parent for file in (run_dir / FOLDER).glob(f"[!.]*-*/{last_file}"))
+    """Checkpoints of a run that have their name, oldest first: those that hold ``last_file`` (empty: all)."""
+    found = (folder for folder in (run_dir / FOLDER).glob("[!.]*-*") if (folder / last_file).exists())
     numbered = (folder for folder in found if folder.name.rpartition("-")[2].isdecimal())
     return sorted(numbered, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
-def find_checkpoints(
-    resume: str, run_dir: Path | None, runs: Path, last_file: str = STATE_FILE, stage: str = ""
-) -> list[Path]:
+def find_checkpoints(resume: str, run_dir: Path | None, runs: Path, last_file: str = "", stage: str = "") -> list[Path]:
     """The checkpoints that ``checkpoint.resume`` means, newest first: of one run, or one where it names a folder. Empty
     where ``auto`` finds nothing to go on with.
 
@@ -109,7 +107,7 @@ def find_checkpoints(
         return []
     if resume != "auto":
         folder = Path(resume)
-        found = [folder] if (folder / last_file).is_file() else list_checkpoints(folder, last_file)
+        found = [folder] if (folder / (last_file or STATE_FILE)).is_file() else list_checkpoints(folder, last_file)
         what = f"checkpoint of {stage}" if stage else "checkpoint"
         check(found, f"checkpoint.resume={resume} holds no {what}; allowed: no, auto, or a checkpoint's folder.")
         return found[-1:]
