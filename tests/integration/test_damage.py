@@ -35,7 +35,7 @@ SETTINGS = (
     "async.max_staleness=2",
     "eval_every=0",
     "checkpoint.every=2",
-    "checkpoint.keep=3",
+    "checkpoint.keep=2",
 )
 WEIGHTS, TRAINER = "learner/model/model.safetensors", "learner/trainer.safetensors"
 STATE, ROLLOUTS, RANDOM = "controller.json", "rollouts.arrow", "learner/rank-0.safetensors"
@@ -44,10 +44,10 @@ Damage = Callable[[Path], object]  # is given the newest checkpoint
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps with three checkpoints, the first two with rollouts in the buffer."""
+    """A run of four steps with two checkpoints, the first with rollouts in the buffer."""
     folder = tmp_path_factory.mktemp("damage") / "run"
-    run(folder, *SETTINGS, "steps=6")
-    assert [path.name for path in list_checkpoints(folder)] == [f"step-0000000{step}" for step in (2, 4, 6)]
+    run(folder, *SETTINGS, "steps=4")
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000002", "step-00000004"]
     return folder
 
 
@@ -215,8 +215,8 @@ DAMAGES: dict[str, Damage] = {
     "state: no format": state_with(format=...),
     "state: a negative version": state_with(version=-1),
     "state: the version is NaN": state_with(version=float("nan")),
-    "state: the version is a text": state_with(version="6"),
-    "state: another version than the learner's": state_with(version=5),
+    "state: the version is a text": state_with(version="4"),
+    "state: another version than the learner's": state_with(version=3),
     "state: no ledger": state_with(ledger=...),
     "state: the ledger is a list": state_with(ledger=[]),
     "state: a ledger that does not add up": lambda at: state_with(
@@ -225,7 +225,7 @@ DAMAGES: dict[str, Damage] = {
     "state: groups that nobody admitted": state_with(groups=[{"group_id": 1, "unscored": [10**9], "scored": {}}]),
     "state: a cursor of nothing": state_with(cursor=None),
     "state: no marker": state_with(marker=...),
-    "state: a marker of texts": state_with(marker={"metrics_lines": "6"}),
+    "state: a marker of texts": state_with(marker={"metrics_lines": "4"}),
     "state: a negative marker": state_with(marker={"metrics_lines": -6, "parts": 0, "span_parts": 0}),
     "state: a marker of unknown counts": state_with(marker={"lines": 6}),
     "state: uses of nothing": state_with(uses={"a": 1}),
@@ -264,9 +264,9 @@ def test_damage_leads_back_to_the_checkpoint_before_and_says_so(copied: Path, ki
     DAMAGES[kind](newest)
     if kind not in REFUSED:
         prepared = resumed(copied)
-        assert prepared.saved is not None and prepared.saved.step == 4, kind
+        assert prepared.saved is not None and prepared.saved.step == 2, kind
         (note, *_) = prepared.notes
-        assert note.startswith("Passed over ") and note.endswith(". The run goes on from step-00000004."), note
+        assert note.startswith("Passed over ") and note.endswith(". The run goes on from step-00000002."), note
         assert "\n" not in note and len(note) < 600, note
     for resume in (str(newest), *(("auto",) if kind in REFUSED else ())):
         with pytest.raises(ConfigError) as refusal:
@@ -282,14 +282,14 @@ def test_the_table_has_the_kinds_that_the_issue_asks_for() -> None:
 def test_a_damaged_run_without_a_whole_checkpoint_is_refused_and_not_begun_anew(copied: Path) -> None:
     for checkpoint in list_checkpoints(copied):
         flipped(WEIGHTS)(checkpoint)
-    with pytest.raises(ConfigError, match=r"no whole checkpoint: the checkpoint .*step-00000006 is damaged"):
+    with pytest.raises(ConfigError, match=r"no whole checkpoint: the checkpoint .*step-00000004 is damaged"):
         resumed(copied)
 
 
 def test_a_broken_config_of_the_run_before_decides_nothing(copied: Path) -> None:
     (copied / "config.yaml").write_bytes(b"\xff{[")
     prepared = resumed(copied)
-    assert prepared.saved is not None and prepared.saved.step == 6
+    assert prepared.saved is not None and prepared.saved.step == 4
 
 
 class Bomb:
@@ -389,8 +389,8 @@ def test_a_run_that_went_back_keeps_no_checkpoint_of_the_steps_it_does_again(cop
     """Their records are cut: nothing could go on from them, and they would count among the newest that are kept."""
     newest = list_checkpoints(copied)[-1]
     flipped(WEIGHTS)(newest)
-    settings = ("steps=5", "checkpoint.resume=auto", "checkpoint.keep=1")
+    settings = ("steps=3", "checkpoint.resume=auto", "checkpoint.keep=1")
     done = run(copied, *SETTINGS, *settings)
-    assert [path.name for path in list_checkpoints(copied)] == ["step-00000005"]
-    assert [row["step"] for row in done.metrics] == [1, 2, 3, 4, 5]
+    assert [path.name for path in list_checkpoints(copied)] == ["step-00000003"]
+    assert [row["step"] for row in done.metrics] == [1, 2, 3]
     done.assert_ledger_whole()
