@@ -51,6 +51,7 @@ class LearnerSpec(BackendSpec):
     seed: int
     tokens_folder: Path | None = None  # of rollout_tokens/*.parquet; None: they are not written
     tokens_sampled: int = 0  # rollouts a step that are written there, of all ranks together
+    makes_room: bool = False  # for checkpoints, which the run is sure to take
 
     def recorded(self, rollouts: Sequence[RolloutInfo]) -> dict[str, list[int]]:
         """What :meth:`LearnerWorker.train` is told of a batch; every rank is told the same."""
@@ -87,6 +88,7 @@ class LearnerWorker:
             self.backend.updater.before_update = lambda: self._fence()
         self._fence_seconds = 0.0
         self._tokens: TokenRecord | None = None
+        self._makes_room = spec.makes_room
         self._token_parts: Sequence[Future[None]] = ()  # that belong to the newest checkpoint
         if spec.tokens_folder is not None and self.backend.sequence_peers.rank == 0:
             self._tokens = TokenRecord(spec.tokens_folder, rank, partial(load_tokenizer, spec.model))
@@ -109,7 +111,11 @@ class LearnerWorker:
             for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
         ]
         self.backend.observe = partial(self._record, {i: r for r in rollouts if (i := r.rollout_id) in recorded})
-        return self.backend.train_step(pack(samples) if samples else self._no_share)
+        result = self.backend.train_step(pack(samples) if samples else self._no_share)
+        if self._makes_room:
+            self._makes_room = False
+            self.backend.make_room()
+        return result
 
     def _record(self, rollouts: Mapping[int, Rollout], plan: StepPlan) -> None:
         if self._tokens is not None and rollouts:

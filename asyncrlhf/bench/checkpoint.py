@@ -61,19 +61,20 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
     spec = BackendSpec(learner=LearnerConfig(), algorithm=AlgorithmConfig(), steps=10**6)
     learner, given = TorchBackend(build(shape), spec), batch(shape, tokens)
     learner.train_step(given)  # the optimizer has its states
+    learner.make_room()
+    learner.writer.end()
     source = target = torch.empty(0, dtype=torch.uint8)
-    names = ("memcpy", "stall", "written", "step", "step while writing")
+    names = ("memcpy", "memcpy, CPU", "stall", "stall, CPU", "written", "step", "step while writing")
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    first = 0.0
+    first, step = 0.0, partial(learner.train_step, given)
     for number in range(repeats + 1):
         tell(number, repeats)
-        plain = timed(lambda: learner.train_step(given))
+        plain, _ = timed(step)
         started = time.perf_counter()
-        learner.begin_save(folder / f"{number % 2}")
-        stall = time.perf_counter() - started
+        stall, stall_cpu = timed(partial(learner.begin_save, folder / f"{number % 2}"))
         beside = []
         while not learner.writer.idle:
-            beside.append(timed(lambda: learner.train_step(given)))
+            beside.append(timed(step)[0])
         seals = learner.writer.end()
         written = time.perf_counter() - started
         if not number:
@@ -81,15 +82,11 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
             source, target = (torch.ones(total, dtype=torch.uint8) for _ in range(2))
             continue
         copied = timed(partial(target.copy_, source))
-        found = (copied, stall, written, plain, float(np.mean(beside)) if beside else plain)
+        found = (*copied, stall, stall_cpu, written, plain, float(np.mean(beside)) if beside else plain)
         for name, value in zip(names, found, strict=True):
             seconds[name].append(value)
-    ratios = {
-        "stall / memcpy": [s / m for s, m in zip(seconds["stall"], seconds["memcpy"], strict=True)],
-        "step while writing / step": [
-            w / s for w, s in zip(seconds["step while writing"], seconds["step"], strict=True)
-        ],
-    }
+    compared = [("stall", "memcpy"), ("stall, CPU", "memcpy, CPU"), ("step while writing", "step")]
+    ratios = {f"{a} / {b}": [x / y for x, y in zip(seconds[a], seconds[b], strict=True)] for a, b in compared}
     rows = {name: spread(values) for name, values in seconds.items()}
     show(f"A checkpoint of {len(source) / 2**20:.0f} MiB; the first one's stall is {first:.3g} s", rows, "s")
     show("Ratios, each of one round", shown := {name: spread(values) for name, values in ratios.items()}, "")
@@ -142,7 +139,8 @@ def batch(shape: str, tokens: int, size: int = 8) -> TrainBatch:
     return pack(samples)
 
 
-def timed(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and those of them that this thread computed: what is left of a busy machine's noise."""
+    started, computed = time.perf_counter(), time.thread_time()
     action()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.thread_time() - computed

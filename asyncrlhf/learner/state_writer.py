@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -34,6 +35,7 @@ class StateWriter:
         self._pinned = device.type == "cuda"
         self._buffers: dict[str, torch.Tensor] = {}  # bytes, by the file that they are for
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
+        self._rehearsing = False
         self._room = threading.BoundedSemaphore(GATHERED)
         self._pending: list[Future[None]] = []
         self._folder, self._seals = Path(), Seals()
@@ -42,7 +44,17 @@ class StateWriter:
         """Files that follow are meant to lie in ``folder``. Waits until those of the checkpoint before are written."""
         wait(self._pending)
         self._pending, self._folder, self._seals = [], folder, Seals()
-        folder.mkdir(parents=True, exist_ok=True)
+        if not self._rehearsing:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def rehearse(self, save: Callable[[Path], object]) -> None:
+        """Make room, beside further steps, for what ``save`` will write: the first copy into fresh memory takes several
+        times as long. ``save`` is called with a folder in which nothing is written."""
+        self._rehearsing = True
+        try:
+            save(Path())
+        finally:
+            self._rehearsing = False
 
     def write_state(self, path: Path, state: Any, whole: bool = True) -> None:
         """``state``, ``whole``: as :func:`~asyncrlhf.learner.state_file.split` takes them."""
@@ -50,7 +62,12 @@ class StateWriter:
         self.write_tensors(path, tensors, {STATE: json.dumps(plain)})
 
     def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        copies = self._copied(str(path.relative_to(self._folder)), tensors)
+        name = str(path.relative_to(self._folder))
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        if self._rehearsing:
+            self._pending.append(self._pool.submit(lambda: self._buffer(name, sum(sizes)).zero_()))  # type: ignore[arg-type]
+            return
+        copies = self._copied(self._buffer(name, sum(sizes)), tensors, sizes)
         self.submit(lambda: self._write(path, copies, metadata))
 
     def write_gathered(
@@ -58,6 +75,8 @@ class StateWriter:
     ) -> None:
         """As ``write_tensors``, of tensors that ``gather`` returns in host memory of their own; first waits while
         ``GATHERED`` such files are on their way to the disk."""
+        if self._rehearsing:
+            return
         self._room.acquire()
         tensors = gather()
 
@@ -71,7 +90,8 @@ class StateWriter:
 
     def submit(self, action: Callable[[], object]) -> None:
         """Have ``action`` run in the writer's thread, behind what was asked before."""
-        self._pending.append(self._pool.submit(action))  # type: ignore[arg-type]
+        if not self._rehearsing:
+            self._pending.append(self._pool.submit(action))  # type: ignore[arg-type]
 
     @property
     def idle(self) -> bool:
@@ -91,17 +111,19 @@ class StateWriter:
     def _write(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         self._seals[path.relative_to(self._folder).as_posix()] = write_file(path, tensors, metadata)
 
-    def _copied(self, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        ends, end = [], 0
-        for tensor in tensors.values():
-            ends.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    def _buffer(self, name: str, size: int) -> torch.Tensor:
         buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < end:
-            buffer = self._buffers[name] = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        return buffer
+
+    def _copied(
+        self, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor], sizes: list[int]
+    ) -> dict[str, torch.Tensor]:
+        starts = [0, *itertools.accumulate(sizes)][:-1]
         copies = {
             key: buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for (key, tensor), start in zip(tensors.items(), ends, strict=True)
+            for (key, tensor), start in zip(tensors.items(), starts, strict=True)
         }
         if copies:
             torch._foreach_copy_(list(copies.values()), list(tensors.values()), non_blocking=self._pinned)

@@ -155,6 +155,12 @@ class TorchBackend:
         self.writer.end()
         barrier(self.ranks)
 
+    def make_room(self) -> None:
+        """Have the memory for a checkpoint's copy made beside further steps: after a first one, when the optimizer has
+        its states. Without it the first checkpoint takes it."""
+        if self.config.backend == "torch":
+            self.writer.rehearse(self.begin_save)
+
     def begin_save(self, folder: Path) -> None:
         """``model/`` in ``from_pretrained`` format and ``trainer.safetensors`` from rank 0, ``rank-R.safetensors`` from
         each rank. All is copied when this returns, and on disk when ``writer.end`` has returned."""

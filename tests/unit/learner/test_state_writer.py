@@ -68,6 +68,10 @@ def test_what_is_no_value_is_refused_or_left_out() -> None:
 def test_the_state_is_that_of_the_snapshot_however_late_it_is_written(tmp_path: Path) -> None:
     learner, given, late = build(), batches(6), threading.Event()
     curve(learner, given[:2])
+    learner.make_room()
+    learner.writer.end()
+    room = dict(learner.writer._buffers)
+    assert room and not list(tmp_path.iterdir())
     for folder, steps in ((tmp_path / "first", given[2:4]), (tmp_path / "second", given[4:])):
         late.clear()
         learner.writer._pool.submit(late.wait)
@@ -76,6 +80,7 @@ def test_the_state_is_that_of_the_snapshot_however_late_it_is_written(tmp_path: 
         assert not list(folder.rglob("*.safetensors")) and not learner.writer.idle
         late.set()
         learner.writer.end()
+        assert all(learner.writer._buffers[name] is buffer for name, buffer in room.items()), "the room is used"
         resumed = build()
         resumed.load(folder)
         assert curve(resumed, steps) == straight
