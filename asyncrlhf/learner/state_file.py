@@ -87,7 +87,7 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     digest, size = hashlib.sha256(), 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        for part in (struct.pack("<Q", len(text)), text, *map(_bytes, tensors.values())):
+        for part in (memoryview(struct.pack("<Q", len(text))), memoryview(text), *map(_bytes, tensors.values())):
             file.write(part)
             digest.update(part)
             size += len(part)
@@ -97,7 +97,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return memoryview(flat)
 
 
 def read_plain(path: Path) -> Any:

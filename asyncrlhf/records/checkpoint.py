@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,7 +68,8 @@ class CheckpointWriter:
         ``seals``: of files of ``learner/`` that are on disk and hashed already, by their paths within it.
         """
         document = {"format": FORMAT, "marker": asdict(marker), **state}
-        (self.folder / STATE_FILE).write_text(json.dumps(document), encoding="utf-8")
+        with (self.folder / STATE_FILE).open("w", encoding="utf-8") as file:
+            file.writelines(_pieces(document))
         known = {f"{LEARNER_FOLDER}/{name}": facts for name, facts in (seals or {}).items()}
         write_manifest(self.folder, known)
         for folder in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
@@ -81,6 +82,21 @@ class CheckpointWriter:
         for old in (*found[: max(0, own + 1 - self._keep)], *found[own + 1 :]):
             shutil.rmtree(old)
         return self._target
+
+
+def _pieces(value: Any, depth: int = 3) -> Iterator[str]:
+    """JSON text, piece by piece: one call of json.dumps would keep the event loop from running for all its time."""
+    if not depth or not value or not isinstance(value, (dict, list)):
+        yield json.dumps(value)
+        return
+    named = isinstance(value, dict)
+    yield "{" if named else "["
+    for number, item in enumerate(value):
+        yield ", " if number else ""
+        if named:
+            yield f"{json.dumps(str(item))}: "
+        yield from _pieces(value[item] if named else item, depth - 1)
+    yield "}" if named else "]"
 
 
 def sweep_unfinished(run_dir: Path) -> None:
