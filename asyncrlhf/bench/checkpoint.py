@@ -134,8 +134,8 @@ def batch(shape: str, tokens: int, size: int = 8) -> TrainBatch:
     for i in range(size):
         prompt = Prompt("p", "", rng.integers(SHAPES[shape][-1], size=length // 2))
         answer = rng.integers(SHAPES[shape][-1], size=length - length // 2)
-        facts = (np.full(len(answer), -1.0, np.float32), np.zeros(len(answer), np.int64), "stop")
-        samples.append(TrainSample(Rollout(i, 0, prompt, answer, *facts), reward=float(i % 2)))
+        logprobs, versions = np.full(len(answer), -1.0, np.float32), np.zeros(len(answer), np.int64)
+        samples.append(TrainSample(Rollout(i, 0, prompt, answer, logprobs, versions, "stop"), reward=float(i % 2)))
     return pack(samples)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def export_model(
     rank 0's host memory.
     """
     renamed = getattr(model, "_weight_conversions", None) or model.is_remote_code()
-    if shards is None and rank > 0:
+    if (shards is None and rank > 0) or (writer.rehearsing and (shards is not None or renamed)):
         return
     if renamed:
         whole = merged_state(model) if shards is None else on_host(shards, rank)
@@ -114,7 +115,7 @@ def _write_model(
         if shards is None:
             writer.write_tensors(folder / file, {name: state[name] for name in names}, {"format": "pt"})
         elif rank == 0:
-            writer.write_gathered(folder / file, lambda n=names: on_host(shards, rank, tuple(n)), {"format": "pt"})
+            writer.write_gathered(folder / file, partial(on_host, shards, rank, tuple(names)), {"format": "pt"})
         else:
             on_host(shards, rank, tuple(names))
     if rank > 0:
@@ -137,6 +138,6 @@ def _write_model(
 
 def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that are tied under their first name alone, as ``from_pretrained`` expects them."""
-    first = {(t.data_ptr(), t.shape): name for name, t in reversed(state.items()) if t.numel()}
+    first = {(t.data_ptr(), t.shape): name for name, t in reversed(list(state.items())) if t.numel()}
     kept = set(first.values())
     return {name: tensor for name, tensor in state.items() if name in kept or not tensor.numel()}

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class StateWriter:
         self._pinned = device.type == "cuda"
         self._buffers: dict[str, torch.Tensor] = {}  # bytes, by the file that they are for
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
-        self._rehearsing = False
+        self.rehearsing = False
         self._room = threading.BoundedSemaphore(GATHERED)
         self._pending: list[Future[None]] = []
         self._folder, self._seals = Path(), Seals()
@@ -44,17 +45,17 @@ class StateWriter:
         """Files that follow are meant to lie in ``folder``. Waits until those of the checkpoint before are written."""
         wait(self._pending)
         self._pending, self._folder, self._seals = [], folder, Seals()
-        if not self._rehearsing:
+        if not self.rehearsing:
             folder.mkdir(parents=True, exist_ok=True)
 
     def rehearse(self, save: Callable[[Path], object]) -> None:
         """Make room, beside further steps, for what ``save`` will write: the first copy into fresh memory takes several
         times as long. ``save`` is called with a folder in which nothing is written."""
-        self._rehearsing = True
+        self.rehearsing = True
         try:
             save(Path())
         finally:
-            self._rehearsing = False
+            self.rehearsing = False
 
     def write_state(self, path: Path, state: Any, whole: bool = True) -> None:
         """``state``, ``whole``: as :func:`~asyncrlhf.learner.state_file.split` takes them."""
@@ -64,8 +65,9 @@ class StateWriter:
     def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         name = str(path.relative_to(self._folder))
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-        if self._rehearsing:
-            self._pending.append(self._pool.submit(lambda: self._buffer(name, sum(sizes)).zero_()))  # type: ignore[arg-type]
+        if self.rehearsing:
+            touch = partial(self._touch, name, sum(sizes))
+            self._pending.append(self._pool.submit(touch))
             return
         copies = self._copied(self._buffer(name, sum(sizes)), tensors, sizes)
         self.submit(lambda: self._write(path, copies, metadata))
@@ -75,8 +77,6 @@ class StateWriter:
     ) -> None:
         """As ``write_tensors``, of tensors that ``gather`` returns in host memory of their own; first waits while
         ``GATHERED`` such files are on their way to the disk."""
-        if self._rehearsing:
-            return
         self._room.acquire()
         tensors = gather()
 
@@ -90,7 +90,7 @@ class StateWriter:
 
     def submit(self, action: Callable[[], object]) -> None:
         """Have ``action`` run in the writer's thread, behind what was asked before."""
-        if not self._rehearsing:
+        if not self.rehearsing:
             self._pending.append(self._pool.submit(action))  # type: ignore[arg-type]
 
     @property
@@ -110,6 +110,9 @@ class StateWriter:
 
     def _write(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         self._seals[path.relative_to(self._folder).as_posix()] = write_file(path, tensors, metadata)
+
+    def _touch(self, name: str, size: int) -> None:
+        self._buffer(name, size).numpy().fill(0)  # in this thread alone, where torch would take the learner's
 
     def _buffer(self, name: str, size: int) -> torch.Tensor:
         buffer = self._buffers.get(name)

@@ -233,7 +233,8 @@ class TorchUpdater(Updater):
                 raise ValueError(f"{folder} is an adapter")
             config = copy.deepcopy(self.model.config)
             options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "local_files_only": True}
-            saved, found = type(self.model).from_pretrained(folder, config=config, dtype=torch.float32, **options)
+            loaded: Any = type(self.model).from_pretrained(folder, config=config, dtype=torch.float32, **options)
+            saved, found = loaded
             wrong = sorted(str(name) for kind in ("missing_keys", "unexpected_keys") for name in found[kind])
             if wrong:
                 raise ValueError(f"{wrong[0]} is in one of the two alone")

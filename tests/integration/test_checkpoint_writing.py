@@ -14,6 +14,7 @@ from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError
 from asyncrlhf.learner import state_writer
+from asyncrlhf.orchestrator.bookkeeping import WRITE_OUT_SECONDS
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.records.checkpoint import CheckpointWriter, list_checkpoints
 from tests.loop import FAKE, run
@@ -49,14 +50,14 @@ def test_a_checkpoint_is_of_its_step_though_it_is_written_steps_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        written = slow(patched, 2.5)
-        done = run(tmp_path / "late", *SETTINGS, "steps=6", "learner.virtual_step_seconds=1")
+        written = slow(patched, 1.25 * WRITE_OUT_SECONDS)
+        done = run(tmp_path / "late", *SETTINGS, "steps=6", "learner.virtual_step_seconds=5")
         assert [step for step, _ in written] == [2, 4, 6], "the next one waits, and so does the end"
         assert written[0][1] > 2, "the run did not go on meanwhile, so nothing is tried"
     done.assert_ledger_whole()
     with monkeypatch.context() as patched:
         slow(patched, 0.01)
-        run(tmp_path / "hardly late", *SETTINGS, "steps=6", "learner.virtual_step_seconds=1")
+        run(tmp_path / "hardly late", *SETTINGS, "steps=6", "learner.virtual_step_seconds=5")
     first, late = (
         json.loads((tmp_path / name / "checkpoints/step-00000002" / MANIFEST).read_text())
         for name in ("hardly late", "late")

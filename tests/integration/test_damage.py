@@ -143,6 +143,12 @@ def state_with(**values: Any) -> Damage:
     return hostile(change)
 
 
+def of_format_3(at: Path) -> None:
+    state_with(format=3)(at)
+    (at / MANIFEST).unlink()
+    (at / ROLLOUTS).rename(at / "rollouts.pkl")
+
+
 def manifest_with(change: Callable[[dict[str, Any]], Any]) -> Damage:
     def rewrite(at: Path) -> None:
         document = json.loads((at / MANIFEST).read_text())
@@ -213,6 +219,7 @@ DAMAGES: dict[str, Damage] = {
     "state: nested without end": hostile(replaced(STATE, NESTED)),
     "state: an older format": state_with(format=3),
     "state: no format": state_with(format=...),
+    "a checkpoint of the version before, which pickled": of_format_3,
     "state: a negative version": state_with(version=-1),
     "state: the version is NaN": state_with(version=float("nan")),
     "state: the version is a text": state_with(version="4"),
