@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from asyncrlhf.actors.messages import Address, Offer, Told, resolved
 from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.where import keep_to, name_interface
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
+from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy
@@ -49,6 +51,7 @@ class LearnerSpec(BackendSpec):
     seed: int
     tokens_folder: Path | None = None  # of rollout_tokens/*.parquet; None: they are not written
     tokens_sampled: int = 0  # rollouts a step that are written there, of all ranks together
+    makes_room: bool = False  # for checkpoints, which the run is sure to take
 
     def recorded(self, rollouts: Sequence[RolloutInfo]) -> dict[str, list[int]]:
         """What :meth:`LearnerWorker.train` is told of a batch; every rank is told the same."""
@@ -85,6 +88,8 @@ class LearnerWorker:
             self.backend.updater.before_update = lambda: self._fence()
         self._fence_seconds = 0.0
         self._tokens: TokenRecord | None = None
+        self._makes_room = spec.makes_room
+        self._token_parts: Sequence[Future[None]] = ()  # that belong to the newest checkpoint
         if spec.tokens_folder is not None and self.backend.sequence_peers.rank == 0:
             self._tokens = TokenRecord(spec.tokens_folder, rank, partial(load_tokenizer, spec.model))
 
@@ -106,7 +111,11 @@ class LearnerWorker:
             for rollout, (_, reward, weight, masked) in zip(rollouts, chosen, strict=True)
         ]
         self.backend.observe = partial(self._record, {i: r for r in rollouts if (i := r.rollout_id) in recorded})
-        return self.backend.train_step(pack(samples) if samples else self._no_share)
+        result = self.backend.train_step(pack(samples) if samples else self._no_share)
+        if self._makes_room:
+            self._makes_room = False
+            self.backend.make_room()
+        return result
 
     def _record(self, rollouts: Mapping[int, Rollout], plan: StepPlan) -> None:
         if self._tokens is not None and rollouts:
@@ -179,12 +188,20 @@ class LearnerWorker:
         return Path(path).exists()
 
     def save(self, folder: Path) -> None:
-        """With the tokenizer, so that ``folder/model`` is a checkpoint that any ``from_pretrained`` reads."""
+        """Copy this rank's part of a checkpoint aside; the rank's next step need not wait for :meth:`saved`. With the
+        tokenizer, so that ``folder/model`` is a checkpoint that any ``from_pretrained`` reads."""
         if self._tokens is not None:  # a part ends with each checkpoint
-            self._tokens.flush()
-        self.backend.save(folder)
+            self._token_parts = self._tokens.end_part()
+        self.backend.begin_save(folder)
         if self.rank == 0:
-            load_tokenizer(self._model).save_pretrained(folder / "model")
+            self.backend.writer.submit(lambda: load_tokenizer(self._model).save_pretrained(folder / "model"))
+
+    def saved(self) -> Seals:
+        """Wait until what :meth:`save` copied is on disk; returns the seals of the files, by their paths within the
+        folder. Raises CheckpointError where one could not be written."""
+        for part in self._token_parts:
+            part.result()
+        return self.backend.writer.end()
 
     def load(self, folder: Path) -> None:
         if self.sender is not None:

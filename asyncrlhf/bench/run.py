@@ -13,6 +13,7 @@ from asyncrlhf.validation import check, did_you_mean
 
 # The module of each, whose function ``run`` takes the arguments. Those of experiments/ need the repository.
 BENCHMARKS = {
+    "checkpoint": "asyncrlhf.bench.checkpoint",
     "control_plane": "experiments.22_control_plane.bench",
     "fusion": "experiments.19_fusion.bench",
     "generation": "experiments.17_generation.bench",

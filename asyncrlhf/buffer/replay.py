@@ -207,11 +207,6 @@ class ReplayBuffer:
         """Places that held groups have not filled."""
         return sum(max(0, self._config.places - group.uses) for group in self._groups)
 
-    def discard(self, groups: Iterable[RolloutGroup]) -> None:
-        """Remove held groups, whatever their standing."""
-        for group in groups:
-            self._groups.remove(group)
-
     def state_dict(self) -> dict[str, Any]:
         """JSON-able facts of the held groups and the RNG; the caller saves the payloads by rollout id."""
         return {

@@ -15,6 +15,7 @@ import numpy as np
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ReaderHandle
@@ -138,7 +139,13 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
         begun, whether the offer was awaited or not. ``probe``: texts that the offer is to score, for the audit."""
         ...
 
-    async def save(self, folder: Path) -> None: ...
+    async def save(self, folder: Path) -> None:
+        """Copy aside what a checkpoint needs of the learner, which may take its next step when this returns."""
+        ...
+
+    async def saved(self) -> Seals:
+        """Wait until what ``save`` copied is on disk; the seals of its files, by their paths within the folder."""
+        ...
 
     async def load(self, folder: Path) -> None: ...
 

@@ -19,6 +19,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Hear, LocalPart, P, R, Runtime
 from asyncrlhf.cluster.placement import Specs
+from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import LearnerLostError, ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.readahead.owners import ChunkInfo, Prefilled
@@ -213,6 +214,9 @@ class LocalLearner(LocalPart[LearnerWorker]):
 
     async def save(self, folder: Path) -> None:
         await self.call(LONG_SECONDS, LearnerWorker.save, folder)
+
+    async def saved(self) -> Seals:
+        return await self.call(LONG_SECONDS, LearnerWorker.saved)
 
     async def load(self, folder: Path) -> None:
         await self.call(LONG_SECONDS, LearnerWorker.load, folder)

@@ -83,6 +83,7 @@ def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
         seed=config.seed,
         reference_served=config.reference_served,
         critic_served=config.critic_served,
+        makes_room=config.checkpoint.every > 0,
     )
     reward = RewardSpec(
         config.reward,

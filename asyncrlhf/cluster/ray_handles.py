@@ -21,6 +21,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.handles import LONG_SECONDS, Hear, P, R, W, WorkerLostError, ignore, within
 from asyncrlhf.cluster.ranks import a_rank, first, together
 from asyncrlhf.cluster.ray_placement import free_in_ray
+from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
@@ -157,7 +158,7 @@ class RayRank(RayPart[LearnerWorker]):
     says how many snapshots were asked for before it. Its death is a LearnerLostError."""
 
     def __init__(self, spec: LearnerSpec, rank: int, options: Options, start_seconds: float) -> None:
-        actor = ray.remote(LearnerActor).options(max_concurrency=4, **options).remote(spec, rank, spec.learner.ranks)
+        actor = ray.remote(LearnerActor).options(max_concurrency=5, **options).remote(spec, rank, spec.learner.ranks)
         super().__init__(f"learner-{rank}", actor, start_seconds)
         self._snapshots = 0
 
@@ -253,6 +254,11 @@ class RayLearner:
 
     async def save(self, folder: Path) -> None:
         await self._all(LONG_SECONDS, LearnerWorker.save, folder.resolve())
+
+    async def saved(self) -> Seals:
+        """Each rank has hashed what it wrote."""
+        ranks = await self._all(LONG_SECONDS, LearnerWorker.saved)
+        return {name: facts for own in ranks for name, facts in own.items()}
 
     async def load(self, folder: Path) -> None:
         await self._all(LONG_SECONDS, LearnerWorker.load, folder.resolve())

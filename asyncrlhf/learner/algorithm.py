@@ -216,6 +216,11 @@ class AlgorithmConfig:
         return self.advantage in CRITIC_ADVANTAGES
 
     @property
+    def saved_parts(self) -> dict[str, tuple[str, bool]]:
+        """Models beside the policy that a checkpoint may hold: the setting that asks for each, and whether it does."""
+        return {"critic": ("advantage", self.needs_critic), "ema": ("anchor", self.anchor == "ema")}
+
+    @property
     def needs_reference(self) -> bool:
         return self.anchor == "ref" or (self.kl != "none" and self.kl_target == "ref")
 

@@ -2,103 +2,142 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from asyncrlhf.data.adapter import is_adapter, merged_state
+from asyncrlhf.data.adapter import merged_state
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.distributed import Shards, on_host
+from asyncrlhf.learner.state_file import read_plain, read_state
+from asyncrlhf.learner.state_writer import StateWriter
 
-MODEL, TRAINER = "model", "trainer.pt"
-FILE_BYTES = 5 * 10**9  # rank 0 holds one file in host memory at a time
+MODEL, TRAINER = "model", "trainer.safetensors"
+FILE_BYTES = 5 * 10**9  # rank 0 holds few such files in host memory at a time, where it must gather them
 
 
-def write(folder: Path, state: Mapping[str, Any], rank: int) -> None:
-    """Rank 0 writes ``trainer.pt``; every rank writes its own ``rank-R.pt``."""
+def write(folder: Path, state: Mapping[str, Any], rank: int, writer: StateWriter) -> None:
+    """Rank 0 writes ``trainer.safetensors``; every rank writes its own ``rank-R.safetensors``."""
     if rank == 0:
-        torch.save(dict(state), folder / TRAINER)
+        writer.write_state(folder / TRAINER, state)
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    torch.save({"cpu": torch.get_rng_state(), "cuda": devices}, folder / f"rank-{rank}.pt")
+    writer.write_state(_random_states(folder, rank), {"cpu": torch.get_rng_state(), "cuda": devices})
 
 
-def read(folder: Path, layout: str, parts: Mapping[str, tuple[str, bool]]) -> dict[str, Any]:
-    """The trainer's state; raises CheckpointError with one sentence when it is not whole or not this run's.
+def read_head(folder: Path) -> dict[str, Any]:
+    """The trainer's state, without the tensors; raises CheckpointError with one sentence when it is not whole."""
+    for part in (MODEL, TRAINER):
+        if not (folder / part).exists():
+            raise CheckpointError(f"{folder / part} is missing: not a whole learner checkpoint.")
+    state = read_plain(folder / TRAINER)
+    if not isinstance(state, dict) or not {"layout", "version", "critic", "ema"} <= state.keys():
+        raise CheckpointError(f"{folder / TRAINER} does not hold a learner's state.")
+    return state
+
+
+def check_fits(folder: Path, state: Mapping[str, Any], layout: str, parts: Mapping[str, tuple[str, bool]]) -> None:
+    """Raise CheckpointError where the head ``state`` is not this run's.
 
     Args:
         layout: what ``LearnerConfig.layout`` is in this run.
         parts: beside the policy, by name: the setting of ``algorithm`` that asks for it, and whether this run has it.
     """
-    for part in (MODEL, TRAINER):
-        if not (folder / part).exists():
-            raise CheckpointError(f"{folder / part} is missing: not a whole learner checkpoint.")
-    state: dict[str, Any] = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
-    written = state.get("layout", "learner.backend=torch")
-    if written != layout:
+    if state["layout"] != layout:
         raise CheckpointError(
-            f"{folder}: the checkpoint is one of {written}, not {layout}; "
+            f"{folder}: the checkpoint is one of {state['layout']}, not {layout}; "
             f"its weights alone can be taken up with model.path={folder / MODEL}."
         )
     for name, (setting, present) in parts.items():
-        if (state.get(name) is not None) != present:
+        if (state[name] is not None) != present:
             raise CheckpointError(
                 f"{folder}: the checkpoint and algorithm.{setting} disagree on whether there is a {name} model."
             )
+
+
+def read(folder: Path, layout: str, parts: Mapping[str, tuple[str, bool]]) -> dict[str, Any]:
+    """The trainer's state; raises CheckpointError with one sentence when it is not whole or, by :func:`check_fits`, not
+    this run's."""
+    check_fits(folder, read_head(folder), layout, parts)
+    state: dict[str, Any] = read_state(folder / TRAINER)
     return state
 
 
 def restore_random_state(folder: Path, rank: int) -> None:
     """A rank that was not there when the checkpoint was written keeps its own: nothing of the step is drawn."""
-    random_state = folder / f"rank-{rank}.pt"
-    if not random_state.exists():
+    path = _random_states(folder, rank)
+    if not path.exists():
         return
-    states = torch.load(random_state, weights_only=True)
+    states = read_state(path)
     torch.set_rng_state(states["cpu"])
     if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def export_model(model: transformers.PreTrainedModel, folder: Path, shards: Shards | None, rank: int) -> None:
+def _random_states(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.safetensors"
+
+
+def export_model(
+    model: transformers.PreTrainedModel, folder: Path, shards: Shards | None, rank: int, writer: StateWriter
+) -> None:
     """``folder`` as ``save_pretrained`` writes it. With ``shards`` all ranks take part, otherwise rank 0 alone acts.
 
     A model whose tensors transformers renames or splits on the way to disk (fused experts) must be whole for that, in
     rank 0's host memory.
     """
-    if shards is None:
+    renamed = getattr(model, "_weight_conversions", None) or model.is_remote_code()
+    if (shards is None and rank > 0) or (writer.rehearsing and (shards is not None or renamed)):
+        return
+    if renamed:
+        whole = merged_state(model) if shards is None else on_host(shards, rank)
         if rank == 0:
-            adapted = is_adapter(dict(model.named_parameters()))
-            model.save_pretrained(folder, state_dict=merged_state(model) if adapted else None)
-    elif getattr(model, "_weight_conversions", None) or model.is_remote_code():
-        tensors = on_host(shards, rank)
-        if rank == 0:
-            model.save_pretrained(folder, state_dict=tensors)
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
+            writer.submit(lambda: model.save_pretrained(folder, state_dict=tensors))
     else:
-        _stream(model, folder, shards, rank)
+        _write_model(model, folder, shards, rank, writer)
 
 
-def _stream(model: transformers.PreTrainedModel, folder: Path, shards: Shards, rank: int) -> None:
-    layout = dict(shards.layout())
+def _write_model(
+    model: transformers.PreTrainedModel, folder: Path, shards: Shards | None, rank: int, writer: StateWriter
+) -> None:
+    state = dict(shards.layout()) if shards is not None else _once(merged_state(model))
     pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
-    plan = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=FILE_BYTES)
-    folder.mkdir(parents=True, exist_ok=True)
+    plan = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=FILE_BYTES)
     for file, names in plan.filename_to_tensors.items():
-        tensors = on_host(shards, rank, tuple(names))
-        if rank == 0:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+        if shards is None:
+            writer.write_tensors(folder / file, {name: state[name] for name in names}, {"format": "pt"})
+        elif rank == 0:
+            writer.write_gathered(folder / file, partial(on_host, shards, rank, tuple(names)), {"format": "pt"})
+        else:
+            on_host(shards, rank, tuple(names))
     if rank > 0:
         return
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    model.config.dtype = str(next(iter(layout.values())).dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+
+    def describe() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+    writer.submit(describe)
+
+
+def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that are tied under their first name alone, as ``from_pretrained`` expects them."""
+    first = {(t.data_ptr(), t.shape): name for name, t in reversed(list(state.items())) if t.numel()}
+    kept = set(first.values())
+    return {name: tensor for name, tensor in state.items() if name in kept or not tensor.numel()}

@@ -20,6 +20,8 @@ from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
+from asyncrlhf.learner.state_file import read_state
+from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.updaters import Updater, clip_gradient
 
 FOLDER = "deepspeed"  # of a checkpoint: what the engines write
@@ -51,6 +53,44 @@ class _Unpacked:
         none = logprobs.new_empty(0)
         mass = none if inputs.kept is None else rest.pop().detach()
         return TokenFacts(logprobs, entropies, rest[0].detach() if rest else none, mass)
+
+
+class _StateFiles:
+    """DeepSpeed's ``CheckpointEngine``, over ``state_file``: its own one reads pickles that may run code. The files
+    keep the names, ``*.pt``, that DeepSpeed looks for; they are safetensors."""
+
+    def __init__(self, engine: Any, writer: StateWriter | None = None) -> None:
+        self._engine, self._writer = engine, writer
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Without what is no value (its settings, loss scaler, slice maps), which the engine that loads has itself."""
+        assert self._writer is not None
+        self._writer.write_state(Path(path), state_dict, whole=False)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        state = read_state(Path(path))
+        if isinstance(own := state.get("optimizer_state_dict"), dict):
+            own.setdefault("loss_scaler", self._engine.optimizer.loss_scaler)
+        return state
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def create(self, info: Any) -> None: ...
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def cleanup(self) -> None: ...
+
+    def is_decoupled(self) -> bool:
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        return False
+
+    def is_data_parallel_writer(self, rank: int) -> bool:
+        return rank == 0
 
 
 class DeepSpeedUpdater(Updater):
@@ -117,10 +157,13 @@ class DeepSpeedUpdater(Updater):
             return math.nan
         return float(self._engines["policy"].get_global_grad_norm())
 
-    def _save_own(self, folder: Path) -> dict[str, Any]:
+    def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         barrier(self.ranks)
         for name, engine in self._engines.items():
+            engine.checkpoint_engine = _StateFiles(engine, writer)
             engine.save_checkpoint(str(folder / FOLDER), tag=name, save_latest=False)
+        for script in (folder / FOLDER).glob("zero_to_*.py") if rank == 0 else ():
+            script.unlink()  # DeepSpeed's own, which read its own files
         return {"critic": None if self.critic is None else True, "ranks": self.ranks}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -131,6 +174,7 @@ class DeepSpeedUpdater(Updater):
                 f"model.path={folder / checkpoint.MODEL}."
             )
         for name, engine in self._engines.items():
+            engine.checkpoint_engine = _StateFiles(engine)
             try:
                 found, _ = engine.load_checkpoint(str(folder / FOLDER), tag=name)
             except (RuntimeError, OSError, AssertionError) as error:

@@ -15,7 +15,7 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
@@ -26,6 +26,7 @@ from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
+from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.ulysses import SequenceParallel
 from asyncrlhf.learner.updaters import FsdpUpdater, TorchUpdater, Updater, schedule_factor
@@ -92,6 +93,7 @@ class TorchBackend:
                 self.critic.sequence = self.policy.sequence
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
+        self.writer = StateWriter(self.device)  # of checkpoints
         self.policy_version = 0  # completed learner steps
         self._skipped_in_a_row = 0
         self._critic_served = spec.critic_served
@@ -148,28 +150,43 @@ class TorchBackend:
         return [self._passes.score(policy, text) for text in token_ids]
 
     def save(self, folder: Path) -> None:
-        """``model/`` in ``from_pretrained`` format and ``trainer.pt`` from rank 0, ``rank-R.pt`` from each rank."""
+        """:meth:`begin_save`, and wait until all ranks have written."""
+        self.begin_save(folder)
+        self.writer.end()
+        barrier(self.ranks)
+
+    def make_room(self) -> None:
+        """Have the memory for a checkpoint's copy made beside further steps: after a first one, when the optimizer has
+        its states. Without it the first checkpoint takes it."""
+        if self.config.backend == "torch":
+            self.writer.rehearse(self.begin_save)
+
+    def begin_save(self, folder: Path) -> None:
+        """``model/`` in ``from_pretrained`` format and ``trainer.safetensors`` from rank 0, ``rank-R.safetensors`` from
+        each rank. All is copied when this returns, and on disk when ``writer.end`` has returned."""
+        self.writer.begin(folder)
         state = {
             "layout": self.config.layout,
             "version": self.policy_version,
             "skipped_in_a_row": self._skipped_in_a_row,
             "ema": None if self.ema is None else self.ema.model.state_dict(),
         }
-        self.updater.save(folder, state, self.rank)
-        barrier(self.ranks)
+        self.updater.save(folder, state, self.rank, self.writer)
 
     def load(self, folder: Path) -> None:
         """Go on from :meth:`save`, bit for bit, with this run's own rates; raises CheckpointError when a file is
         missing or does not fit."""
-        parts = {"critic": ("advantage", self.critic is not None), "ema": ("anchor", self.ema is not None)}
-        state = checkpoint.read(folder, self.config.layout, parts)
+        state = checkpoint.read(folder, self.config.layout, self.algorithm.saved_parts)
         own = self.updater.settings()
-        self.updater.load(folder, state)
-        self.updater.set_settings(own)
-        if self.ema is not None:
-            self.ema.model.load_state_dict(state["ema"])
-        self.policy_version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
-        checkpoint.restore_random_state(folder, self.rank)
+        try:
+            self.updater.load(folder, state)
+            self.updater.set_settings(own)
+            if self.ema is not None:
+                self.ema.model.load_state_dict(state["ema"])
+            self.policy_version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
+            checkpoint.restore_random_state(folder, self.rank)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} does not hold this learner's state: {error!r:.300}.") from error
         barrier(self.ranks)
 
     @torch.no_grad()

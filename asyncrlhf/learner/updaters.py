@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,9 +26,11 @@ from asyncrlhf.learner.distributed import Peers, Shards, all_sum, init_single_pr
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
+from asyncrlhf.learner.state_file import read_sharded
+from asyncrlhf.learner.state_writer import StateWriter
 
 OWN_SETTINGS = ("base_lr", "weight_decay", "betas")  # of an optimizer's group: as the run's settings say
-FOLDER = "fsdp2"  # of a checkpoint: torch.distributed.checkpoint's files, readable by any number of ranks
+FOLDER = "fsdp2"  # of a checkpoint: a file a rank, readable by any number of ranks
 
 
 def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
@@ -140,21 +143,31 @@ class Updater(ABC):
             return trained_tensors(self.model)
         return on_host(self.shards, torch.distributed.get_rank())
 
-    def save(self, folder: Path, state: dict[str, Any], rank: int) -> None:
+    def save(self, folder: Path, state: dict[str, Any], rank: int, writer: StateWriter) -> None:
         """Write ``state`` and this layout's own beside the random states, see ``checkpoint.write``, and the model as
-        transformers saves it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write(folder, state | self._save_own(folder), rank)
-        checkpoint.export_model(self.model, folder / checkpoint.MODEL, self.shards, rank)
+        transformers saves it: ``writer`` has copied all of it when this returns."""
+        checkpoint.write(folder, state | self._save_own(folder, rank, writer), rank, writer)
+        checkpoint.export_model(self.model, folder / checkpoint.MODEL, self.shards, rank, writer)
 
     @abstractmethod
-    def _save_own(self, folder: Path) -> dict[str, Any]:
+    def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         """Write what each rank holds of weights and optimizer; returns what rank 0's state takes up: it must tell if
         there is a critic."""
 
     @abstractmethod
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError when what :meth:`save` wrote does not fit."""
+
+
+def _check_shapes(optimizer: Any) -> None:
+    """Raise ValueError where a state that goes with each weight has another shape than its parameter: torch looks at
+    that only when it steps, or not at all."""
+    for part in getattr(optimizer, "parts", [optimizer]):
+        for parameter, states in part.state.items():
+            for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                found = states.get(name)
+                if isinstance(found, torch.Tensor) and found.shape != parameter.shape:
+                    raise ValueError(f"{name} is {tuple(found.shape)}, its parameter {tuple(parameter.shape)}")
 
 
 class TorchUpdater(Updater):
@@ -199,7 +212,7 @@ class TorchUpdater(Updater):
         self._scaler.update()
         return math.nan if skip else float(norms[0])
 
-    def _save_own(self, folder: Path) -> dict[str, Any]:
+    def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
@@ -209,13 +222,14 @@ class TorchUpdater(Updater):
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         try:
-            self._load_weights(folder, state.get("adapter"))
-        except (RuntimeError, OSError) as error:
-            raise CheckpointError(f"{folder / checkpoint.MODEL} does not hold this run's model: {error}") from error
-        if self.critic is not None:
-            self._modules[1].load_state_dict(state["critic"])
+            self._load_weights(folder / checkpoint.MODEL, state.get("adapter"))
+            if self.critic is not None:
+                self._modules[1].load_state_dict(state["critic"])
+        except (RuntimeError, OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{folder} does not hold this run's model: {error}") from error
         try:
             self.optimizer.load_state_dict(state["optimizer"])
+            _check_shapes(self.optimizer)
         except (KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{folder} holds another optimizer's states than learner.optim={self.config.optim} has: {error}."
@@ -223,9 +237,20 @@ class TorchUpdater(Updater):
         self._scaler.load_state_dict(state["scaler"])
 
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
-        """The exported model has the adapter merged, so that a run of an adapter goes on from the adapter itself."""
+        """The exported model has the adapter merged, so that a run of an adapter goes on from the adapter itself.
+
+        Of the folder only safetensors are read: what else may lie there (a config, an adapter) decides nothing.
+        """
         if adapter is None:
-            saved = type(self.model).from_pretrained(folder / checkpoint.MODEL, dtype=torch.float32)
+            if (folder / "adapter_config.json").exists():
+                raise ValueError(f"{folder} is an adapter")
+            config = copy.deepcopy(self.model.config)
+            options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "local_files_only": True}
+            loaded: Any = type(self.model).from_pretrained(folder, config=config, dtype=torch.float32, **options)
+            saved, found = loaded
+            wrong = sorted(str(name) for kind in ("missing_keys", "unexpected_keys") for name in found[kind])
+            if wrong:
+                raise ValueError(f"{wrong[0]} is in one of the two alone")
             self.model.load_state_dict(saved.state_dict())
         elif self.model.load_state_dict(dict(adapter), strict=False).unexpected_keys:
             raise CheckpointError(
@@ -270,18 +295,15 @@ class FsdpUpdater(TorchUpdater):
     def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
         return iter(padded(microbatches, self.device, self.ranks) or [None])
 
-    def _save_own(self, folder: Path) -> dict[str, Any]:
-        dcp.save(self._state(), checkpoint_id=folder / FOLDER)
+    def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
+        writer.write_state(folder / FOLDER / f"rank-{rank}.safetensors", self._state())
         return {"critic": None if self.critic is None else True}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        if not (folder / FOLDER).is_dir():
+        files = sorted((folder / FOLDER).glob("rank-*.safetensors"))
+        if not files:
             raise CheckpointError(f"{folder / FOLDER} is missing: not a whole learner checkpoint.")
-        found = self._state()
-        try:
-            dcp.load(found, checkpoint_id=folder / FOLDER)
-        except (RuntimeError, ValueError, OSError, dcp.CheckpointException) as error:
-            raise CheckpointError(f"{folder / FOLDER} does not hold this run's model: {error}") from error
+        found = read_sharded(self._state(), files)
         states = {"model_state_dict": found["weights"], "optim_state_dict": found["optimizer"]}
         set_state_dict(nn.ModuleList(self._modules), self.optimizer, **states)
 

@@ -12,7 +12,7 @@ from typing import Any
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import ReplicaError
+from asyncrlhf.errors import CheckpointError, ReplicaError
 from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.resume import snapshot_state
@@ -21,8 +21,10 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import CheckpointWriter
 from asyncrlhf.records.progress import RunView
-from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.types import Annotation, GenerationRequest, Prompt, Rollout, SamplingParams
+from asyncrlhf.records.recorder import RecordMarker, RunRecorder
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Prompt, Rollout, SamplingParams
+
+WRITE_OUT_SECONDS = 10.0  # for a checkpoint that is being written when the run fails
 
 
 class HeldOut:
@@ -83,6 +85,7 @@ class Bookkeeping:
     view: RunView
     accuracies: list[float] = field(default_factory=list)
     _asking: asyncio.Task[float | None] | None = None  # an evaluation under way
+    _writing: asyncio.Task[None] | None = None  # the newest checkpoint
 
     def is_boundary(self, step: int) -> bool:
         """Whether the step after ``step`` must wait for this one's evaluation or checkpoint, which read its weights."""
@@ -105,6 +108,8 @@ class Bookkeeping:
             self.state.stopping = True
             self.state.changed.notify()
         self.state.ledger.check()
+        if self._writing is not None and self._writing.done():
+            await self.settle()  # raises now what failed
         if self._falls_on(step, self.state.config.checkpoint.every):
             await self.save()
 
@@ -140,8 +145,11 @@ class Bookkeeping:
             await off_loop(partial(self.view.evaluated_apart, state.version, state.elapsed, accuracy))
 
     async def save(self) -> None:
-        """Write a checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that a resumed run
-        has the same batches, from the same versions, as an uninterrupted one."""
+        """Take a checkpoint of this step: when this returns, what it holds is fixed, and the next step may begin; it is
+        written meanwhile, and :meth:`settle` waits for that. The one before is waited for first. A scheduled mode first
+        lets its schedule come to rest, so that a resumed run has the same batches, from the same versions, as an
+        uninterrupted one."""
+        await self.settle()
         state = self.state
         if state.scheduled:
             await self.publisher.idle()
@@ -154,10 +162,41 @@ class Bookkeeping:
         document, payloads = snapshot_state(state, self.source, self.log)
         document["heldout_before"] = self.accuracies[:1]
         marker = self.log.mark()
-        await self.log.flush()
-        written = self.runtime.save_rollouts(writer.rollouts, payloads)
-        await off_loop(written.result)
-        await off_loop(partial(writer.commit, document, marker))
-        state.journal.note("checkpoint", step=document["version"])
-        state.saved_version = document["version"]
-        state.progressed()
+        self._writing = asyncio.create_task(self._write(writer, document, payloads, marker), name="checkpoint")
+
+    async def _write(
+        self, writer: CheckpointWriter, document: dict[str, Any], payloads: list[Payload], marker: RecordMarker
+    ) -> None:
+        """All parts write at a time; the checkpoint gets its name when the last is done."""
+        try:
+            rollouts = self.runtime.save_rollouts(writer.rollouts, payloads)
+            await self.log.flush()
+            await off_loop(rollouts.result)
+            seals = await self.runtime.learner.saved()
+            await off_loop(partial(writer.commit, document, marker, seals))
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {writer.folder} could not be written: {error}.") from error
+        self.state.journal.note("checkpoint", step=document["version"])
+        self.state.saved_version = document["version"]
+        self.state.progressed()
+
+    async def give_up_writing(self) -> None:
+        """Leave the checkpoint under way without its name: the learner that was to write it is gone."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def settle(self) -> None:
+        """Wait until the checkpoint under way, if there is one, is on disk; raises what kept it from it."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def close(self) -> None:
+        """Let the checkpoint under way come to its end, unless the run was told twice to stop or it takes too long: it
+        is then left without its name, and the next start removes it."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=0.0 if self.state.stopping else WRITE_OUT_SECONDS)
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)

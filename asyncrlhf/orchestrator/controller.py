@@ -241,11 +241,13 @@ class Controller:
         self._assembly.clear_buffer()
         self._log.mark()
         await self._log.flush()
+        await self._bookkeeping.settle()
         self.state.ledger.check()
         return "done"
 
     async def _interrupted(self) -> str:
         await self._bookkeeping.save()
+        await self._bookkeeping.settle()
         self.state.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
         return "interrupted"
 
@@ -254,6 +256,7 @@ class Controller:
 
     async def close(self) -> None:
         """End every loop; the runtime's parts are closed by their owner."""
+        await self._bookkeeping.close()
         await self._publisher.close()
         for task in self._tasks:
             task.cancel()

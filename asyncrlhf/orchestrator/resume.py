@@ -12,7 +12,8 @@ from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, Runtime
 from asyncrlhf.cluster.parts import reference_spec
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError, LedgerError
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError, LedgerError
+from asyncrlhf.learner.checkpoint import check_fits, read_head
 from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
@@ -104,9 +105,20 @@ def try_on(saved: Saved, state: RunState, source: PromptSource) -> None:
     try:
         _take_up(state, saved, source, {rollout_id: Payload(None, 0) for rollout_id in saved.rollouts})
         {int(k): tuple(v) for k, v in saved.state["uses"].items()}
+        held = {r.rollout_id for group in state.buffer.groups() for r in group.rollouts}
+        held |= {r.rollout_id for group in state.groups.values() for r in group.scored}
+        if held != saved.rollouts.keys():
+            raise ValueError(f"{len(held)} rollouts are held, and others lie in it")
+        if (version := read_head(saved.learner)["version"]) != saved.step:
+            raise ValueError(f"the learner's part is of version {version!r:.80}, not {saved.step}")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, LedgerError) as error:
         what = str(error) if isinstance(error, LedgerError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the checkpoint {saved.folder} does not hold together ({what}).") from error
+        raise CheckpointError(f"the checkpoint {saved.folder} does not hold together ({what:.300}).") from error
+    try:
+        config = state.config
+        check_fits(saved.learner, read_head(saved.learner), config.learner.layout, config.algorithm.saved_parts)
+    except CheckpointError as error:  # the settings', and not the checkpoint's
+        raise ConfigError(str(error)) from error
 
 
 def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog, runtime: Runtime) -> None:

@@ -27,7 +27,7 @@ from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
-from asyncrlhf.records.checkpoint import Saved, list_checkpoints, read_checkpoint
+from asyncrlhf.records.checkpoint import Saved, list_checkpoints, newest_whole, read_checkpoint
 from asyncrlhf.records.recorder import RecordMarker
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a start; each is twice as long as the one before
@@ -62,6 +62,7 @@ class Rollback:
         cause when it died ``learner.max_restarts`` times before without getting any further."""
         while True:
             await self.learn.forget()
+            await self.learn.bookkeeping.give_up_writing()
             await self.publisher.forget()
             self.critics.forget()
             self._count(error)
@@ -134,7 +135,7 @@ class Rollback:
         held = {group.group_id: group for group in state.buffer.groups()}
         taken = [group for group in self.learn.taken if group.group_id not in held]
         undone = [group for group in (*taken, *held.values()) if group.max_version > to]
-        state.buffer.discard(group for group in undone if group.group_id in held)
+        state.buffer.discard({group.group_id for group in undone} & held.keys())
         back, room = [], state.buffer.free
         for group in taken:
             if group.max_version <= to:
@@ -192,5 +193,7 @@ class Rollback:
         self.state.journal.note("rollback", epoch=self.state.epoch, version=self.state.version, to=to)
 
     def _newest(self) -> Saved:
-        found = list_checkpoints(self.run_dir)
-        return read_checkpoint(found[-1]) if found else self.begun
+        saved, passed_over = newest_whole(list_checkpoints(self.run_dir)[::-1], read_checkpoint)
+        for sentence in passed_over:
+            self.state.message(sentence)
+        return saved or self.begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,7 +68,8 @@ class CheckpointWriter:
         ``seals``: of files of ``learner/`` that are on disk and hashed already, by their paths within it.
         """
         document = {"format": FORMAT, "marker": asdict(marker), **state}
-        (self.folder / STATE_FILE).write_text(json.dumps(document), encoding="utf-8")
+        with (self.folder / STATE_FILE).open("w", encoding="utf-8") as file:
+            file.writelines(_pieces(document))
         known = {f"{LEARNER_FOLDER}/{name}": facts for name, facts in (seals or {}).items()}
         write_manifest(self.folder, known)
         for folder in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
@@ -83,6 +84,21 @@ class CheckpointWriter:
         return self._target
 
 
+def _pieces(value: Any, depth: int = 3) -> Iterator[str]:
+    """JSON text, piece by piece: one call of json.dumps would keep the event loop from running for all its time."""
+    if not depth or not value or not isinstance(value, (dict, list)):
+        yield json.dumps(value)
+        return
+    named = isinstance(value, dict)
+    yield "{" if named else "["
+    for number, item in enumerate(value):
+        yield ", " if number else ""
+        if named:
+            yield f"{json.dumps(str(item))}: "
+        yield from _pieces(value[item] if named else item, depth - 1)
+    yield "}" if named else "]"
+
+
 def sweep_unfinished(run_dir: Path) -> None:
     """Remove what a process left that died while it wrote a checkpoint. For the one that holds the run's lock."""
     for folder in (run_dir / FOLDER).glob(".*.tmp"):
@@ -90,15 +106,13 @@ def sweep_unfinished(run_dir: Path) -> None:
 
 
 def list_checkpoints(run_dir: Path, last_file: str = STATE_FILE) -> list[Path]:
-    """Checkpoints of a run that have their name, oldest first: those that hold ``last_file``."""
-    found = (file.parent for file in (run_dir / FOLDER).glob(f"[!.]*-*/{last_file}"))
+    """Checkpoints of a run that have their name, oldest first: those that hold ``last_file`` (empty: all)."""
+    found = (folder for folder in (run_dir / FOLDER).glob("[!.]*-*") if (folder / last_file).exists())
     numbered = (folder for folder in found if folder.name.rpartition("-")[2].isdecimal())
     return sorted(numbered, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
-def find_checkpoints(
-    resume: str, run_dir: Path | None, runs: Path, last_file: str = STATE_FILE, stage: str = ""
-) -> list[Path]:
+def find_checkpoints(resume: str, run_dir: Path | None, runs: Path, last_file: str = "", stage: str = "") -> list[Path]:
     """The checkpoints that ``checkpoint.resume`` means, newest first: of one run, or one where it names a folder. Empty
     where ``auto`` finds nothing to go on with.
 
@@ -109,7 +123,7 @@ def find_checkpoints(
         return []
     if resume != "auto":
         folder = Path(resume)
-        found = [folder] if (folder / last_file).is_file() else list_checkpoints(folder, last_file)
+        found = [folder] if (folder / (last_file or STATE_FILE)).is_file() else list_checkpoints(folder, last_file)
         what = f"checkpoint of {stage}" if stage else "checkpoint"
         check(found, f"checkpoint.resume={resume} holds no {what}; allowed: no, auto, or a checkpoint's folder.")
         return found[-1:]

@@ -108,6 +108,11 @@ class TokenRecord:
             self._put()
             self._wait(MAX_WAITING)
 
+    def end_part(self) -> list[Future[None]]:
+        """Have all rows so far in whole parts, which are on disk when the futures are done."""
+        self._put()
+        return list(self._pending)
+
     def flush(self) -> None:
         """Wait until all is on disk."""
         self._put()

@@ -77,6 +77,6 @@ def _cast(array: np.ndarray | None, kind: pa.DataType) -> np.ndarray | None:
     return None if array is None else np.asarray(array, kind.to_pandas_dtype())
 
 
-def _array(value: pa.LargeListScalar) -> np.ndarray | None:
+def _array(value: pa.LargeListScalar) -> Any:
     """A copy: the learner's batches are built of arrays that own their memory."""
     return np.array(value.values) if value.is_valid else None

@@ -73,9 +73,10 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
     )
     check_model(config.model)
     given = Path(config.run_dir) if config.run_dir else None
-    found = find_checkpoints(config.checkpoint.resume, given, RUNS / f"{config.name}-{stage}", MARKER_FILE, stage)
-    folder = found[0].parents[1] if found and given is None else run_folder(config, stage)
-    resume, passed_over = newest_whole(found, partial(whole, run_dir=folder))
+    runs = RUNS / f"{config.name}-{stage}"
+    checkpoints = find_checkpoints(config.checkpoint.resume, given, runs, MARKER_FILE, stage)
+    folder = checkpoints[0].parents[1] if checkpoints and given is None else run_folder(config, stage)
+    resume, passed_over = newest_whole(checkpoints, partial(whole, run_dir=folder))
     limit, tokenizer = min(settings.max_length, context_length(config.model)), load_tokenizer(config.model)
     check(
         tokenizer.chat_template or not conversational,

@@ -19,6 +19,7 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import StepPlan
+from asyncrlhf.learner.state_file import read_state
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.types import Rollout, TrainBatch
@@ -66,7 +67,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def weights(done: Finished) -> dict[str, torch.Tensor]:
     """Of the policy and of the critic."""
     newest = sorted(done.folder.glob("checkpoints/step-*/learner"))[-1]
-    critic = torch.load(newest / "trainer.pt", weights_only=True)["critic"]
+    critic = read_state(newest / "trainer.safetensors")["critic"]
     return {**load_file(newest / "model" / "model.safetensors"), **{f"critic {k}": v for k, v in critic.items()}}
 
 

@@ -28,6 +28,7 @@ SHORT_STEPS = 3
 def job(rank: int, folder: Path) -> dict[str, Any]:
     trained, given = build(rank, 2, sharding="fsdp2"), batches()
     found: dict[str, Any] = {"curve": curve(trained, given[:SAVED_AFTER], rank, 2)}
+    trained.make_room()
     trained.save(folder)
     found["saved"] = weights(trained)
     found["curve"] += curve(trained, given[SAVED_AFTER:], rank, 2)

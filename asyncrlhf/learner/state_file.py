@@ -1,0 +1,178 @@
+"""Nested states as safetensors files: tensors as they are, all else as JSON in the header; no pickle, no code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from asyncrlhf.errors import CheckpointError
+
+Plain = Any  # JSON values: lists are lists, scalars themselves; an object's one key says what it stands for
+TENSOR, DICT, TUPLE = "tensor", "dict", "tuple"
+STATE = "state"  # of the header's metadata
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+# What a file that is no such state makes its readers raise.
+UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+def split(state: Any, whole: bool = True) -> tuple[Plain, dict[str, torch.Tensor]]:
+    """The state as plain JSON values, and its tensors by the numbers that stand in their places; one that is there
+    twice is listed once. Of a DTensor the local part is listed, with its first row and the whole shape.
+
+    Raises CheckpointError for what is neither; not ``whole``: such entries of dicts are left out.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    seen: dict[Any, str] = {}
+
+    def number(tensor: torch.Tensor) -> str:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        key = seen.get(place) if tensor.numel() else None
+        if key is None:
+            key = seen[place] = str(len(tensors))
+            tensors[key] = tensor
+        return key
+
+    def plain(value: Any) -> Plain:
+        if isinstance(value, DTensor):
+            _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            return {TENSOR: number(value.to_local().detach()), "row": offset[0], "shape": list(value.shape)}
+        if isinstance(value, torch.Tensor):
+            return {TENSOR: number(value.detach())}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Mapping):
+            return {DICT: [[plain(key), own] for key, item in value.items() if (own := entry(item)) is not missing]}
+        if isinstance(value, (tuple, list)):
+            items = [plain(item) for item in value]
+            return {TUPLE: items} if isinstance(value, tuple) else items
+        raise CheckpointError(f"a state of the learner holds a {type(value).__qualname__}, which no checkpoint can.")
+
+    missing = object()
+
+    def entry(item: Any) -> Plain:
+        try:
+            return plain(item)
+        except CheckpointError:
+            if whole:
+                raise
+            return missing
+
+    return plain(state), tensors
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """One safetensors file on disk, straight from contiguous host tensors; returns its seal, see
+    ``data.checkpoint_manifest``: the bytes are hashed as they are written, not read back."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = hashlib.sha256(), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for part in (memoryview(struct.pack("<Q", len(text))), memoryview(text), *map(_bytes, tensors.values())):
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return memoryview(flat)
+
+
+def read_plain(path: Path) -> Any:
+    """The state out of the header, its tensors as numbers. Raises CheckpointError for a file that is no state."""
+    try:
+        with safe_open(path, "pt") as file:
+            return _joined(json.loads(file.metadata()[STATE]), None)
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def read_state(path: Path) -> Any:
+    """The state, tensors in host memory. Raises CheckpointError for a file that is no state."""
+    try:
+        with safe_open(path, "pt") as file:
+            return _joined(json.loads(file.metadata()[STATE]), file)
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def _joined(value: Plain, file: Any) -> Any:
+    if isinstance(value, list):
+        return [_joined(item, file) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        return value[TENSOR] if file is None else file.get_tensor(value[TENSOR])
+    if TUPLE in value:
+        return tuple(_joined(item, file) for item in value[TUPLE])
+    return {_joined(key, file): _joined(item, file) for key, item in value[DICT]}
+
+
+def read_sharded(template: Any, files: Sequence[Path]) -> Any:
+    """The state that some ranks wrote, a file each, laid out as ``template`` is on this one: its DTensors are filled in
+    place with this rank's rows. Raises CheckpointError where the files do not hold what the template asks for."""
+    try:
+        with ExitStack() as stack:
+            opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+            return _fill(template, [json.loads(file.metadata()[STATE]) for file in opened], opened)
+    except UNREADABLE as error:
+        raise _unreadable(files[0].parent, error) from error
+
+
+def _fill(template: Any, parts: Sequence[Plain], files: Sequence[Any]) -> Any:
+    if isinstance(template, DTensor):
+        _fill_rows(template, parts, files)
+        return template
+    if isinstance(template, Mapping):
+        entries = [{_joined(key, None): item for key, item in part[DICT]} for part in parts]
+        if template.keys() != entries[0].keys():
+            raise ValueError(f"{sorted(map(str, template.keys() ^ entries[0].keys()))[0]} is in one of the two alone")
+        return {key: _fill(item, [entry[key] for entry in entries], files) for key, item in template.items()}
+    if isinstance(template, list):
+        return [_fill(item, [part[i] for part in parts], files) for i, item in enumerate(template)]
+    return _joined(parts[0], files[0])
+
+
+@torch.no_grad()
+def _fill_rows(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) -> None:
+    local = tensor.to_local()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    first, last, found = offset[0], offset[0] + len(local), 0
+    for part, file in zip(parts, files, strict=True):
+        if part["shape"] != list(tensor.shape):
+            raise ValueError(f"a tensor has the shape {part['shape']}, and {list(tensor.shape)} is asked for")
+        rows = file.get_slice(part[TENSOR])
+        start, stop = max(first, part["row"]), min(last, part["row"] + rows.get_shape()[0])
+        if start < stop:
+            local[start - first : stop - first] = rows[start - part["row"] : stop - part["row"]]
+            found += stop - start
+    if found != len(local):
+        raise ValueError(f"{found} of a tensor's {len(local)} rows are there")
+
+
+def _unreadable(path: Path, error: BaseException) -> CheckpointError:
+    said = str(error).splitlines()[0] if str(error) else ""
+    return CheckpointError(f"{path} does not hold a learner's state ({type(error).__name__}: {said}).")

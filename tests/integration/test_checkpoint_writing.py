@@ -1,0 +1,116 @@
+"""Checkpoints that are written while the run goes on: of their own step, waited for, or left without a name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrlhf.cluster.local_runtime import LocalLearner
+from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError
+from asyncrlhf.learner import state_writer
+from asyncrlhf.orchestrator.bookkeeping import WRITE_OUT_SECONDS
+from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.records.checkpoint import CheckpointWriter, list_checkpoints
+from tests.loop import FAKE, run
+
+SETTINGS = (*FAKE, "eval_every=0", "checkpoint.every=2", "checkpoint.keep=9", "async.max_staleness=2")
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[int, int]]:
+    """Have the learner's part reach the disk only after ``seconds`` of the run's clock; returns (step of a checkpoint,
+    the learner's version when it is committed)."""
+    written, commit, learners = [], CheckpointWriter.commit, []
+    saved = LocalLearner.saved
+
+    async def late(self: LocalLearner) -> Any:
+        learners[:] = [self]
+        await asyncio.sleep(seconds)
+        return await saved(self)
+
+    def noted(self: CheckpointWriter, state: Any, *rest: Any) -> Path:
+        written.append((state["version"], learners[0].worker.version))
+        return commit(self, state, *rest)
+
+    monkeypatch.setattr(LocalLearner, "saved", late)
+    monkeypatch.setattr(CheckpointWriter, "commit", noted)
+    return written
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def test_a_checkpoint_is_of_its_step_though_it_is_written_steps_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        written = slow(patched, 1.25 * WRITE_OUT_SECONDS)
+        done = run(tmp_path / "late", *SETTINGS, "steps=6", "learner.virtual_step_seconds=5")
+        assert [step for step, _ in written] == [2, 4, 6], "the next one waits, and so does the end"
+        assert written[0][1] > 2, "the run did not go on meanwhile, so nothing is tried"
+    done.assert_ledger_whole()
+    with monkeypatch.context() as patched:
+        slow(patched, 0.01)
+        run(tmp_path / "hardly late", *SETTINGS, "steps=6", "learner.virtual_step_seconds=5")
+    first, late = (
+        json.loads((tmp_path / name / "checkpoints/step-00000002" / MANIFEST).read_text())
+        for name in ("hardly late", "late")
+    )
+    assert first == late, "every file of it is the same"
+    for checkpoint in list_checkpoints(tmp_path / "late"):
+        check_manifest(checkpoint)
+    resume = f"checkpoint.resume={tmp_path}/late/checkpoints/step-00000002"
+    again = run(tmp_path / "late", *SETTINGS, "steps=6", resume)
+    again.assert_ledger_whole()
+    assert [row["step"] for row in again.metrics] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, ["step-00000002"]), (1e4, [])])
+def test_a_run_that_fails_meanwhile_lets_it_come_to_its_end_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, expected: list[str]
+) -> None:
+    slow(monkeypatch, seconds)
+    step = LearnLoop._step
+
+    async def fail(self: LearnLoop, *arguments: Any) -> None:
+        if self.state.version == 2:
+            raise AsyncRLHFError("The third step fails.")
+        await step(self, *arguments)
+
+    monkeypatch.setattr(LearnLoop, "_step", fail)
+    with pytest.raises(AsyncRLHFError, match="third step fails"):
+        run(tmp_path, *SETTINGS, "steps=6")
+    assert names(tmp_path) == expected
+    monkeypatch.undo()
+    if expected:
+        run(tmp_path, *SETTINGS, "steps=4", "checkpoint.resume=auto").assert_ledger_whole()
+
+
+def test_a_full_disk_ends_the_run_in_one_sentence_and_the_checkpoint_before_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write_file = [], state_writer.write_file
+
+    def full(path: Path, *rest: Any) -> dict[str, Any]:
+        written.append(path)
+        if "step-00000004" in str(path):
+            raise OSError(28, os.strerror(28))
+        return write_file(path, *rest)
+
+    monkeypatch.setattr(state_writer, "write_file", full)
+    with pytest.raises(CheckpointError, match=r"step-00000004.*could not be written: .*No space left on device"):
+        run(tmp_path, *SETTINGS, "steps=8")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "No space left" in summary["exit_reason"]
+    assert names(tmp_path) == ["step-00000002"] and (tmp_path / "checkpoints/.step-00000004.tmp").exists()
+    monkeypatch.undo()
+    again = run(tmp_path, *SETTINGS, "steps=4", "checkpoint.resume=auto")
+    again.assert_ledger_whole()
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    assert not list((tmp_path / "checkpoints").glob(".*.tmp"))
