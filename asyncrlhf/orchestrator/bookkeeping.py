@@ -12,6 +12,7 @@ from typing import Any
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
 from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
@@ -141,8 +142,12 @@ class Bookkeeping:
 
     async def save(self) -> None:
         """Write a checkpoint of this step. A scheduled mode first lets its schedule come to rest, so that a resumed run
-        has the same batches, from the same versions, as an uninterrupted one."""
+        has the same batches, from the same versions, as an uninterrupted one; on the virtual clock, where it costs
+        nothing, every mode does."""
         state = self.state
+        rests = not state.scheduled and state.config.runtime == "local" and not state.stopping
+        if rests:
+            await self._rest()
         if state.scheduled:
             await self.publisher.idle()
             await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
@@ -157,4 +162,20 @@ class Bookkeeping:
         await self.log.flush()
         rollouts = await self.runtime.fetch(payloads)
         await off_loop(partial(writer.commit, document, {r.rollout_id: r for r in rollouts}, marker))
+        state.resting = False
+        state.rests += rests
         state.progressed()
+
+    async def _rest(self) -> None:
+        """Finish all that is under way, and have the replicas hold this step's weights."""
+        state, begun = self.state, self.state.now()
+        state.resting = True
+        await state.changed.wait_for(lambda: not state.groups or state.stopping)
+        await self.publisher.idle()
+        if state.published_version < state.version:
+            self.publisher.publish(state.version)
+            await self.publisher.idle()
+        # An engine tells of its last responses when their step begins, and can take no other before it ends.
+        await asyncio.sleep(2 * max(k.config.virtual_step_seconds for k in replica_kinds(state.config.generator)))
+        state.elapsed += state.now() - begun
+        await self.log.hand_over()  # the timeline of that time

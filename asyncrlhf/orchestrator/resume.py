@@ -29,6 +29,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
         "published_version": state.published_version,
         "next_group_id": state.next_group_id,
         "elapsed": state.elapsed,
+        "clock": state.now(),
         "config": state.settings,
         "reference": fingerprint(state.config),
         "cursor": source.state(),
