@@ -146,8 +146,7 @@ class Bookkeeping:
         nothing, every mode does."""
         state = self.state
         rests = not state.scheduled and state.config.runtime == "local" and not state.stopping
-        if rests:
-            await self._rest()
+        rested = await self._rest() if rests else 0.0
         if state.scheduled:
             await self.publisher.idle()
             await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
@@ -158,6 +157,7 @@ class Bookkeeping:
         # No await between these two: what the document counts as ended is what the records hold.
         document, payloads = snapshot_state(state, self.source, self.log)
         document["heldout_before"] = self.accuracies[:1]
+        document["elapsed"] += rested
         marker = self.log.mark()
         await self.log.flush()
         rollouts = await self.runtime.fetch(payloads)
@@ -166,8 +166,8 @@ class Bookkeeping:
         state.rests += rests
         state.progressed()
 
-    async def _rest(self) -> None:
-        """Finish all that is under way, and have the replicas hold this step's weights."""
+    async def _rest(self) -> float:
+        """Finish all that is under way, and have the replicas hold this step's weights; returns the seconds it took."""
         state, begun = self.state, self.state.now()
         state.resting = True
         await state.changed.wait_for(lambda: not state.groups or state.stopping)
@@ -177,5 +177,4 @@ class Bookkeeping:
             await self.publisher.idle()
         # An engine tells of its last responses when their step begins, and can take no other before it ends.
         await asyncio.sleep(2 * max(k.config.virtual_step_seconds for k in replica_kinds(state.config.generator)))
-        state.elapsed += state.now() - begun
-        await self.log.hand_over()  # the timeline of that time
+        return state.now() - begun
