@@ -15,6 +15,10 @@ class ConfigError(AsyncRLHFError):
     exit_code = 2
 
 
+class ContradictionError(ConfigError):
+    """Two settings that exclude each other: a sweep that crosses them leaves the cell out."""
+
+
 class StaleBatchError(AsyncRLHFError):
     """A token older than ``async.max_staleness`` was about to reach a loss: a bug, never a setting."""
 

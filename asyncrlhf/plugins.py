@@ -53,6 +53,7 @@ def guarded(what: str, call: Callable[[], Any]) -> Any:
         return call()
     except ConfigError:  # a module of ours that lacks a package says so in a sentence of its own
         raise
-    # The user's own code may raise anything.
-    except Exception as error:
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}.") from error
+    # The user's own code may raise anything, and may try to end the process.
+    except (Exception, SystemExit) as error:
+        said = f"{error}".rstrip(".")
+        raise ConfigError(f"{what}: {type(error).__name__}{f': {said}' if said else ''}.") from error

@@ -15,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrlhf.errors import ConfigError
 
+MOST = 2**31 - 1  # of any whole number
+MOST_NAME = 120  # characters of a name of the user's
 Settings = TypeVar("Settings")
 Group = TypeVar("Group")
 
@@ -48,7 +50,8 @@ def check_settings(where: str, settings: object) -> None:
             for one in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
                 check_choice(key, one, choices)
         elif (bounds := declared.metadata.get("bounds")) and value is not None:
-            check_range(key, value, **bounds)
+            absurd = isinstance(value, int) and value > MOST
+            check_range(key, value, **({"high": MOST} if absurd else {}) | bounds)
 
 
 def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
@@ -104,6 +107,26 @@ def check_ranges(where: str, settings: object, *names: str, **bounds: Any) -> No
 def check(condition: Any, sentence: str) -> None:
     if not condition:
         raise ConfigError(sentence)
+
+
+def check_folder_name(key: str, name: str) -> None:
+    """Raise unless ``name`` can be a folder's on any file system, beside other files that a run adds to it."""
+    fine = name.isprintable() and "/" not in name and name.strip() and name not in (".", "..")
+    shown = name if len(name) <= 60 else f"{name[:57]}..."
+    check(
+        fine and len(name.encode("utf-8", "replace")) <= MOST_NAME,
+        f"{key}={shown!r} must be a folder's name without a slash; allowed: 1 to {MOST_NAME} printable characters.",
+    )
+
+
+def check_path(key: str, path: str) -> None:
+    """Raise for a path that no file system takes: with NUL or other unprintable characters, or too long."""
+    shown = path if len(path) <= 60 else f"{path[:57]}..."
+    longest = max((len(part.encode("utf-8", "replace")) for part in path.split("/")), default=0)
+    check(
+        path.isprintable() and longest <= 255 and len(path) <= 4000,
+        f"{key}={shown!r} is no path; allowed: printable characters, at most 255 between two slashes.",
+    )
 
 
 def check_keywords(key: str, value: Any) -> None:

@@ -175,7 +175,7 @@ def build_gate(
         return LagGate(batch_size, config.fixed_lag, num_generations=num_generations, steps=steps)
     return StalenessGate(
         batch_size,
-        buffer.admission_bound(config.max_staleness),
+        buffer.admission_bound(config.bound),
         num_generations=num_generations,
         max_reuse=buffer.places,
         steps=steps,

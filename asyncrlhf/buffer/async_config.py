@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrlhf.errors import ContradictionError
 from asyncrlhf.validation import check, check_settings, setting
 
 MODES = ("sync", "one_step", "async", "fixed_lag")
 OVER_STALE = ("drop", "mask", "wait", "downweight")
 ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight")
+DEFAULT_STALENESS, DEFAULT_LAG = 2, 1
 PACING = ("auto", "just_in_time", "fill")
 SAMPLING = ("fifo", "lifo", "uniform", "priority")
 PRIORITIES = ("reward_spread", "advantage", "age")
@@ -24,9 +26,10 @@ class AsyncConfig:
         "(async), or exactly lag steps apart, so that a seed repeats (fixed_lag).",
         choices=MODES,
     )
-    max_staleness: int = setting(
-        2,
-        "Learner steps that a trained rollout's oldest token may lag behind, under mode=async; never exceeded.",
+    max_staleness: int | None = setting(
+        None,
+        "Learner steps that a trained rollout's oldest token may lag behind; never exceeded. null: 2 under mode=async; "
+        "the other modes fix it themselves.",
         low=0,
     )
     pacing: str = setting(
@@ -35,7 +38,11 @@ class AsyncConfig:
         "batch for the learner is just ready (just_in_time).",
         choices=PACING,
     )
-    lag: int = setting(1, "Learner steps between a batch's generation and its training, under mode=fixed_lag.", low=0)
+    lag: int | None = setting(
+        None,
+        "Learner steps between a batch's generation and its training, under mode=fixed_lag; null: 1.",
+        low=0,
+    )
     on_weight_update: str = setting(
         "in_flight",
         "What responses under way do when new weights come: end first (drain), begin again from the tokens made so far "
@@ -64,8 +71,20 @@ class AsyncConfig:
 
     def __post_init__(self) -> None:
         check_settings("async", self)
+        self._check_mode()
         if self.adaptive:
             self._check_adaptive()
+
+    def _check_mode(self) -> None:
+        """Refuse a bound or a lag that the mode does not have."""
+        for name, own in self.in_force.items():
+            given = getattr(self, name)
+            if given is not None and given != own:
+                raise ContradictionError(
+                    f"async.{name}={given} contradicts async.mode={self.mode}, "
+                    + ("which has none" if own is None else f"under which it is {own}")
+                    + f"; leave it out, or give async.mode={'async' if name == 'max_staleness' else 'fixed_lag'}."
+                )
 
     def _check_adaptive(self) -> None:
         check(
@@ -73,25 +92,32 @@ class AsyncConfig:
             f"async.adaptive=true has no bound to move in async.mode={self.mode}; allowed: mode=async.",
         )
         check(
-            self.min_staleness < self.max_staleness,
+            self.min_staleness < self.bound,
             f"async.adaptive=true has no room between async.min_staleness={self.min_staleness} and "
-            f"async.max_staleness={self.max_staleness}; allowed: min_staleness < max_staleness.",
+            f"async.max_staleness={self.bound}; allowed: min_staleness < max_staleness.",
         )
 
     @property
     def fixed_lag(self) -> int | None:
         """The exact lag of every batch, or None when the loop runs free under ``max_staleness``."""
-        return {"sync": 0, "one_step": 1, "fixed_lag": self.lag, "async": None}[self.mode]
+        lag = DEFAULT_LAG if self.lag is None else self.lag
+        return {"sync": 0, "one_step": 1, "fixed_lag": lag, "async": None}[self.mode]
 
     @property
     def bound(self) -> int:
         """The largest staleness that may ever reach a loss."""
-        return self.max_staleness if self.fixed_lag is None else self.fixed_lag
+        given = DEFAULT_STALENESS if self.max_staleness is None else self.max_staleness
+        return given if self.fixed_lag is None else self.fixed_lag
+
+    @property
+    def in_force(self) -> dict[str, int | None]:
+        """What null stands for, by setting; a mode that runs free has no lag."""
+        return {"max_staleness": self.bound, "lag": self.fixed_lag}
 
     @property
     def least_bound(self) -> tuple[str, int]:
         """The setting that names the lowest bound that may come into force, and its value."""
-        return ("min_staleness", self.min_staleness) if self.adaptive else ("max_staleness", self.max_staleness)
+        return ("min_staleness", self.min_staleness) if self.adaptive else ("max_staleness", self.bound)
 
 
 @dataclass(frozen=True)

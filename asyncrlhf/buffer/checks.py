@@ -90,14 +90,14 @@ def _validate_replay(
         f"allowed: max_reuse >= 2, the first training counted.",
     )
     check(
-        config.max_staleness >= 1,
+        config.bound >= 1,
         f"buffer.replay_fraction={fraction:g} with async.max_staleness=0 can never replay, for what was trained once "
         f"is one step old; allowed: max_staleness >= 1.",
     )
     check(
-        buffer.max_age <= config.max_staleness,
-        f"buffer.max_age={buffer.max_age} passes async.max_staleness={config.max_staleness}, which holds for replay "
-        f"too; allowed: 0 (that bound) to {config.max_staleness}.",
+        buffer.max_age <= config.bound,
+        f"buffer.max_age={buffer.max_age} passes async.max_staleness={config.bound}, which holds for replay "
+        f"too; allowed: 0 (that bound) to {config.bound}.",
     )
     groups = batch_size // num_generations
     check(

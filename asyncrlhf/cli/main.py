@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         hint = did_you_mean(arguments[0], COMMANDS)
-        print(f"asyncrlhf: {arguments[0]} is no command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
+        word = printable(arguments[0])
+        print(f"asyncrlhf: {word} is no command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     module, function = COMMANDS[arguments[0]]
     if not sys.warnoptions:  # byte-compiling a library for the first time warns of its code, between our lines
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except AsyncRLHFError as error:
         # Messages of other libraries, quoted in ours, may have several lines.
-        print(f"asyncrlhf: {redact(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"asyncrlhf: {printable(redact(' '.join(str(error).split())))}", file=sys.stderr)
         return error.exit_code
     except SystemExit as end:  # argparse and Hydra answer --help so
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -103,6 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         return _unforeseen(error)
+
+
+def printable(text: str) -> str:
+    """What was typed may hold anything; a terminal is shown control characters by their codes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _unforeseen(error: Exception) -> int:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     rest = [argument for argument in arguments if argument not in (ACCEPT, LIST)]
     plan = plan_sweep(rest)
     if LIST in arguments:
-        print("\n".join(job.name for job in plan.jobs))
+        print("\n".join([*(job.name for job in plan.jobs), *(f"left out: {words}" for words in plan.left_out)]))
         return 0
     with owned(RUNS / "sweeps" / plan.folder_name):
         return run_plan(plan, accept_changed=ACCEPT in arguments)
@@ -52,6 +52,8 @@ def run_plan(plan: SweepPlan, accept_changed: bool) -> int:
     console = Console()
     finished = f", {done} of them done before" if done else ""
     console.print(f"Sweep of {len(plan.jobs)} jobs{finished}: {record.folder}", markup=False, highlight=False)
+    for words in plan.left_out:
+        console.print(f"Left out: {words}", markup=False, highlight=False, soft_wrap=True)
     table = SweepTable(len(plan.jobs), done, console)
     code = 0
     try:

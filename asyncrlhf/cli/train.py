@@ -23,7 +23,7 @@ from asyncrlhf.config.compose import (
     sweep_jobs,
 )
 from asyncrlhf.config.run_config import RunConfig, conf_folder, from_hydra, register_schema
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, ContradictionError
 from asyncrlhf.redaction import redact
 
 # What only Hydra's own command line answers; SHOW_FLAGS take a word behind them.
@@ -104,11 +104,19 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> str:
 
 
 def _check_jobs(overrides: Sequence[str], folder: Path | None) -> None:
-    """Every job's config is checked before the first one starts, unless a sweeper other than Hydra's makes them."""
+    """Every job's config is checked before the first one starts, unless a sweeper other than Hydra's makes them. Those
+    that contradict themselves are left out when their turn comes, if others are left."""
     if any(override.lstrip("+").startswith("hydra/sweeper") for override in overrides):
         return
-    for job in sweep_jobs(overrides):
-        from_hydra(compose_config(job, folder))
+    jobs = sweep_jobs(overrides)
+    contradictions = []
+    for job in jobs:
+        try:
+            from_hydra(compose_config(job, folder))
+        except ContradictionError as error:
+            contradictions.append(error)
+    if len(contradictions) == len(jobs):
+        raise contradictions[0]
 
 
 def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | None) -> int:
@@ -131,6 +139,11 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
             built = from_hydra(config)
             codes.append(run(built))
             done.extend([Path(config.run_dir)] if built.logging.report else [])
+        except ContradictionError as error:
+            print(f"Left out: {HydraConfig.get().job.override_dirname}: {error}")
+            codes.append(0)
+            with suppress(OSError):
+                output.rmdir()
         except AsyncRLHFError as error:
             sentence = f"{HydraConfig.get().job.override_dirname}: {' '.join(str(error).split())}"
             print(f"asyncrlhf: {redact(sentence)}", file=sys.stderr)

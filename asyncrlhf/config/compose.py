@@ -73,6 +73,8 @@ def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
         raise ConfigError(hydra_sentence(error)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"A config file is not YAML: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"A config file is not UTF-8: {error.reason} at byte {error.start + 1}.") from error
     except ValueError as error:  # Hydra's answer to a group that is given a number
         raise ConfigError(_not_an_option(overrides) or f"{error}.") from error
 
@@ -98,7 +100,7 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder())):
             groups = GlobalHydra.instance().config_loader()  # glob() looks its options up there
             parsed = OverridesParser.create(groups).parse_overrides(list(overrides))
-        choices = [
+        choices: list[list[str]] = [
             [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
             if o.is_sweep_override() and o.is_discrete_sweep()
             else [str(o.input_line)]
@@ -106,6 +108,8 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
         ]
     except HydraException as error:
         raise ConfigError(hydra_sentence(error)) from error
+    for override, found in zip(overrides, choices, strict=True):
+        check(found, f"{override} matches no option of its group, so that there is nothing to sweep over.")
     return [list(job) for job in itertools.product(*choices)]
 
 

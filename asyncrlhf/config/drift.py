@@ -158,7 +158,7 @@ def drift(
 def _cannot(key: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
     """Why this very change of a setting that may change is refused; empty where it is not."""
     was, now = old.get(key), new.get(key)
-    if key == "steps" and now < step:
+    if key == "steps" and new[key] < step:
         return f"{step} steps are done"
     if key == "algorithm.advantage" and (was in CRITIC_ADVANTAGES) != (now in CRITIC_ADVANTAGES):
         return "only one of the two has a critic, and the checkpoint goes with the first"

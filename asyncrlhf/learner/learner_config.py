@@ -22,8 +22,8 @@ class WorkersConfig:
         "Who asks the model: the learner in each step, or workers for each rollout as it ends.",
         choices=WHERE,
     )
-    workers: int = setting(1, "Workers, under where=service.", low=1)
-    threads: int = setting(1, "CPU threads of one worker.", low=1)
+    workers: int = setting(1, "Workers, under where=service.", low=1, high=10**4)
+    threads: int = setting(1, "CPU threads of one worker.", low=1, high=1024)
     gpus: float = setting(0.0, "GPUs of one worker, at most 1; 0 runs it on the CPU.", low=0)
     token_budget: int = setting(16384, "Tokens of one call, and padded tokens of one forward pass.", low=1)
     max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
@@ -82,7 +82,7 @@ class LearnerConfig:
     """What trains: its backend and ranks, its optimizer, its memory."""
 
     backend: str = setting("torch", "What holds and updates the weights.", choices=("torch", "deepspeed"))
-    ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1)
+    ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1, high=10**4)
     sharding: str = setting(
         "none", "backend=torch: every rank holds everything (none), or FSDP2 deals the weights out.", choices=SHARDINGS
     )
@@ -99,8 +99,8 @@ class LearnerConfig:
     sequence_parallel_size: int = setting(
         1, "backend=deepspeed: ranks that take one share of the batch together, token by token.", low=1
     )
-    threads: int = setting(1, "CPU threads of one rank.", low=1)
-    gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0)
+    threads: int = setting(1, "CPU threads of one rank.", low=1, high=1024)
+    gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0, high=1024)
     learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0)
     critic_learning_rate: float = setting(0.0, "The critic's learning rate; 0 is the policy's.", low=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay; not of biases and norms.", low=0)

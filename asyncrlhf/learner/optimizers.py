@@ -58,6 +58,11 @@ def build_optimizer(config: LearnerConfig, policy: nn.Module | None, critic: nn.
     betas, given = (config.adam_beta1, config.adam_beta2), dict(config.optim_args or {})
     what = f"learner.optim={config.optim} with learner.optim_args={given} cannot be built"
     optimizer = guarded(what, lambda: _build(config, groups, betas, given))
+    check(
+        hasattr(optimizer, "param_groups"),
+        f"learner.optim={config.optim} gives {type(optimizer).__name__}; allowed: a class or a function that gives an "
+        "optimizer of torch's interface.",
+    )
     for group in optimizer.param_groups:
         group.setdefault("base_lr", group["lr"])
     return optimizer
@@ -69,8 +74,8 @@ def check_optimizer(config: LearnerConfig) -> None:
         check(hasattr(torch.optim, "Muon"), "learner.optim=muon needs torch 2.9 or newer, which has torch.optim.Muon.")
     if config.optim == "adamw_8bit":
         check_package("learner.optim=adamw_8bit", "bitsandbytes", "bitsandbytes")
-    if ":" in config.optim:
-        load_function("learner.optim", config.optim)
+    if config.optim != "adamw_8bit":  # which needs a GPU
+        build_optimizer(config, nn.Linear(2, 2), None)
 
 
 def _build(config: LearnerConfig, groups: list[dict[str, Any]], betas: tuple[float, float], given: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from asyncrlhf.algorithms.masked import masked_values
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.plugins import load_function
+from asyncrlhf.plugins import guarded, load_function
 
 
 class LossInputs(NamedTuple):
@@ -80,6 +80,29 @@ class UserLoss:
                 f"{self._where} returned values that are not finite for {int(broken.sum())} of {len(broken)} tokens "
                 "although log-probs and advantages are; allowed: finite numbers wherever loss_mask is true."
             )
+
+
+def check_loss(target: str, with_reference: bool) -> None:
+    """Call the loss once on two sequences of two tokens; raises ConfigError for what a run could not train with."""
+    loss, where = UserLoss(target), f"algorithm.loss.target={target}"
+    ones, whole = torch.full((4,), -1.0), torch.tensor([0, 0, 1, 1])
+    inputs = LossInputs(
+        policy_logprobs=ones.clone().requires_grad_(),
+        behavior_logprobs=ones,
+        proximal_logprobs=ones,
+        ref_logprobs=ones if with_reference else None,
+        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        rewards=torch.tensor([1.0, 0.0]),
+        loss_mask=torch.ones(4, dtype=torch.bool),
+        sequence_ids=whole,
+        group_ids=torch.zeros(2, dtype=torch.int64),
+        version_lag=torch.zeros(4, dtype=torch.int64),
+        entropy=torch.ones(4, requires_grad=True),
+    )
+    try:
+        guarded(f"{where} fails on two sequences of two tokens", lambda: loss(inputs))
+    except AsyncRLHFError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_loss(target: str) -> LossFunction:

@@ -52,7 +52,7 @@ class AdaptiveBound:
         if self._good < self._config.adapt_patience:
             return self.bound
         self._good = 0
-        return min(self._config.max_staleness, self.bound + 1)
+        return min(self._config.bound, self.bound + 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"bound": self.bound, "seen": list(self._seen), "good": self._good}
@@ -60,5 +60,5 @@ class AdaptiveBound:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore, within the present settings; a run without ``adaptive`` keeps the bound of its settings."""
         if self._config.adaptive:
-            self.bound = min(max(state["bound"], self._config.min_staleness), self._config.max_staleness)
+            self.bound = min(max(state["bound"], self._config.min_staleness), self._config.bound)
             self._seen, self._good = list(state["seen"]), state["good"]

@@ -12,6 +12,7 @@ from typing import Any
 from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
 from asyncrlhf.data.sources import PromptSource
+from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import CheckpointError, ReplicaError
 from asyncrlhf.orchestrator.annotate import annotate
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
@@ -148,9 +149,11 @@ class Bookkeeping:
         """Take a checkpoint of this step: when this returns, what it holds is fixed, and the next step may begin; it is
         written meanwhile, and :meth:`settle` waits for that. The one before is waited for first. A scheduled mode first
         lets its schedule come to rest, so that a resumed run has the same batches, from the same versions, as an
-        uninterrupted one."""
+        uninterrupted one; on the virtual clock, where it costs nothing, every mode rests."""
         await self.settle()
         state = self.state
+        rests = not state.scheduled and state.config.runtime == "local" and not state.stopping
+        rested = await self._rest() if rests else 0.0
         if state.scheduled:
             await self.publisher.idle()
             await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
@@ -161,8 +164,12 @@ class Bookkeeping:
         # No await between these two: what the document counts as ended is what the records hold.
         document, payloads = snapshot_state(state, self.source, self.log)
         document["heldout_before"] = self.accuracies[:1]
+        document["elapsed"] += rested
         marker = self.log.mark()
         self._writing = asyncio.create_task(self._write(writer, document, payloads, marker), name="checkpoint")
+        state.resting = False
+        state.rests += rests
+        state.progressed()
 
     async def _write(
         self, writer: CheckpointWriter, document: dict[str, Any], payloads: list[Payload], marker: RecordMarker
@@ -200,3 +207,16 @@ class Bookkeeping:
             await asyncio.wait([self._writing], timeout=0.0 if self.state.stopping else WRITE_OUT_SECONDS)
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _rest(self) -> float:
+        """Finish all that is under way, and have the replicas hold this step's weights; returns the seconds it took."""
+        state, begun = self.state, self.state.now()
+        state.resting = True
+        await state.changed.wait_for(lambda: not state.groups or state.stopping)
+        await self.publisher.idle()
+        if state.published_version < state.version:
+            self.publisher.publish(state.version)
+            await self.publisher.idle()
+        # An engine tells of its last responses when their step begins, and can take no other before it ends.
+        await asyncio.sleep(2 * max(k.config.virtual_step_seconds for k in replica_kinds(state.config.generator)))
+        return state.now() - begun

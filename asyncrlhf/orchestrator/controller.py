@@ -39,7 +39,7 @@ from typing import Any
 from asyncrlhf.buffer.admission import build_gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
-from asyncrlhf.cluster.clock import off_loop
+from asyncrlhf.cluster.clock import VirtualClockLoop, off_loop
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
@@ -168,6 +168,9 @@ class Controller:
         await self._publisher.idle()
         self._starting = None
         await self._bookkeeping.evaluate_end()
+        loop = asyncio.get_running_loop()
+        if self._saved is not None and isinstance(loop, VirtualClockLoop):
+            loop.go_on_at(self._saved.state["clock"])
         state.progressed()
         learn = LearnLoop(
             state, self._runtime, self._assembly, self._publisher, self._log, self._bookkeeping, self._turns,

@@ -50,6 +50,8 @@ class Dispatcher:
         if self._state.stopping and not self._state.scheduled:
             return plan  # a schedule is finished even so, for a resume could not make up for the version that is gone
         self._plan_requeued(plan)
+        if self._state.resting:
+            return plan
         while (replica := self._choose()) is not None and self._has_room(replica):
             self._admit_group(replica, plan)
         return plan

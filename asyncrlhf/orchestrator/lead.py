@@ -42,6 +42,8 @@ class Lead:
         self._lead: int | None = None
         self._first = True
         self.figures: dict[str, float] = {}
+        if self._gate is not None:
+            self._gate.pace(None)
 
     def asked(self) -> None:
         """The learner is free: read the need of this moment, and lead by what such moments needed."""

@@ -112,7 +112,8 @@ class LearnLoop:
         return self.state.config.algorithm.purge_on_publish and self.state.published_version > self._purged_for
 
     def _may_publish(self) -> bool:
-        return self._publish_due and not self.publisher.busy
+        newer = self.state.version > self.state.published_version  # a checkpoint may have published already
+        return self._publish_due and newer and not self.publisher.busy
 
     async def _step(self, taken: list[RolloutGroup], waited: float) -> None:
         state, version = self.state, self.state.version
@@ -167,7 +168,10 @@ class LearnLoop:
         metrics, self._unlogged = self._unlogged, None
         if metrics is not None:
             await self.log.hand_over()
+            rests = self.state.rests
             await self.bookkeeping.after_step(metrics)
+            if self.state.rests > rests:
+                self._lead = Lead(self.state)  # a resumed run knows of no needs either
 
     async def _publish_if_due(self) -> None:
         """Each version must go out in the scheduled modes; a free run that finds the last publish still under way puts

@@ -45,7 +45,7 @@ def find_origin(config: RunConfig, run_dir: Path, saved: Saved | None) -> Origin
         f"checkpoint.resume={config.checkpoint.resume} is a checkpoint of the run in {own}, which goes on there and "
         f"not in run_dir={run_dir}; leave run_dir out.",
     )
-    held = next((row["inputs"] for row in read_attempts(run_dir)), {})
+    held: dict[str, str] = next((row["inputs"] for row in read_attempts(run_dir)), {})
     before = saved.state.get("config")  # None: written by an older version
     changes = [] if before is None else drift(before, config, step=saved.step, held=held, found=inputs)
     return Origin(saved.step, saved.marker, changes, inputs, told(changes, saved.folder))

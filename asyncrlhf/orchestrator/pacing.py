@@ -119,12 +119,18 @@ class Pacing:
     def __init__(self, state: RunState, probe: Callable[[Replica], Awaitable[bool]]) -> None:
         self._state = state
         self._probe = probe
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing of the replicas yet."""
+        state = self._state
         self._rates = Rates()
         self._slots = FreeSlots(self._able)
         self._looked_at = -1  # state.changed's count when all replicas were looked at
         self._touches = 0  # of single replicas since then
         self._slow: dict[str, Replica] = {}
         self._known: dict[str, GeneratorHandle] = {}
+        self._rests = state.rests
         self._version = state.version
         self._stepped_at: float | None = None
         self._intervals: deque[float] = deque(maxlen=STEPS_REMEMBERED)
@@ -163,6 +169,9 @@ class Pacing:
         """Take note of what happened since the last look: judge the replicas that were touched. All are judged after
         seldom events, such as a step or a death, and after as many touches as there are replicas."""
         state, now = self._state, self._state.now()
+        if state.rests != self._rests:
+            self.close()
+            self._begin()
         touched, state.touched = state.touched, {}
         self._touches += len(touched)
         everyone = state.changed.count != self._looked_at or self._touches >= len(state.replicas)

@@ -31,6 +31,7 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
         "epoch": state.epoch,
         "next_group_id": state.next_group_id,
         "elapsed": state.elapsed,
+        "clock": state.now(),
         "config": state.settings,
         "reference": fingerprint(state.config),
         "cursor": source.state(),

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
+from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
@@ -25,7 +26,7 @@ from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.optimizers import check_optimizer
-from asyncrlhf.learner.user_loss import load_loss
+from asyncrlhf.learner.user_loss import check_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state, failure_sentence
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
@@ -80,7 +81,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_rewards(config.reward, tokenizer, lambda: task, completion, first)
     check_optimizer(config.learner)
     if config.algorithm.loss.target:
-        load_loss(config.algorithm.loss.target)
+        check_loss(config.algorithm.loss.target, config.algorithm.needs_reference)
     given = Path(config.run_dir) if config.run_dir else None
     found = find_checkpoints(config.checkpoint.resume, given, RUNS / config.name)
     run_dir = found[0].parent.parent if found and given is None else given or new_run_dir(config.name)
@@ -319,7 +320,7 @@ class _Job:
     def summary(self, reason: str, outcome: Outcome | None) -> dict[str, Any]:
         config = self._prepared.config
         self._recorder.journal.note("end", reason=reason)
-        counts = self._controller.state.ledger.counts() if self._controller is not None else {"admitted_total": 0}
+        counts = (self._controller.state.ledger if self._controller is not None else Ledger()).counts()
         summary = build_summary(
             self._prepared.run_dir,
             ledger=counts,

@@ -64,7 +64,7 @@ class SpanLog:
         shift = clock.offset - self._began
         for span in batch.spans:
             if (end := span.end + shift) > self._first:
-                moved = span._replace(start=max(span.start + shift, self._first), end=end)
+                moved = span._replace(start=min(max(span.start + shift, self._first), end), end=end)
                 self._take(SpanRow(batch.part, moved, clock.error))
         if batch.lost:
             self._lost[batch.part] = self._lost.get(batch.part, 0) + batch.lost

@@ -134,6 +134,8 @@ class RunState:
     next_group_id: int = 0
     elapsed: float = 0.0  # seconds of the run up to the last step, earlier sessions of a resumed run included
     stopping: bool = False
+    resting: bool = False  # nothing begins until a checkpoint is written
+    rests: int = 0  # such checkpoints so far; what was learnt of the replicas' pace before counts no more
     last_progress: float = 0.0
     room: Signal = field(default_factory=Signal)
     batch: Signal = field(default_factory=Signal)

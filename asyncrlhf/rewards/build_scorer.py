@@ -118,4 +118,4 @@ def preflight(scorer: Scorer, prompt: Prompt) -> None:
     probe = Rollout(-1, -1, prompt, ids, logprobs, versions, "stop", text, "preflight")
     (result,) = scorer.score([probe])
     if result.error is not None and not result.abstained:
-        raise ConfigError(f"{scorer.source} gives no score for a first probe: {result.error}")
+        raise ConfigError(f"{scorer.source} gives no score for a first probe: {result.error.rstrip('.')}.")

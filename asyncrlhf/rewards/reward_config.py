@@ -79,7 +79,7 @@ class JudgeConfig:
     kv_cache_gb: float = setting(
         0.0, "engine=vllm: memory of its KV cache, in GiB; 0 is vLLM's choice on GPUs and 1 on a CPU.", low=0
     )
-    concurrency: int = setting(8, "engine=http: questions asked at once.", low=1)
+    concurrency: int = setting(8, "engine=http: questions asked at once.", low=1, high=10**4)
 
     def check(self, key: str) -> None:
         """Raise ConfigError, naming settings under ``key``; for a judge that is in use."""
@@ -191,9 +191,9 @@ class RewardConfig:
     judge: JudgeConfig = group(JudgeConfig, "The generative judge of kind=judge.")
     http: HttpConfig = group(HttpConfig, "The endpoint of kind=http, or the judge's server.")
     parts: dict[str, Any] = setting({}, "kind=sum: the sources by name.", entries=RewardPart)
-    workers: int = setting(1, "Reward workers; all share one queue of finished rollouts.", low=1)
-    threads: int = setting(0, "CPU threads of one worker's models; 0 leaves torch's choice.", low=0)
-    gpus: float = setting(0.0, "GPUs of one worker; 0 runs its models on the CPU.", low=0)
+    workers: int = setting(1, "Reward workers; all share one queue of finished rollouts.", low=1, high=10**4)
+    threads: int = setting(0, "CPU threads of one worker's models; 0 leaves torch's choice.", low=0, high=1024)
+    gpus: float = setting(0.0, "GPUs of one worker; 0 runs its models on the CPU.", low=0, high=1024)
     max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
     max_batch_tokens: int = setting(16384, "Tokens, padding included, of one forward pass of a reward model.", low=1)
     timeout_seconds: float = setting(30.0, "Seconds for one call of a function or endpoint.", low=0, exclusive_low=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.config.stage_config import TrainerConfig
-from asyncrlhf.data.rows import SAVED_SPLITS, is_saved, pick_split
+from asyncrlhf.data.rows import SAVED_SPLITS, is_saved, pick_split, read_line
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check
 
@@ -108,14 +108,11 @@ def _broken_line(files: Sequence[Path], columns: bool = True) -> str:
     for file in files:
         if file.suffix != ".jsonl":
             return ""
-        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             where = f"{file.name} line {number}"
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError as error:
-                return f"{where} is no JSON ({error.msg})"
-            if not isinstance(row, dict):
-                return f"{where} is no JSON object"
+            row, wrong = read_line(line) if line.strip() else ({}, "")
+            if row is None:
+                return f"{where} {wrong}"
             for column, value in row.items() if columns else ():
                 kind = type(value).__name__
                 if value is not None and kinds.setdefault(column, kind) != kind:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hydra.errors import HydraException
 from asyncrlhf.config.compose import check_words, compose_config, hydra_sentence, split_config_dir, sweep_jobs
 from asyncrlhf.config.run_config import RunConfig, from_hydra, to_plain
 from asyncrlhf.config.sweep_config import SweepConfig
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, ContradictionError
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import check
 
@@ -52,6 +53,7 @@ class SweepPlan:
     settings: SweepConfig
     overrides: tuple[str, ...]
     config_dir: Path | None
+    left_out: tuple[str, ...] = ()  # combinations whose settings contradict each other, with the reason
 
     @property
     def folder_name(self) -> str:
@@ -59,7 +61,8 @@ class SweepPlan:
 
 
 def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
-    """Read ``asyncrlhf sweep``'s overrides; raises ConfigError for the first job that could not run.
+    """Read ``asyncrlhf sweep``'s overrides; raises ConfigError for the first job that could not run. Combinations that
+    contradict themselves, such as ``async.mode=sync`` with another bound than 0, are left out and listed.
 
     ``seeds=N`` is short for ``sweep.seeds=N``. A choice of the command line replaces the experiment's of that key.
     """
@@ -71,29 +74,39 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
         if key.startswith("hydra"):
             raise ConfigError(f"{override} has no effect on a sweep; Hydra's own launchers serve asyncrlhf train -m.")
         check(key != "run_dir", "run_dir cannot be set for a sweep, whose jobs lie in its own folder; see sweep.name.")
-    first = from_hydra(compose_config(_first_of_each(overrides), folder))
+    first = _first(overrides, folder)
     settings = first.sweep
     experiment = next((o.partition("=")[2] for o in overrides if _key(o) == "experiment"), "")
     jobs: list[Job] = []
+    left_out: list[str] = []
     for part, grid in settings.grids.items():
         own = [override for override in grid.overrides if _key(override) not in map(_key, overrides)]
-        jobs += _grid([*own, *overrides], folder, part, grid.seeds, grid.timing)
+        jobs += _grid([*own, *overrides], folder, part, grid.seeds, grid.timing, left_out)
     jobs = _distinct(jobs)
+    check(jobs, f"no job of the sweep can run: {' '.join(left_out)}")
     names = {job.name for job in jobs}
     check(len(names) == len(jobs), "two jobs of the sweep would have one name; give each a choice of its own.")
     ordered = sorted(jobs, key=lambda job: (job.exclusive, job.seed))  # stable: configurations alternate within a seed
     name = settings.name or experiment or first.name
     check(re.fullmatch(r"[\w.+-]+", name), f"sweep.name={name} must be a folder's name: letters, digits and . + - _.")
-    return SweepPlan(name, tuple(ordered), settings, tuple(overrides), folder)
+    return SweepPlan(name, tuple(ordered), settings, tuple(overrides), folder, tuple(left_out))
 
 
-def _grid(overrides: list[str], folder: Path | None, part: str, seeds: int, timing: str) -> list[Job]:
+def _grid(
+    overrides: list[str], folder: Path | None, part: str, seeds: int, timing: str, left_out: list[str]
+) -> list[Job]:
+    """The jobs of one grid; what contradicts itself goes to ``left_out``."""
     swept = {key for key, values in _values(sweep_jobs(overrides)).items() if len(values) > 1 and key != "seed"}
     own_seeds = not any(_key(override) == "seed" for override in overrides)
     jobs = []
     for combination in sweep_jobs(overrides):
         choices = {_key(override): _value(override) for override in combination if _key(override) in swept}
-        composed = from_hydra(compose_config(combination, folder))
+        try:
+            composed = from_hydra(compose_config(combination, folder))
+        except ContradictionError as error:
+            words = ", ".join(f"{key}={value}" for key, value in choices.items())
+            left_out.append(f"{' '.join(filter(None, [part, words]))}: {error}")
+            continue
         if "async.max_staleness" in swept and composed.async_.pacing == "auto" and composed.async_.mode == "async":
             combination = [*combination, "async.pacing=fill"]  # paced, two bounds may come to one staleness
             composed = replace(composed, async_=replace(composed.async_, pacing="fill"))
@@ -106,13 +119,17 @@ def _grid(overrides: list[str], folder: Path | None, part: str, seeds: int, timi
     return jobs
 
 
-def _first_of_each(overrides: Sequence[str]) -> list[str]:
+def _first(overrides: Sequence[str], folder: Path | None) -> RunConfig:
     """One job of the command line: enough to read ``sweep.*``, which no choice may touch."""
     combinations = sweep_jobs(overrides)
     for key, values in _values(combinations).items():
         if len(values) > 1 and (key == "experiment" or key.startswith("sweep.")):
             raise ConfigError(f"{key} has several values, {', '.join(sorted(values))}; a sweep takes one.")
-    return combinations[0]
+    composed = compose_config(combinations[0], folder)
+    with suppress(ContradictionError):
+        return from_hydra(composed)
+    composed["async"].update({"max_staleness": None, "lag": None})  # a grid may bring the mode that they belong to
+    return from_hydra(composed)
 
 
 def _values(combinations: Sequence[Sequence[str]]) -> dict[str, set[str]]:

@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
             metrics = read_metrics(Path(folder) / "run" / "metrics.jsonl")
             rows = pq.read_table(Path(folder) / "run" / "rollouts").to_pylist()
         trained = [r for r in rows if r["state"] == "trained"]
-        over = sum(r["staleness"] > config.async_.max_staleness for r in trained)
+        over = sum(r["staleness"] > config.async_.bound for r in trained)
         busy.append(sum(m["train_seconds"] for m in metrics[1:]) / (metrics[-1]["wall_time"] - metrics[0]["wall_time"]))
         facts.append({"over_the_bound": over, "ledger": ledger, "staleness_max": max(r["staleness"] for r in trained)})
         print(f"seed {seed}: {len(trained)} trained, {over} over the bound, ledger {ledger}")

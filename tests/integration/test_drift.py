@@ -28,7 +28,7 @@ DRIFTS = [
     ("model.lora.r=2", REFUSE),
     ("reward.missing_eos_penalty=1", REFUSE),
     ("algorithm=ppo", REFUSE),
-    ("async.mode=sync async.max_staleness=null", REFUSE),
+    ("async.mode=sync async.max_staleness=null buffer.capacity=0", REFUSE),
     ("buffer.max_reuse=2", REFUSE),
     ("learner.optim=muon", REFUSE),
     ("generator.top_k=5", REFUSE),

@@ -244,7 +244,7 @@ def test_batches_hold_whole_groups() -> None:
         (AsyncConfig(max_staleness=1), BufferConfig(max_reuse=2)),
         (AsyncConfig(max_staleness=3), BufferConfig(max_reuse=2, sampling="priority", capacity=8)),
         (AsyncConfig(mode="fixed_lag", lag=4), BufferConfig(capacity=40)),
-        (AsyncConfig(mode="sync", max_staleness=7), BufferConfig(capacity=8)),
+        (AsyncConfig(mode="sync"), BufferConfig(capacity=8)),
     ],
 )
 def test_the_edge_of_what_is_allowed(config: AsyncConfig, buffer: BufferConfig) -> None:
@@ -253,5 +253,5 @@ def test_the_edge_of_what_is_allowed(config: AsyncConfig, buffer: BufferConfig) 
 
 def test_automatic_capacity() -> None:
     assert resolve_capacity(BufferConfig(), AsyncConfig(max_staleness=3), 8) == 64
-    assert resolve_capacity(BufferConfig(), AsyncConfig(mode="sync", max_staleness=3), 8) == 16
+    assert resolve_capacity(BufferConfig(), AsyncConfig(mode="sync"), 8) == 16
     assert resolve_capacity(BufferConfig(capacity=20), AsyncConfig(), 8) == 20

@@ -37,7 +37,7 @@ class Sorted:
         self.rng = np.random.Generator(np.random.PCG64(seed))
 
     def over(self, entry: Entry, version: int) -> bool:
-        eta, age = self.flow.max_staleness, version - min(r.min_version for r in entry.group.rollouts)
+        eta, age = self.flow.bound, version - min(r.min_version for r in entry.group.rollouts)
         if self.config.replays and entry.uses:
             return age > min(self.config.max_age or eta, eta)
         if self.flow.over_stale == "downweight":
@@ -48,14 +48,14 @@ class Sorted:
 
     def must_wait(self, version: int, flying: list[int]) -> bool:
         """For any k: over k batches of unfinished groups must be trained within the k steps after this one."""
-        eta = self.flow.max_staleness
+        eta = self.flow.bound
         return any(
             sum(v - (version - eta) <= k for v in flying if v <= version) > k * self.groups for k in range(eta + 1)
         )
 
     def due(self, version: int, flying: list[int]) -> int:
         """Groups that must be in this batch so that no later one overflows."""
-        eta = self.flow.max_staleness
+        eta = self.flow.bound
         begun = [e.group.min_version for e in self.held if not e.uses] + flying
         return max(
             0, *(sum(v <= version - eta + k for v in begun) - k * self.groups for k in range(max(1, eta)))

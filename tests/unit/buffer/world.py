@@ -81,8 +81,8 @@ class Setting:
     def async_config(self) -> AsyncConfig:
         return AsyncConfig(
             mode=self.mode,
-            max_staleness=self.eta,
-            lag=self.eta,
+            max_staleness=self.eta if self.mode == "async" else None,
+            lag=self.eta if self.mode == "fixed_lag" else None,
             over_stale=self.over_stale,
             adaptive=self.adaptive,
             min_staleness=self.min_staleness,

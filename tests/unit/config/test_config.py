@@ -52,6 +52,12 @@ NONSENSE = [
     ("task.operations=plus", ["task.operations", "allowed: a list"]),
     ("generator.fake=3", ["generator.fake=3", "generator.fake.NAME=VALUE"]),
     ("async.max_staleness=many", ["async.max_staleness=many", "allowed: a whole number."]),
+    ("async.mode=sync async.max_staleness=2", ["async.max_staleness=2", "async.mode=sync", "it is 0", "mode=async."]),
+    ("async.lag=2 async=sync", ["async.lag=2 contradicts async.mode=sync", "under which it is 0", "mode=fixed_lag."]),
+    ("async=one_step async.max_staleness=2", ["async.max_staleness=2 contradicts async.mode=one_step", "it is 1"]),
+    ("async=one_step async.lag=3", ["async.lag=3 contradicts async.mode=one_step"]),
+    ("async=fixed_lag async.max_staleness=1", ["async.max_staleness=1 contradicts async.mode=fixed_lag", "it is 4"]),
+    ("async.lag=1", ["async.lag=1 contradicts async.mode=async, which has none", "mode=fixed_lag."]),
     ("async.max_staleness=-1", ["async.max_staleness=-1", "allowed: >= 0."]),
     ("async.mode=asynk", ["async.mode=asynk", "did you mean async?", "one_step"]),
     ("learner.learning_rate=nan", ["learner.learning_rate=nan", "allowed: >= 0."]),
@@ -205,7 +211,7 @@ def test_usage_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "algorithm=a3po | aipo" in text and "async.max_staleness=2  (a whole number >= 0)" in text
+    assert "algorithm=a3po | aipo" in text and "async.max_staleness=null  (a whole number >= 0 or null)" in text
     assert main(["train", "--help", "generator.vllm"]) == 0
     text = capsys.readouterr().out
     assert "generator.vllm.dtype=auto" in text and "generator.slots" not in text and "async." not in text

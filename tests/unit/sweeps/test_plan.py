@@ -62,10 +62,21 @@ def test_grids_by_name_with_their_own_seeds_and_timing(tmp_path: Path) -> None:
     assert {job.timing for job in fewer.jobs} == {"exclusive"}
 
 
+def test_combinations_that_contradict_themselves_are_left_out_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_sweep(["async.mode=sync,async", "async.max_staleness=0,4"])
+    kept = [tuple(job.choices.values()) for job in plan.jobs]
+    assert kept == [("sync", "0"), ("async", "0"), ("async", "4")]
+    (said,) = plan.left_out
+    assert said.startswith("async.mode=sync, async.max_staleness=4: async.max_staleness=4 contradicts async.mode=sync")
+    assert main(["sweep", "async=sync,fill", "async.max_staleness=8", "--list"]) == 0
+    assert "left out: async=sync: async.max_staleness=8 contradicts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["async.lag=0,-1"], "async.lag=-1 is out of range"),
+        (["async=fixed_lag", "async.lag=0,-1"], "async.lag=-1 is out of range"),
+        (["async=sync,one_step", "async.max_staleness=4,8"], "no job of the sweep can run"),
         (["sweep.timing=alone"], "sweep.timing=alone is not known"),
         (["sweep.seeds=1,2"], "sweep.seeds has several values"),
         (["run_dir=here"], "run_dir cannot be set for a sweep"),

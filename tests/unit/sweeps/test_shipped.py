@@ -15,4 +15,5 @@ def test_a_shipped_sweep_composes(name: str) -> None:
     plan = plan_sweep([f"experiment={name}", "algorithm=decoupled_grpo", "sweep.seeds=1"])
     assert len({(job.part, *job.choices.items()) for job in plan.jobs}) == SHIPPED[name] and plan.name == name
     assert {job.config.runtime for job in plan.jobs if job.exclusive} <= {"ray"}
+    assert plan.left_out == ()
     assert all("," not in key for job in plan.jobs for key in job.choices)
