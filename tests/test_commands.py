@@ -105,7 +105,7 @@ def resolve(words: Sequence[str]) -> None:
         plan_sweep([word for word in rest if not word.startswith("--")])
     elif verb == "bench":
         assert rest[0] in BENCHMARKS
-    elif verb in ("schema", "report", "watch"):
+    elif verb in ("schema", "report", "status", "watch"):
         assert all(not word.startswith("-") for word in rest)
     elif "-m" in rest:
         overrides, folder = split_config_dir([word for word in rest if word != "-m"])

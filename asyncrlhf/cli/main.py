@@ -29,6 +29,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf evaluate [overrides]   held-out reward, win rate and KL of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf watch [RUN]            a live dashboard of a run or a sweep on the terminal
+  asyncrlhf status RUN             who waits for whom in a live run, also in one that hangs
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
@@ -63,6 +64,7 @@ COMMANDS = {
     "reward-model": ("asyncrlhf.cli.stages", "reward_model"),
     "evaluate": ("asyncrlhf.cli.stages", "evaluate"),
     "watch": ("asyncrlhf.cli.watch", "main"),
+    "status": ("asyncrlhf.cli.status", "main"),
     "report": ("asyncrlhf.cli.main", "_report"),
     "schema": ("asyncrlhf.cli.reference", "schema"),
     "bench": ("asyncrlhf.bench.run", "main"),

@@ -39,6 +39,7 @@ class LearnLoop:
     training: bool = False
 
     def __post_init__(self) -> None:
+        self.since = self.state.now()  # the learner has been at its step, or has waited for its batch
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(self.state, self.publisher)
         self._lead = Lead(self.state)
@@ -50,7 +51,7 @@ class LearnLoop:
 
     async def run(self) -> None:
         while self.state.version < self.state.config.steps:
-            started = self.state.now()
+            started = self.since = self.state.now()
             self._lead.asked()
             taken = await self._next_batch()
             if taken is None:
@@ -105,7 +106,7 @@ class LearnLoop:
         if not rollouts:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
         normal, reward_metrics = self.normalizer.of_batch(rollouts)
-        started = state.now()
+        started = self.since = state.now()
         self.training = True
         training = asyncio.ensure_future(self._train(normal))
         await self._catch_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,6 +17,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
@@ -35,6 +36,7 @@ from asyncrlhf.records.checkpoint import Saved, find_checkpoint, read_checkpoint
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.sinks import Sinks, check_sinks
+from asyncrlhf.records.status import StatusFile
 from asyncrlhf.records.summary import build_summary
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
@@ -232,7 +234,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
             partial(_finish_sinks, sinks, recorder, summary),
             partial(callbacks.call, "on_end", summary),
         )
-        _end_all(ends, cause, prepared.run_dir)
+        _end_all(ends, cause, prepared.run_dir, job.failures)
     return summary
 
 
@@ -243,10 +245,12 @@ def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) 
         recorder.finish(summary)
 
 
-def _end_all(ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path) -> None:
-    """Close everything, whatever of it fails. A failure here is raised only where the run had none: the first cause is
-    the one that counts."""
-    failures: list[BaseException] = []
+def _end_all(
+    ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path, before: Sequence[Exception]
+) -> None:
+    """Close everything, whatever of it fails. A failure here is raised only where the run had none, neither a ``cause``
+    nor failures ``before``: the first one is the one that counts."""
+    failures: list[BaseException] = [*before]
     for end in ends:
         try:
             end()
@@ -270,6 +274,7 @@ class _Job:
         self._recorder = recorder
         self._view = view
         self._controller: Controller | None = None
+        self.failures: list[Exception] = []  # of parts that did not close, beside the run's own
         self._taking_turns: Collection[str] = ()
 
     async def main(self) -> Outcome:
@@ -290,12 +295,23 @@ class _Job:
             saved=prepared.saved,
         )
         try:
-            with in_order(controller.stop, self._view.message):
-                return await controller.run()
+            with in_order(controller.stop, self._view.message), StatusFile(prepared.run_dir, controller.status):
+                outcome = await controller.run()
         finally:
             self._taking_turns = runtime.sharing
-            await controller.close()
-            await runtime.close()
+            await self._close(controller.close, runtime.close)
+        if self.failures:
+            raise self.failures.pop(0)
+        return outcome
+
+    async def _close(self, *closes: Callable[[], Awaitable[None]]) -> None:
+        """Whatever fails here is kept from hiding what ended the run, and from keeping other parts open."""
+        seconds = self._prepared.config.stall_timeout_seconds
+        for close in closes:
+            try:
+                await within(seconds, "the run's parts", "close", close())
+            except Exception as error:
+                self.failures.append(error)
 
     def summary(self, reason: str, outcome: Outcome | None) -> dict[str, Any]:
         config = self._prepared.config

@@ -86,7 +86,7 @@ class WeightPublisher:
         self.raise_if_failed()
 
     async def close(self) -> None:
-        if self._task is not None and not self._task.done():
+        if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
