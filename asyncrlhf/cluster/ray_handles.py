@@ -35,7 +35,7 @@ PING = "ping"  # a thread of each actor's own for this, so that no work keeps it
 
 def actor_class(kind: type, **options: Any) -> Any:
     """``kind`` as a class of actors with these options of Ray's."""
-    return ray.remote(concurrency_groups={PING: 1}, **options)(kind)
+    return ray.remote(concurrency_groups={PING: 1}, **options)(kind)  # type: ignore[call-overload]
 
 
 class RayPart(Generic[W]):
@@ -200,6 +200,10 @@ class RayLearner:
     ) -> R:
         """As :class:`~asyncrlhf.cluster.handles.Remote`, of rank 0."""
         return await self.ranks[0].call(seconds, method, *args, **kwargs)
+
+    async def ping(self, seconds: float) -> None:
+        """Raises ReplicaError naming a rank that gives no sign of life."""
+        await asyncio.gather(*(rank.ping(seconds) for rank in self.ranks))
 
     async def _all(
         self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs

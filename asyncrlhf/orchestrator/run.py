@@ -46,6 +46,7 @@ from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 ERROR_FILE = "error.txt"
+CLOSE_SECONDS = 60.0  # for records on their way, beyond the limit of what must move
 # Of vLLM's SamplingParams, those that leave every token a chance.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
@@ -306,7 +307,7 @@ class _Job:
 
     async def _close(self, *closes: Callable[[], Awaitable[None]]) -> None:
         """Whatever fails here is kept from hiding what ended the run, and from keeping other parts open."""
-        seconds = self._prepared.config.stall_timeout_seconds
+        seconds = self._prepared.config.stall_timeout_seconds + CLOSE_SECONDS
         for close in closes:
             try:
                 await within(seconds, "the run's parts", "close", close())
