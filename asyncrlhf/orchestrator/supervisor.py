@@ -130,6 +130,8 @@ class Supervisor:
         verdict = f"{name} {why}"
         if replica is not None:
             self.state.died(replica, ReplicaError(verdict))
+        elif name in {worker.name for worker in self._annotating()}:
+            self.state.message(f"{verdict} Replacing it.")
         for call in calls:
             call.end(verdict)
 
@@ -143,7 +145,7 @@ class Supervisor:
                 found = True
                 why = f"made no token for {now - since:.0f} s with {_in_flight(sorted(replica.in_flight))}."
                 self._end(replica.name, replica, self.calls.of(replica.name), why)
-        for name in {worker.name for annotator in self.annotators for worker in annotator.workers}:
+        for name in {worker.name for worker in self._annotating()}:
             standing = [call for call in self.calls.of(name) if now - call.since > self.limit]
             found = found or bool(standing)
             if standing:
