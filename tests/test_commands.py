@@ -45,7 +45,7 @@ SMALL = "batch_size=16 task.heldout_size=4 logging.wandb=disabled"
 RAY = "ray.object_store_mb=128 generator.threads=0"
 # Added to what matches first: "{}" where nothing is.
 SUFFIXES = {
-    r"--help|--list|^asyncrlhf (doctor|report|schema)": "",
+    r"--help|--list|^asyncrlhf (doctor|report|schema|status)": "",
     r"^asyncrlhf evaluate": "task.heldout_size=4 evaluation.samples_shown=1",
     r"^asyncrlhf preferences": "preferences.num_prompts=8 task.heldout_size=4 reward.kind=python "
     "reward.target=my_rewards:score logging.wandb=disabled",
