@@ -15,6 +15,7 @@ os.environ.update(
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_process_group_cleanup_enabled": "1",  # as in a Ray that a run starts
         "RAY_worker_niceness": "0",  # 15 is Ray's own: its actors would starve beside another process of tests
         "OMP_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
         "MKL_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,3 +78,9 @@ def no_opinion_of_odd_sums(completions: Any, solution: list[str], **columns: Any
 
 def never_an_opinion(completions: Any, **columns: Any) -> list[None]:
     return [None] * len(completions)
+
+
+def keeps_the_lock(completions: list[str], metadata: list[dict[str, Any]], **columns: Any) -> list[float]:
+    """Writes its process's id where the metadata says, and backtracks for ever in C code that lets no thread run."""
+    Path(metadata[0]["file"]).write_text(str(os.getpid()))
+    return [float(bool(re.match(r"(a+)+$", "a" * 60 + "b"))) for _ in completions]

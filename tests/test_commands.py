@@ -45,7 +45,7 @@ SMALL = "batch_size=16 task.heldout_size=4 logging.wandb=disabled"
 RAY = "ray.object_store_mb=128 generator.threads=0"
 # Added to what matches first: "{}" where nothing is.
 SUFFIXES = {
-    r"--help|--list|^asyncrlhf (doctor|report|schema)": "",
+    r"--help|--list|^asyncrlhf (doctor|report|schema|status)": "",
     r"^asyncrlhf evaluate": "task.heldout_size=4 evaluation.samples_shown=1",
     r"^asyncrlhf preferences": "preferences.num_prompts=8 task.heldout_size=4 reward.kind=python "
     "reward.target=my_rewards:score logging.wandb=disabled",
@@ -105,7 +105,7 @@ def resolve(words: Sequence[str]) -> None:
         plan_sweep([word for word in rest if not word.startswith("--")])
     elif verb == "bench":
         assert rest[0] in BENCHMARKS
-    elif verb in ("schema", "report", "watch"):
+    elif verb in ("schema", "report", "status", "watch"):
         assert all(not word.startswith("-") for word in rest)
     elif "-m" in rest:
         overrides, folder = split_config_dir([word for word in rest if word != "-m"])

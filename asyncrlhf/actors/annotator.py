@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
     from asyncrlhf.readahead.readers import ReadingModel
 
-ANSWER_SECONDS = 450.0  # what the default of stall_timeout_seconds gives
+ANSWER_SECONDS = 3000.0  # what the default of stall_timeout_seconds gives
 
 
 class AnnotatorWorker(Protocol):

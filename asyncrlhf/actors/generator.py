@@ -18,7 +18,7 @@ from asyncrlhf.actors.part import PartActor
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.spans import Lane, SpanBatch
-from asyncrlhf.types import GenerationRequest, Rollout
+from asyncrlhf.types import Rollout
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ YIELD = 4
 class GeneratorActor(PartActor):
     """One thread owns the engine and samples; calls reach it between two steps, but for those in ``BESIDE``.
 
-    ``collect`` and ``generate`` wait in threads of their own, so sampling never waits for them. The results of a step
+    ``collect`` and ``answers`` wait in threads of their own, so sampling never waits for them. The results of a step
     can be collected at its end, while the next step runs.
     """
 
@@ -52,6 +52,8 @@ class GeneratorActor(PartActor):
         self._timed = False  # the engine makes tokens by the clock, and has no iterations (the fake one)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chunks = spec.chunk_tokens > 0
+        # A replica that is at work is heard of several times before the run counts as stalled.
+        self._look_seconds = min(self.COLLECT_SECONDS, spec.stall_seconds / 5)
         self._collected_at = -math.inf  # when results were last handed on
         self._chunks_due = 0.0
         self._died: BaseException | None = None
@@ -150,7 +152,7 @@ class GeneratorActor(PartActor):
         asked, worker, box = time.monotonic(), self._worker, self._worker.outbox
         with box.changed:
             box.changed.wait_for(
-                lambda: box.has_results or box.has_chunks or self._died is not None, self.COLLECT_SECONDS
+                lambda: box.has_results or box.has_chunks or self._died is not None, self._look_seconds
             )
             company = box.has_results and worker.has_work()
         time.sleep(self._linger(time.monotonic()) if company else 0.0)
@@ -166,15 +168,18 @@ class GeneratorActor(PartActor):
         """How long what is finished waits for others: a score waits with it."""
         return max(self.LINGER_SECONDS, self._collected_at + self.RESULT_SECONDS - now)
 
-    def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
-        """Private answers, without those that could not be sampled."""
-        self.call("submit", items)
-        box, ids = self._worker.outbox, [item.rollout_id for item in items]
+    def answers(self, rollout_ids: Sequence[int]) -> tuple[list[Rollout] | None, float]:
+        """Private answers, without those that could not be sampled; None while one of them is still to come. Beside
+        them the tokens that the replica has made."""
+        box, deadline = self._worker.outbox, time.monotonic() + self._look_seconds
         with box.changed:
-            while (done := box.take_private(ids)) is None:
-                box.changed.wait(self.POLL_SECONDS)
-                self._raise_if_dead()
-        return done
+            while (done := box.take_private(rollout_ids)) is None and self._died is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                box.changed.wait(left)
+        self._raise_if_dead()
+        return done, float(self._worker.tokens)
 
     def close(self) -> list[SpanBatch]:
         self._commands.put(None)

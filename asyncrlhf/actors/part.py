@@ -22,6 +22,10 @@ class PartActor:
         """Answers once the actor is built."""
         return True
 
+    def ping(self) -> bool:
+        """Answers whatever the worker is at: its caller gives it a thread of its own."""
+        return True
+
     def where(self) -> Where:
         return where()
 

@@ -45,6 +45,7 @@ class GeneratorSpec:
     runtime: str
     weights: WeightsConfig
     chunk_tokens: int = 0  # sampled tokens after which a sequence is sent on (fusion.granularity=chunk); 0: at its end
+    stall_seconds: float = 600.0  # without a movement, after which the run counts as stalled
 
 
 class Outbox:

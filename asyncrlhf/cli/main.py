@@ -30,6 +30,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf evaluate [overrides]   held-out reward, win rate and KL of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf watch [RUN]            a live dashboard of a run or a sweep on the terminal
+  asyncrlhf status RUN             who waits for whom in a live run, also in one that hangs
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf verify RUN...          whether runs kept what they promised, recomputed from their records
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
@@ -65,6 +66,7 @@ COMMANDS = {
     "reward-model": ("asyncrlhf.cli.stages", "reward_model"),
     "evaluate": ("asyncrlhf.cli.stages", "evaluate"),
     "watch": ("asyncrlhf.cli.watch", "main"),
+    "status": ("asyncrlhf.cli.status", "main"),
     "report": ("asyncrlhf.cli.main", "_report"),
     "verify": ("asyncrlhf.cli.verify", "main"),
     "schema": ("asyncrlhf.cli.reference", "schema"),

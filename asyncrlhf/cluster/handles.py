@@ -15,6 +15,7 @@ import numpy as np
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.actors.worker import GeneratorWorker
+from asyncrlhf.cluster.calls import under_way
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
@@ -29,7 +30,8 @@ W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
 
 # For a call that may rightly take hours (a train step, an evaluation, a checkpoint), or that waits for time-outs of its
-# own (a weight transfer). If such a call hangs, the run's watch ends the run long before, after stall_timeout_seconds.
+# own (a weight transfer). The run's supervisor asks the part for a sign of life meanwhile, and ends the call of a part
+# that gives none long before, within stall_timeout_seconds.
 LONG_SECONDS = 24 * 3600.0
 
 
@@ -47,6 +49,10 @@ class Remote(Protocol[W_co]):
     @property
     def name(self) -> str: ...
 
+    async def ping(self, seconds: float) -> None:
+        """A sign of life of the part's process, whatever it is busy with; ReplicaError without one in ``seconds``."""
+        ...
+
     async def call(
         self, seconds: float, method: Callable[Concatenate[W_co, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
@@ -58,15 +64,17 @@ class Remote(Protocol[W_co]):
         ...
 
 
-async def within(seconds: float, name: str, verb: str, answer: Awaitable[R]) -> R:
-    """The ``answer`` of the part ``name`` to ``verb``; ReplicaError when it does not come within ``seconds``."""
+async def within(seconds: float, name: str, verb: str, answer: Awaitable[R], ids: Sequence[int] = ()) -> R:
+    """The ``answer`` of the part ``name`` to ``verb``, about the rollouts ``ids``; ReplicaError when it does not come
+    within ``seconds``, or when the run's supervisor gives the call up."""
     try:
         async with asyncio.timeout(seconds) as limit:
-            return await answer
+            with under_way(name, verb, ids, limit) as call:
+                return await answer
     except TimeoutError:
         if not limit.expired():  # the part's own
             raise
-        raise ReplicaError(f"{name} did not answer {verb} within {seconds:g} s") from None
+        raise ReplicaError(call.verdict or f"{name} did not answer {verb} within {seconds:g} s") from None
 
 
 class LocalPart(Generic[W]):
@@ -84,6 +92,9 @@ class LocalPart(Generic[W]):
             answer = await within(seconds, self.name, method.__name__, answer)
         return answer
 
+    async def ping(self, seconds: float) -> None:
+        """It lives as long as this process does."""
+
     async def close(self) -> None:
         """Close the worker, if it holds anything open."""
         close = getattr(self.worker, "close", None)
@@ -97,6 +108,11 @@ class GeneratorHandle(Remote[GeneratorWorker], Protocol):
 
     @property
     def slots(self) -> int: ...
+
+    @property
+    def beat(self) -> float:
+        """Another number whenever the replica has made tokens, as far as is known here."""
+        ...
 
     async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Returns before the replica has the items, perhaps; ``collect`` raises what it raised over them."""
@@ -119,6 +135,9 @@ class WorkerLostError(ReplicaError):
 
 class AnnotatorHandle(ReaderHandle, Protocol):
     """A reward, reference or critic worker."""
+
+    @property
+    def name(self) -> str: ...
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
         """One annotation a rollout. ``ticket``: of the critic that a critic worker is to answer as. Raises ReplicaError
@@ -170,6 +189,10 @@ class Runtime(Protocol):
     tell: Callable[[str], None]
 
     async def start(self) -> None: ...
+
+    def parts(self) -> Sequence[Any]:
+        """Every part by itself, each with a ``name`` and a ``ping``."""
+        return [*self.generators, *self.rewards, *self.references, *self.critics, self.learner]
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
         """Form a new epoch of the weight group out of the learner and these generators."""

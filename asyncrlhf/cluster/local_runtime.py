@@ -17,7 +17,17 @@ from asyncrlhf.actors.learner import LearnerLanes, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, located
 from asyncrlhf.cluster.clock import Signal
-from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Hear, LocalPart, P, R, Runtime
+from asyncrlhf.cluster.handles import (
+    LONG_SECONDS,
+    AnnotatorHandle,
+    GeneratorHandle,
+    Hear,
+    LocalPart,
+    P,
+    R,
+    Runtime,
+    within,
+)
 from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import LearnerLostError, ReplicaError
@@ -82,6 +92,16 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
     def _ended(self) -> bool:
         return self._killed is not None or self._task.done()
 
+    @property
+    def beat(self) -> float:
+        """It makes tokens, as the clock goes, for as long as it has work."""
+        at_work = self.worker.has_work() and not self._ended()
+        return asyncio.get_running_loop().time() if at_work else -1.0
+
+    async def ping(self, seconds: float) -> None:
+        if self._ended():
+            raise ReplicaError(f"{self.name} is at a standstill")
+
     def _check(self) -> None:
         if self._killed is not None:
             raise ReplicaError(f"{self.name} is dead: {self._killed}")
@@ -112,8 +132,11 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
         return located(*box.take(self.worker.busy_seconds, self.worker.tokens, now), now)
 
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
-        await self.submit(items)
         ids = [item.rollout_id for item in items]
+        return await within(LONG_SECONDS, self.name, "generate", self._answers(items, ids), ids)
+
+    async def _answers(self, items: Sequence[GenerationRequest], ids: Sequence[int]) -> list[Rollout]:
+        await self.submit(items)
         done: list[Rollout] | None = None
 
         def look() -> bool:

@@ -52,6 +52,7 @@ def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> 
             config.runtime,
             weights or config.weights,
             chunks,
+            config.stall_timeout_seconds,
         )
         for kind in replica_kinds(config.generator)
         for number in range(kind.config.replicas)
@@ -114,10 +115,10 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
 
 
 def answer_seconds(config: RunConfig, own_limit: float = 0.0) -> float:
-    """How long one call of a reward, reference or critic worker may take before it counts as dead: so long that no
-    honest call does, and three quarters of ``stall_timeout_seconds``, so that a frozen worker is started again before
-    the run counts as stalled. A worker that limits its model's passes itself gets ``own_limit`` and a minute more."""
-    return max(0.75 * config.stall_timeout_seconds, own_limit + 60.0 if own_limit else 0.0)
+    """How long one call of a reward, reference or critic worker may take before it counts as dead though its process
+    lives and the run goes on: so long that no honest call does. A frozen worker is found long before, by its silence.
+    A worker that limits its model's passes itself gets ``own_limit`` and a minute more."""
+    return max(5 * config.stall_timeout_seconds, own_limit + 60.0 if own_limit else 0.0)
 
 
 def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:

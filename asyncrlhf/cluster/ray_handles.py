@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from asyncrlhf.actors.annotator import AnnotatorActor, AnnotatorSpec, AnnotatorWorker
 from asyncrlhf.actors.generator import GeneratorActor
@@ -20,7 +20,7 @@ from asyncrlhf.actors.where import Where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.handles import LONG_SECONDS, Hear, P, R, W, WorkerLostError, ignore, within
 from asyncrlhf.cluster.ranks import a_rank, first, together
-from asyncrlhf.cluster.ray_placement import free_in_ray
+from asyncrlhf.cluster.ray_calls import START_SECONDS, ask, ask_to_start
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.packing import share_out
 from asyncrlhf.errors import ReplicaError
@@ -31,42 +31,13 @@ from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, RolloutInfo
 
 Options = Mapping[str, Any]  # Ray's, of one actor: what it asks for and where it sits
-# A look for results takes GeneratorActor.POLL_SECONDS: a replica that is silent for so long is frozen. The run's watch,
-# which sees when the whole run stands still, is meant to speak first (stall_timeout_seconds, by default 600).
-SILENT_SECONDS = 1800.0
-START_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
+PING = "ping"  # a thread of each actor's own for this, so that no work keeps its sign of life back
 
 
-async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
-    """Await the answer of the actor ``name`` to ``verb``. Its own exception comes out as it was raised; its death, and
-    no answer within ``seconds``, as a ReplicaError."""
-    return await within(seconds, name, verb, _translated(name, reference))
-
-
-async def _translated(name: str, reference: Awaitable[Any]) -> Any:
-    try:
-        return await reference
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except RayActorError as error:
-        lines = str(error).strip().splitlines()
-        if error.actor_init_failed:  # the message is a traceback
-            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
-        raise ReplicaError(f"{name} died: {lines[0]}") from None
-    except RayError as error:
-        raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
-
-
-async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:
-    """As :func:`ask`, for a part that starts: Ray itself waits for ever for CPUs or GPUs that no machine has."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await _translated(name, reference)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise ReplicaError(f"{name} did not start within {seconds:g} s; free in Ray: {free_in_ray()}.") from None
+def actor_class(kind: type, **options: Any) -> Any:
+    """``kind`` as a class of actors with these options of Ray's."""
+    return ray.remote(concurrency_groups={PING: 1}, **options)(kind)  # type: ignore[call-overload]
 
 
 class RayPart(Generic[W]):
@@ -99,6 +70,10 @@ class RayPart(Generic[W]):
         verb = method.__name__
         return await ask(self.name, self.send(verb, *args, **kwargs), seconds, verb)
 
+    async def ping(self, seconds: float) -> None:
+        """As :class:`~asyncrlhf.cluster.handles.Remote`."""
+        await ask(self.name, self.actor.ping.options(concurrency_group=PING).remote(), seconds, PING)
+
     def send(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Make a call whose answer is not awaited here; returns the reference to it."""
         return self.actor.call.remote(verb, *args, **kwargs)
@@ -127,9 +102,10 @@ class RayGenerator(RayPart[GeneratorWorker]):
         self, spec: GeneratorSpec, options: Options | None = None, start_seconds: float = START_SECONDS
     ) -> None:
         own = {"num_cpus": spec.generator.threads, "num_gpus": spec.generator.gpus} if options is None else options
-        actor = ray.remote(GeneratorActor).options(max_concurrency=8, **own).remote(spec)
+        actor = actor_class(GeneratorActor, max_concurrency=8, **own).remote(spec)
         super().__init__(spec.name, actor, start_seconds)
         self.spec, self.slots = spec, spec.generator.slots
+        self.beat = 0.0  # tokens, as of its last word
         self._submitted: list[Any] = []
 
     async def submit(self, items: Sequence[GenerationRequest]) -> None:
@@ -142,15 +118,25 @@ class RayGenerator(RayPart[GeneratorWorker]):
         submitted, self._submitted = self._submitted, []
         values, sent = 3 if self.spec.chunk_tokens else 2, asyncio.get_running_loop().time()
         facts, rollouts, *chunks = self.actor.collect.options(num_returns=values).remote()
-        collected: Collected = await ask(self.name, facts, SILENT_SECONDS, "collect")
+        collected: Collected = await ask(self.name, facts, LONG_SECONDS, "collect")
         for reference in submitted:
-            await ask(self.name, reference, SILENT_SECONDS, "submit")
+            await ask(self.name, reference, LONG_SECONDS, "submit")
+        self.beat = float(collected.tokens)
         if collected.spans is not None:
             self.hear([collected.spans], sent)
         return located(collected, rollouts, next(iter(chunks), None), asyncio.get_running_loop().time())
 
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
-        return await ask(self.name, self.actor.generate.remote(items), LONG_SECONDS, "generate")
+        ids = [item.rollout_id for item in items]
+        return await within(LONG_SECONDS, self.name, "generate", self._answers(items, ids), ids)
+
+    async def _answers(self, items: Sequence[GenerationRequest], ids: Sequence[int]) -> list[Rollout]:
+        """Look again and again, so that it is seen how far the replica is."""
+        await self.call(LONG_SECONDS, GeneratorWorker.submit, items)
+        while True:
+            found, self.beat = await ask(self.name, self.actor.answers.remote(ids), LONG_SECONDS, "answers")
+            if found is not None:
+                return found
 
 
 class RayRank(RayPart[LearnerWorker]):
@@ -158,7 +144,7 @@ class RayRank(RayPart[LearnerWorker]):
     says how many snapshots were asked for before it. Its death is a LearnerLostError."""
 
     def __init__(self, spec: LearnerSpec, rank: int, options: Options, start_seconds: float) -> None:
-        actor = ray.remote(LearnerActor).options(max_concurrency=5, **options).remote(spec, rank, spec.learner.ranks)
+        actor = actor_class(LearnerActor, max_concurrency=5, **options).remote(spec, rank, spec.learner.ranks)
         super().__init__(f"learner-{rank}", actor, start_seconds)
         self._snapshots = 0
 
@@ -230,6 +216,10 @@ class RayLearner:
         """As :class:`~asyncrlhf.cluster.handles.Remote`, of rank 0."""
         return await self.ranks[0].call(seconds, method, *args, **kwargs)
 
+    async def ping(self, seconds: float) -> None:
+        """Raises ReplicaError naming a rank that gives no sign of life."""
+        await asyncio.gather(*(rank.ping(seconds) for rank in self.ranks))
+
     async def _all(
         self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
@@ -276,13 +266,14 @@ def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[list[tuple[Address, float,
 
 
 class RayAnnotator(RayPart[AnnotatorWorker]):
-    """Starts its worker anew when it dies, or when it has not answered for ``spec.answer_seconds``; not by Ray, whose
+    """Starts its worker anew when it dies, freezes, or has not answered for ``spec.answer_seconds``; not by Ray, whose
     retries would hide which call was the death of it. ``settings.max_restarts`` of the spec bounds that."""
 
     def __init__(self, spec: AnnotatorSpec, number: int, options: Options, start_seconds: float) -> None:
         self._spec = spec
         self._options = options
         self._deaths = 0  # since the last answer
+        self.restarts = 0
         self._asked = 0  # calls under way
         self._replaced: ReplicaError | None = None  # a death that no caller heard of
         name = f"{spec.kind}-{number}"
@@ -290,7 +281,7 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
 
     def _start(self, name: str) -> Any:
         """A fresh actor."""
-        return ray.remote(AnnotatorActor).options(**self._options).remote(self._spec, name)
+        return actor_class(AnnotatorActor, **self._options).remote(self._spec, name)
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
         """The first death may have any cause: the call is made once more before its rollouts are blamed."""
@@ -326,10 +317,12 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
     async def _once(self, verb: str, call: Callable[[], Any]) -> Any:
         """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
         self._asked += 1
+        asked = self.actor
         try:
             answer = await ask(self.name, call(), self._spec.answer_seconds, verb)
         except ReplicaError as error:
-            await self._revive(error)
+            if asked is self.actor:  # or another call, which it held too, has replaced it
+                await self._revive(error)
             raise
         finally:
             self._asked -= 1
@@ -342,6 +335,7 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
         if self._deaths > self._spec.settings.max_restarts:
             raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
         self.actor = self._start(self.name)
+        self.restarts += 1
         try:
             await self.ready()
         except ReplicaError as failure:

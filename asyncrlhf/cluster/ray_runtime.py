@@ -27,7 +27,8 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
-from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed, ask
+from asyncrlhf.cluster.ray_calls import ask
+from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
@@ -47,6 +48,8 @@ MALLOC = {
 # libgomp's threads spin for their next kernel, and where others wait for their core that stops both: two threads beside
 # one busy process made a third of their tokens. With this they spin as briefly as where libgomp sees the crowd itself.
 BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
+# What an actor starts (an engine's processes) ends with it, however it ends. Read when Ray starts.
+END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
 KNOCK_SECONDS = 5.0
 ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
 
@@ -91,6 +94,7 @@ class RayRuntime(Runtime):
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault(*END_WITH_ACTORS)
         for name, value in MALLOC.items():
             os.environ.setdefault(name, value)  # inherited by Ray's processes, and by nothing else that matters
         terminate = signal.getsignal(signal.SIGTERM)
@@ -215,6 +219,9 @@ class RayRuntime(Runtime):
                 f"run_dir={self._run_dir} does not exist on the learner's machine {', '.join(blind)}, which writes the "
                 "checkpoints; give a run_dir on a file system that all nodes share."
             )
+
+    def parts(self) -> Sequence[Any]:
+        return [*self.generators, *self.rewards, *self.references, *self.critics, *self.learner.ranks]
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
         """Raises LostReceiversError naming those that died or hung: they are not waited for, all others are."""

@@ -66,7 +66,8 @@ class RunConfig:
         low=0,
     )
     stall_timeout_seconds: float = setting(
-        600.0, "Seconds without any movement after which the run fails and names what it waits for.",
+        600.0, "Seconds without any movement after which the run says what it waits for and replaces what hangs; after "
+        "twice as many it fails.",
         low=0, exclusive_low=True,
     )  # fmt: skip
     max_failure_fraction: float = setting(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -49,7 +49,7 @@ class Annotator:
         self._ready: deque[RolloutInfo] = deque()
         self._suspects: deque[RolloutInfo] = deque()  # their worker died in a call with them: each is asked for alone
         self._deaths: dict[int, int] = {}  # by rollout id
-        self._in_hand: set[int] = set()  # rollout ids in calls under way
+        self.in_hand: dict[str, set[int]] = {}  # by worker: rollout ids in its call under way
         self._calls = 0  # under way
         readers = [] if totals is None else workers
         self._ahead = state.reading_ahead(self.kind, readers, totals or ReadTotals())
@@ -62,7 +62,8 @@ class Annotator:
     @property
     def queued(self) -> list[int]:
         """Rollout ids that wait for a worker, or for its answer."""
-        return sorted(self._in_hand) + [w.rollout_id for w in [*self._suspects, *self._ready] if self._wants(w)]
+        waiting = [w.rollout_id for w in [*self._suspects, *self._ready] if self._wants(w)]
+        return sorted(set().union(*self.in_hand.values())) + waiting
 
     def arrived(self, finished: Sequence[RolloutInfo]) -> None:
         """Rollouts left their generator; the caller wakes the workers."""
@@ -84,7 +85,7 @@ class Annotator:
                     return
                 continue
             ids = {w.rollout_id for w in batch}
-            self._in_hand |= ids
+            self.in_hand[worker.name] = ids
             self._calls += 1
             try:
                 annotations = await self._call(worker, batch)
@@ -96,7 +97,7 @@ class Annotator:
                 self._suspect(batch, error)
                 continue
             finally:
-                self._in_hand -= ids
+                del self.in_hand[worker.name]
                 self._calls -= 1
             self._ahead.answered(worker, [w for w in batch])
             self._file(batch, annotations)
@@ -278,11 +279,11 @@ class Collector:
 
     async def collect(self, replica: Replica) -> None:
         """Take what this replica finishes, for as long as it lives."""
-        busy_before, tokens_before = replica.busy_seconds, replica.tokens
+        handle, busy_before, tokens_before = replica.handle, replica.busy_seconds, replica.tokens
         while True:
-            collected = await self.state.heard(replica, replica.handle.collect())
-            if collected is None or not replica.alive:
-                return  # not alive: buried as hanging, and back before its end: what it held is issued again already
+            collected = await self.state.heard(replica, handle.collect())
+            if collected is None or not replica.alive or replica.handle is not handle:
+                return  # buried as hanging, and back before its end: what it held is issued again already
             replica.busy_seconds = busy_before + collected.busy_seconds
             replica.tokens = tokens_before + collected.tokens
             for failure in collected.failed:
@@ -302,7 +303,13 @@ class Collector:
                 self.state.touch(replica, self.state.queue if replica.in_flight else self.state.changed)
 
 
-async def annotate(worker: AnnotatorHandle, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
-    """What one worker says of rollouts outside the queues, in calls of at most ``CALL_ROLLOUTS``."""
-    calls = [payloads[start : start + CALL_ROLLOUTS] for start in range(0, len(payloads), CALL_ROLLOUTS)]
-    return [annotation for call in calls for annotation in await worker.annotate(call, ticket)]
+async def annotate(
+    worker: AnnotatorHandle, payloads: Sequence[Payload], moved: Callable[[], None], ticket: Any = None
+) -> list[Annotation]:
+    """What one worker says of rollouts outside the queues, in calls of at most ``CALL_ROLLOUTS``; ``moved`` is called
+    after each."""
+    annotations: list[Annotation] = []
+    for start in range(0, len(payloads), CALL_ROLLOUTS):
+        annotations += await worker.annotate(payloads[start : start + CALL_ROLLOUTS], ticket)
+        moved()
+    return annotations

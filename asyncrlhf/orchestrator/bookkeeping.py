@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,32 +44,42 @@ class HeldOut:
         self._ids = itertools.count(-1, -1)
 
     async def accuracy(self, replicas: list[Replica], state: RunState) -> float | None:
-        """None without prompts, replicas or a single score. The share of a replica that dies goes to the living."""
+        """None without prompts or a single score. The share of a replica that dies goes to the living; where there is
+        none, the replica that comes back first gets it."""
         rollouts: list[Rollout] = []
         left = self._prompts
-        while left and (able := [r for r in replicas if r.alive][: len(left)]):
+        while left:
+            await state.changed.wait_for(lambda: _able(state.replicas))
+            able = (_able(replicas) or _able(state.replicas))[: len(left)]
             shares = [left[i :: len(able)] for i in range(len(able))]
             asked = [state.heard(r, r.handle.generate(self._items(own))) for r, own in zip(able, shares, strict=True)]
             answers = await asyncio.gather(*asked)
             rollouts += [rollout for found in answers for rollout in found or ()]
             left = [p for own, found in zip(shares, answers, strict=True) if found is None for p in own]
-        results = await self._score(rollouts, self._runtime.rewards[0]) if rollouts else []
+        results = await self._score(rollouts, self._runtime.rewards[0], state.progressed) if rollouts else []
         scores = [r.reward for r in results if r.reward is not None]
         return sum(scores) / len(scores) if scores else None
 
-    async def _score(self, rollouts: list[Rollout], worker: AnnotatorHandle) -> list[Annotation]:
+    async def _score(
+        self, rollouts: list[Rollout], worker: AnnotatorHandle, moved: Callable[[], None]
+    ) -> list[Annotation]:
         """One by one where the worker died of them together; one that it dies of alone has no score."""
         try:
-            return await annotate(worker, self._runtime.store(rollouts))
+            return await annotate(worker, self._runtime.store(rollouts), moved)
         except WorkerLostError:
             raise
         except ReplicaError as error:
             if len(rollouts) == 1:
                 return [Annotation(rollouts[0].rollout_id, None, error=str(error))]
-        return [result for rollout in rollouts for result in await self._score([rollout], worker)]
+        return [result for rollout in rollouts for result in await self._score([rollout], worker, moved)]
 
     def _items(self, prompts: list[Prompt]) -> list[GenerationRequest]:
         return [GenerationRequest(i := next(self._ids), i, prompt, 0, self._sampling) for prompt in prompts]
+
+
+def _able(replicas: list[Replica]) -> list[Replica]:
+    """Those that hold weights."""
+    return [r for r in replicas if r.alive and r.version >= 0]
 
 
 @dataclass(eq=False)
@@ -85,8 +96,10 @@ class Bookkeeping:
     recorder: RunRecorder
     view: RunView
     accuracies: list[float] = field(default_factory=list)
+    saved: int | None = None  # the step of the newest checkpoint
     _asking: asyncio.Task[float | None] | None = None  # an evaluation under way
     _writing: asyncio.Task[None] | None = None  # the newest checkpoint
+    _asked_at: float = 0.0
 
     def is_boundary(self, step: int) -> bool:
         """Whether the step after ``step`` must wait for this one's evaluation or checkpoint, which read its weights."""
@@ -122,11 +135,13 @@ class Bookkeeping:
         # A share for a replica that is held back would have the run wait for it alone.
         brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
         asked = brisk or self.state.replicas
+        self._asked_at = self.state.now()
         self._asking = asyncio.ensure_future(self.heldout.accuracy(asked, self.state))
         try:
             await asyncio.wait([self._asking])
         finally:
             self._asking.cancel()
+            self.state.progressed()
         accuracy = None if self._asking.cancelled() else self._asking.result()
         if accuracy is not None:
             self.accuracies.append(accuracy)
@@ -138,6 +153,12 @@ class Bookkeeping:
         """End an evaluation under way without a figure; without effect where there is none."""
         if self._asking is not None:
             self._asking.cancel()
+
+    def waits(self) -> list[str]:
+        """What is under way here, as sentences."""
+        if self._asking is None or self._asking.done():
+            return []
+        return [f"A held-out evaluation is under way, begun {self.state.now() - self._asked_at:.0f} s ago."]
 
     async def evaluate_end(self) -> None:
         """Evaluate where no step's line takes it up: before the first step and after the last."""
@@ -184,7 +205,7 @@ class Bookkeeping:
         except OSError as error:
             raise CheckpointError(f"the checkpoint {writer.folder} could not be written: {error}.") from error
         self.state.journal.note("checkpoint", step=document["version"])
-        self.state.saved_version = document["version"]
+        self.saved = self.state.saved_version = document["version"]
         self.state.progressed()
 
     async def give_up_writing(self) -> None:

@@ -17,7 +17,7 @@
                      learner has died
     Recovery         a dead replica; beside it, where replicas may be     the loop that met the death (state.died)
                      added, nothing: it looks now and then for room
-    watch            nothing: it looks now and then whether anything moved
+    Supervisor       nothing: it looks now and then whether anything moved
 
         ┌──────────▶ Dispatcher ──submit──▶ replicas ──collect──▶ Annotators ▶ Assembly ─▶ ReplayBuffer ──┐
         │                                      ▲ load                                                   take
@@ -34,17 +34,18 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrlhf.buffer.admission import build_gate
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
+from asyncrlhf.cluster.calls import keep_calls
 from asyncrlhf.cluster.clock import VirtualClockLoop, off_loop
 from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.generator_config import replica_kinds
-from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, StallError
+from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, StallError
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping, HeldOut
@@ -57,6 +58,7 @@ from asyncrlhf.orchestrator.resume import completed, restore
 from asyncrlhf.orchestrator.rollback import Rollback, beginning
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.supervisor import Supervisor
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved
@@ -64,6 +66,8 @@ from asyncrlhf.records.journal import Journal
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
+
+R = TypeVar("R")
 
 # With 1,000 replicas millions of small objects live for as long as a rollout. With Python's own thresholds a fifth of
 # the controller's time is spent on looking for cycles among them.
@@ -128,7 +132,9 @@ class Controller:
             self.state, runtime, source, heldout, self._publisher, self._normalizer, self._log, recorder, view
         )  # fmt: skip
         self._annotators: list[Annotator] = []
+        self.supervisor = Supervisor(self.state, runtime, self._publisher, self._annotators, self._bookkeeping.waits)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._starting: asyncio.Task[Any] | None = None  # until the first weights are published
 
     def stop(self) -> str:
@@ -140,98 +146,130 @@ class Controller:
             return "Stopping while the run starts: no step was trained, and no checkpoint is written."
         self._bookkeeping.give_up_evaluation()
         self.state.changed.notify()
-        return "Finishing the step under way and writing a checkpoint."
+        seconds = self.config.stall_timeout_seconds
+        return f"Finishing the step under way and writing a checkpoint within stall_timeout_seconds={seconds:g}."
+
+    def status(self) -> dict[str, Any]:
+        """What ``status.json`` says."""
+        return self.supervisor.status()
 
     async def run(self) -> Outcome:
-        """Raises what made a loop fail; the parts are left to the caller's ``runtime.close()``."""
-        state = self.state
+        """Raises what made a loop fail, or CancelledError where a signal ended the run before its time; the parts are
+        left to the caller's ``runtime.close()``."""
         gc.set_threshold(*GC_THRESHOLDS)
         self._starting = asyncio.current_task()
-        state.journal.clock = asyncio.get_running_loop().time  # also after the loop
-        state.journal.begin(self._saved.step if self._saved is not None else 0, self.config)
-        await off_loop(state.journal.write)
+        self.supervisor.calls = keep_calls()
+        self.state.progressed()
+        journal = self.state.journal
+        journal.clock = asyncio.get_running_loop().time  # also after the loop
+        journal.begin(self._saved.step if self._saved is not None else 0, self.config)
+        await off_loop(journal.write)
         await self._runtime.start()
         if self._runtime.sharing:
             names = ", ".join(sorted(self._runtime.sharing))
             self.state.message(f"Asleep while the learner trains on the same devices: {names}. Nothing overlaps there.")
-        state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
-        begun = beginning(state, self._source, self._log)
-        if self._saved is not None:
-            begun = self._saved
-            await self._runtime.learner.load(self._saved.learner)
-            self._normalizer.load(self._saved.learner)
-            saved = await completed(self._saved, self.config, self._runtime)
-            restore(state, saved, self._source, self._log, self._runtime)
-            self._assembly.take_up()
-            self._bookkeeping.accuracies += saved.state.get("heldout_before", [])  # the baseline is the first run's
-        self._publisher.publish(state.version)
-        await self._publisher.idle()
-        self._starting = None
-        await self._bookkeeping.evaluate_end()
-        loop = asyncio.get_running_loop()
-        if self._saved is not None and isinstance(loop, VirtualClockLoop):
-            loop.go_on_at(self._saved.state["clock"])
-        state.progressed()
-        learn = LearnLoop(
-            state, self._runtime, self._assembly, self._publisher, self._log, self._bookkeeping, self._turns,
-            self._normalizer,
-        )  # fmt: skip
-        back = Rollback(
-            state, self._runtime, self._source, self._publisher, self._critic_versions, self._turns, self._normalizer,
-            self._log, learn, self._assembly, self._run_dir, begun,
-        )  # fmt: skip
-        self._view.begin()
-        reason = await self._run_loops(learn, back)
+        self.state.replicas.extend(Replica(handle) for handle in self._runtime.generators)
+        try:
+            reason = await self._supervised()
+        except (ReplicaError, StallError) as error:
+            if not self.state.stopping:
+                raise
+            last = self._bookkeeping.saved
+            there = "there is none" if last is None else f"the last one is of step {last}"
+            self.state.message(
+                f"{failure_sentence(error)} No checkpoint of step {self.state.version} could be written; {there}."
+            )
+            raise asyncio.CancelledError from error
         accuracies = self._bookkeeping.accuracies
         after = accuracies[-1] if reason == "done" and accuracies else None
         return Outcome(reason, accuracies[0] if accuracies else None, after)
 
-    async def _run_loops(self, learn: LearnLoop, back: Rollback) -> str:
-        """Supervise every loop until the learner's is through with the run."""
-        runtime = self._runtime
+    async def _supervised(self) -> str:
+        """Supervise every loop until the run is through."""
         kinds = (
-            Rewards(self.state, self._assembly, runtime.rewards),
-            References(self.state, self._assembly, runtime.references),
-            Critics(self.state, self._assembly, runtime.critics, self._critic_versions),
+            Rewards(self.state, self._assembly, self._runtime.rewards),
+            References(self.state, self._assembly, self._runtime.references),
+            Critics(self.state, self._assembly, self._runtime.critics, self._critic_versions),
         )
-        self._annotators = [annotator for annotator in kinds if annotator.workers]
+        self._annotators += [annotator for annotator in kinds if annotator.workers]
         collector = Collector(self.state, self._assembly, self._annotators)
-        dispatcher = Dispatcher(self.state, self._source, self._sampling)
 
         def collect(replica: Replica) -> None:
             self._spawn(collector.collect(replica), f"collect {replica.name}")
 
-        recovery = Recovery(self.state, runtime, self._publisher, self._turns, collect)
-        if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
-            self._spawn(recovery.grow(), "growth")
-        main = asyncio.create_task(self._main(learn, back), name="learn")
-        self._tasks.add(main)
-        self._spawn(dispatcher.run(), "dispatch")
+        recovery = Recovery(self.state, self._runtime, self._publisher, self._turns, collect)
+        self._spawn(self.supervisor.watch(), "watch")
         self._spawn(recovery.restart(), "recovery")
-        self._spawn(self._watch(learn), "watch")
         for replica in self.state.replicas:
             collect(replica)
+        main = self._spawn(self._main(recovery), "main")
+        while not main.done():
+            task = await self._ended.get()
+            self._tasks.discard(task)
+            task.result()
+        return main.result()
+
+    async def _main(self, recovery: Recovery) -> str:
+        """From the first weights to the last record."""
+        begun = await self._take_up()
+        self._starting = None
+        self._doing("evaluates")
+        await self._bookkeeping.evaluate_end()
+        loop = asyncio.get_running_loop()
+        if self._saved is not None and isinstance(loop, VirtualClockLoop):
+            loop.go_on_at(self._saved.state["clock"])
+        learn = LearnLoop(
+            self.state, self._runtime, self._assembly, self._publisher, self._log, self._bookkeeping, self._turns,
+            self._normalizer,
+        )  # fmt: skip
+        back = Rollback(
+            self.state, self._runtime, self._source, self._publisher, self._critic_versions, self._turns,
+            self._normalizer, self._log, learn, self._assembly, self._run_dir, begun,
+        )  # fmt: skip
+        self._view.begin()
+        self.supervisor.learn = learn
+        self._doing("trains")
+        if any(kind.config.max_replicas for kind in replica_kinds(self.config.generator)):
+            self._spawn(recovery.grow(), "growth")
+        self._spawn(Dispatcher(self.state, self._source, self._sampling).run(), "dispatch")
         for annotator in self._annotators:
             for number, worker in enumerate(annotator.workers):
                 self._spawn(annotator.serve(worker), f"{annotator.kind} {number}")
-        while not main.done():
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                self._tasks.discard(task)
-                task.result()
-        return main.result()
-
-    async def _main(self, learn: LearnLoop, back: Rollback) -> str:
-        """Train to the end or to the interruption; a learner that dies is brought back."""
         while True:
             try:
                 return await self._train(learn)
             except LearnerLostError as error:
                 await back.recover(error)
 
+    async def _take_up(self) -> Saved:
+        """The checkpoint's state, where there is one, and the weights to begin with on every replica. Returns what the
+        run began with."""
+        state = self.state
+        begun = beginning(state, self._source, self._log)
+        if self._saved is not None:
+            begun = self._saved
+            self._doing("takes up its checkpoint")
+            await self._runtime.learner.load(self._saved.learner)
+            state.progressed()
+            self._normalizer.load(self._saved.learner)
+            saved = await completed(self._saved, self.config, self._runtime, state.progressed)
+            restore(state, saved, self._source, self._log, self._runtime)
+            self._assembly.take_up()
+            self._bookkeeping.saved = state.version
+            self._bookkeeping.accuracies += saved.state.get("heldout_before", [])  # the baseline is the first run's
+        self._doing("publishes its first weights")
+        self._publisher.publish(state.version)
+        await self._publisher.idle()
+        return begun
+
+    def _doing(self, what: str) -> None:
+        self.supervisor.doing = what
+        self.state.progressed()
+
     async def _train(self, learn: LearnLoop) -> str:
         """Train to the end or to the interruption, and leave everything in order."""
         await learn.run()
+        self._doing("ends")
         if self.state.version < self.config.steps:
             return await self._interrupted()
         await learn.settle()
@@ -254,8 +292,11 @@ class Controller:
         self.state.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
         return "interrupted"
 
-    def _spawn(self, loop: Coroutine[Any, Any, None], name: str) -> None:
-        self._tasks.add(asyncio.create_task(loop, name=name))
+    def _spawn(self, loop: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
+        task = asyncio.create_task(loop, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended.put_nowait)
+        return task
 
     async def close(self) -> None:
         """End every loop; the runtime's parts are closed by their owner."""
@@ -269,39 +310,6 @@ class Controller:
             await self._log.flush()
         except AsyncRLHFError as error:  # the recorder's end says it again, unless the run fails for another cause
             self.state.message(failure_sentence(error))
-
-    async def _watch(self, learn: LearnLoop) -> None:
-        """A run in which nothing moves ends with the name of what everybody waits for."""
-        limit = self.config.stall_timeout_seconds
-        while True:
-            await asyncio.sleep(limit / 10)
-            if self.state.now() - self.state.last_progress > limit:
-                raise StallError(
-                    f"Nothing moved for stall_timeout_seconds={limit:g}. {self._diagnosis(learn.training)}"
-                )
-
-    def _diagnosis(self, training: bool) -> str:
-        state = self.state
-        doing = "is in its step" if training else "waits for the batch of step"
-        parts = [f"The learner {doing} {state.version}; the buffer holds {state.buffer.held} rollouts."]
-        for replica in state.replicas:
-            held = sorted(replica.in_flight)
-            status = (
-                "dead" if not replica.alive else "draining" if replica.draining else f"at version {replica.version}"
-            )
-            parts.append(f"{replica.name} is {status} with {len(held)} rollouts in flight{_some(held)}.")
-        for annotator in self._annotators:
-            if queued := annotator.queued:
-                parts.append(f"{len(queued)} rollouts wait for a {annotator.title}{_some(queued)}.")
-        if self._publisher.busy:
-            parts.append(f"The publisher waits for {self._publisher.waiting_for or 'a replica'}.")
-        if state.requeue:
-            parts.append(f"{len(state.requeue)} rollouts wait to be issued again{_some(list(state.requeue))}.")
-        return " ".join(parts)
-
-
-def _some(ids: list[int]) -> str:
-    return f" (ids {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''})" if ids else ""
 
 
 def failure_sentence(error: BaseException) -> str:

@@ -45,6 +45,7 @@ class LearnLoop:
     ended: list[tuple[RolloutGroup, list[LedgerEntry]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.since = self.state.now()  # the learner has been at its step, or has waited for its batch
         self._unlogged: dict[str, Any] | None = None
         self._meters = Meters(self.state, self.publisher)
         self._lead = Lead(self.state)
@@ -57,7 +58,7 @@ class LearnLoop:
 
     async def run(self) -> None:
         while self.state.version < self.state.config.steps:
-            started = self.state.now()
+            started = self.since = self.state.now()
             self._lead.asked()
             taken = await self._next_batch()
             if taken is None:
@@ -123,7 +124,7 @@ class LearnLoop:
             raise AsyncRLHFError(f"Every rollout of the batch for step {version} failed: there is nothing to train on.")
         self.taken = taken
         normal, reward_metrics = self.normalizer.of_batch(rollouts)
-        started = state.now()
+        started = self.since = state.now()
         self.training = True
         self._training = asyncio.create_task(self._train(normal), name="train")
         await self._catch_up()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,12 +61,13 @@ def fingerprint(config: RunConfig) -> dict[str, Any] | None:
     return None if spec is None else spec.fingerprint
 
 
-async def completed(saved: Saved, config: RunConfig, runtime: Runtime) -> Saved:
+async def completed(saved: Saved, config: RunConfig, runtime: Runtime, moved: Callable[[], None]) -> Saved:
     """The checkpoint, whose rollouts have what this run's learner expects: reference log-probs, values, or neither.
 
     Log-probs are computed where they are missing, and anew where another model, temperature or precision gave them.
     Values that are there are kept; where they are missing, the critic of the checkpoint gives them: call it when the
-    learner has loaded the checkpoint and nothing is published yet. Raises AsyncRLHFError when that fails for one.
+    learner has loaded the checkpoint and nothing is published yet. ``moved`` is called after each of the workers'
+    answers. Raises AsyncRLHFError when that fails for one.
     """
     rollouts = dict(saved.rollouts)
     wanted = fingerprint(config)
@@ -75,25 +76,29 @@ async def completed(saved: Saved, config: RunConfig, runtime: Runtime) -> Saved:
     else:
         fits = saved.state.get("reference") == wanted
         lacking = [r for r in rollouts.values() if r.ref_logprobs is None or not fits]
-        rollouts |= await _annotated(lacking, runtime.references, runtime)
+        rollouts |= await _annotated(lacking, runtime.references, runtime, moved)
     if not config.critic_served:
         rollouts = {i: replace(r, values=None, critic_version=None) for i, r in rollouts.items()}
     elif lacking := [r for r in rollouts.values() if r.values is None]:
         await runtime.learner.snapshot(None)
         ticket = await runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
-        rollouts |= await _annotated(lacking, runtime.critics, runtime, ticket)
+        rollouts |= await _annotated(lacking, runtime.critics, runtime, moved, ticket)
     return replace(saved, rollouts=rollouts)
 
 
 async def _annotated(
-    lacking: Sequence[Rollout], workers: Sequence[AnnotatorHandle], runtime: Runtime, ticket: Any = None
+    lacking: Sequence[Rollout],
+    workers: Sequence[AnnotatorHandle],
+    runtime: Runtime,
+    moved: Callable[[], None],
+    ticket: Any = None,
 ) -> dict[int, Rollout]:
     """The rollouts with what a worker computes of them, by rollout id."""
     if not lacking:
         return {}
     stored = runtime.store(lacking)
     places = []
-    for payload, given in zip(stored, await annotate(workers[0], stored, ticket), strict=True):
+    for payload, given in zip(stored, await annotate(workers[0], stored, moved, ticket), strict=True):
         if given.arrays is None:
             raise AsyncRLHFError(f"Rollout {given.rollout_id} of the checkpoint cannot be taken up: {given.error}")
         places.append(replace(payload, annotations=(given.arrays,)))

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 
 from asyncrlhf.cluster.clock import off_loop
-from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime, within
 from asyncrlhf.orchestrator.spans import SpanLog
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.recorder import MAX_WAITING, RecordMarker, RunRecorder
@@ -117,7 +117,7 @@ class RolloutLog:
 
     async def _written(self, parts: Sequence[Future[None]]) -> None:
         if parts:
-            await off_loop(lambda: wait(parts))
+            await within(LONG_SECONDS, "the record writer", "write", off_loop(lambda: wait(parts)))
         self._recorder.raise_if_failed()
 
     def uses(self) -> dict[int, list[int]]:

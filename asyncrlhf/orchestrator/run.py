@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
@@ -39,6 +40,7 @@ from asyncrlhf.records.checkpoint import Saved, find_checkpoints, newest_whole, 
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder, check_records
 from asyncrlhf.records.sinks import Sinks, check_sinks
+from asyncrlhf.records.status import StatusFile
 from asyncrlhf.records.summary import build_summary
 from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.rewards.build_scorer import check_rewards
@@ -49,6 +51,7 @@ from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 ERROR_FILE = "error.txt"
+CLOSE_SECONDS = 60.0  # for records on their way, beyond the limit of what must move
 # Of vLLM's SamplingParams, those that leave every token a chance.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
@@ -252,7 +255,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
             partial(_finish_sinks, sinks, recorder, summary),
             partial(callbacks.call, "on_end", summary),
         )
-        _end_all(ends, cause, prepared.run_dir)
+        _end_all(ends, cause, prepared.run_dir, job.failures)
     return summary
 
 
@@ -263,10 +266,12 @@ def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) 
         recorder.finish(summary)
 
 
-def _end_all(ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path) -> None:
-    """Close everything, whatever of it fails. A failure here is raised only where the run had none: the first cause is
-    the one that counts."""
-    failures: list[BaseException] = []
+def _end_all(
+    ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path, before: Sequence[Exception]
+) -> None:
+    """Close everything, whatever of it fails. A failure here is raised only where the run had none, neither a ``cause``
+    nor failures ``before``: the first one is the one that counts."""
+    failures: list[BaseException] = [*before]
     for end in ends:
         try:
             end()
@@ -290,6 +295,7 @@ class _Job:
         self._recorder = recorder
         self._view = view
         self._controller: Controller | None = None
+        self.failures: list[Exception] = []  # of parts that did not close, beside the run's own
         self._taking_turns: Collection[str] = ()
 
     async def main(self) -> Outcome:
@@ -310,12 +316,23 @@ class _Job:
             saved=prepared.saved,
         )
         try:
-            with in_order(controller.stop, self._view.message):
-                return await controller.run()
+            with in_order(controller.stop, self._view.message), StatusFile(prepared.run_dir, controller.status):
+                outcome = await controller.run()
         finally:
             self._taking_turns = runtime.sharing
-            await controller.close()
-            await runtime.close()
+            await self._close(controller.close, runtime.close)
+        if self.failures:
+            raise self.failures.pop(0)
+        return outcome
+
+    async def _close(self, *closes: Callable[[], Awaitable[None]]) -> None:
+        """Whatever fails here is kept from hiding what ended the run, and from keeping other parts open."""
+        seconds = self._prepared.config.stall_timeout_seconds + CLOSE_SECONDS
+        for close in closes:
+            try:
+                await within(seconds, "the run's parts", "close", close())
+            except Exception as error:
+                self.failures.append(error)
 
     def summary(self, reason: str, outcome: Outcome | None) -> dict[str, Any]:
         config = self._prepared.config

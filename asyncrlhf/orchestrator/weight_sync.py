@@ -104,7 +104,7 @@ class WeightPublisher:
         self._state.changed.notify()
 
     async def close(self) -> None:
-        if self._task is not None and not self._task.done():
+        if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 

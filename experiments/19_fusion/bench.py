@@ -25,7 +25,8 @@ from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.cluster.handles import LONG_SECONDS
-from asyncrlhf.cluster.ray_handles import START_SECONDS, RayAnnotator, RayGenerator, addressed, ask
+from asyncrlhf.cluster.ray_calls import START_SECONDS, ask
+from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, addressed
 from asyncrlhf.cluster.ray_runtime import MALLOC
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig

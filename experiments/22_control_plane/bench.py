@@ -168,6 +168,8 @@ class TimerGenerator(Part):
 class Coin:
     """A reward worker that answers at once."""
 
+    name = "reward-0"
+
     async def annotate(self, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
         ids = [p.ref[p.index].rollout_id for p in payloads]
         return [Annotation(i, float(i % 2)) for i in ids]

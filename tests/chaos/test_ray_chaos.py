@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.cluster.ray_handles import RayGenerator, RayLearner
-from asyncrlhf.errors import ReplicaError, StallError
+from asyncrlhf.cli.status import status_lines
+from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner
+from asyncrlhf.errors import ReplicaError
 from tests.loop import FAKE, Finished
 from tests.loop import run as local_run
 from tests.ray_run import (
@@ -200,20 +201,64 @@ def test_a_transport_without_a_control_line_does_not_hang_either(
 
 
 @pytest.mark.usefixtures("ray_local")
-def test_a_stall_is_named_and_the_stopped_process_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No transfer is due when the only generator stops in the midst of the first batch."""
-    controllers, struck = watch(monkeypatch), []
+def test_frozen_parts_are_named_and_replaced_and_only_a_frozen_learner_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped one after the other, none of them dead: the only generator in the first evaluation, the only reward
+    worker at a call, then the learner in its step."""
+    controllers, struck = watch(monkeypatch), {}
+    status: list[str] = []
 
-    async def at_work(generator: RayGenerator) -> None:
-        if replica_of(controllers[0], generator).in_flight and not struck:
-            struck.append((psutil.Process(await strike(generator.actor, STOP)), time.monotonic()))
+    async def stop(where: str, actor: Any) -> None:
+        if where not in struck:
+            struck[where] = psutil.Process()  # the first of several calls
+            struck[where] = psutil.Process(await strike(actor, STOP))
 
-    before(monkeypatch, RayGenerator, "collect", at_work)
-    with pytest.raises(StallError, match=r"waits for the batch of step 0.*generator-0 .*in flight \(ids "):
-        run(tmp_path, *FAKE, "steps=10", "stall_timeout_seconds=8")
-    process, stopped_at = struck[0]
-    assert time.monotonic() - stopped_at < 8 + 1 + 60, "the end took too long"
-    wait_until(lambda: not is_alive(process), "the end of the stopped process")
+    async def evaluating(generator: RayGenerator, *_: Any) -> None:
+        if controllers[0].state.version == 0 and "evaluating" not in struck:
+            await stop("evaluating", generator.actor)
+
+    async def scoring(worker: RayAnnotator, *_: Any) -> None:
+        if controllers[0].state.version == 3:
+            await stop("scoring", worker.actor)
+
+    async def training(learner: RayLearner, *_: Any) -> None:
+        if controllers[0].state.version == 6:
+            await stop("training", learner.ranks[0].actor)
+            await until(lambda: "Step 6 of 10" in "".join(status_lines(tmp_path, time.time())), "a status of step 6")
+            status.extend(status_lines(tmp_path, time.time()))
+
+    before(monkeypatch, RayGenerator, "generate", evaluating)
+    before(monkeypatch, RayAnnotator, "annotate", scoring)
+    before(monkeypatch, RayLearner, "train", training)
+    with pytest.raises(ReplicaError, match=r"^learner-0 gave no sign of life for 3 s, asked for \w+ \d+ s ago\.$"):
+        run(tmp_path, *FAKE, "steps=10", "stall_timeout_seconds=6", "logging.progress=plain", "eval_every=0")
+    said = " ".join(capsys.readouterr().out.split())
+    assert list(struck) == ["evaluating", "scoring", "training"]
+    assert "Cause: generator-0 gave no sign of life for 3 s, asked for generate" in said and "(ids -1, -2)" in said
+    assert said.count("Nothing has moved for") >= 2 and said.count("generator-0 is back") == 1
+    assert "reward-0 gave no sign of life for 3 s, asked for annotate" in said
+    assert "Held-out greedy accuracy at version 0" in said, "the replica that came back was asked again"
+    assert status[0].endswith("trains.") and "Restarts: generator-0 1, reward-0 1." in status, status
+    wait_until(lambda: not [p for p in struck.values() if is_alive(p)], "the end of the stopped processes")
+    summary = read_summary(tmp_path)
+    assert summary["ledger"]["adds_up"] and summary["ledger"]["trained"] == 6 * 16
+
+
+async def test_what_actors_start_ends_with_them(ray_local: Any) -> None:
+    class Starter:
+        """It starts a process, as an engine does. Sent to Ray by value, which spares it this module's imports."""
+
+        def start(self) -> int:
+            import subprocess
+
+            return subprocess.Popen(["sleep", "600"]).pid
+
+    actors = [ray_local.remote(Starter).options(num_cpus=0).remote() for _ in range(2)]
+    started = [psutil.Process(await asyncio.wait_for(actor.start.remote(), 60)) for actor in actors]
+    ray_local.kill(actors[0])
+    await strike(actors[1], KILL)
+    await until(lambda: not any(map(is_alive, started)), "the end of what the actors started", 10)
 
 
 class Command:

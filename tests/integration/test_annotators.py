@@ -62,6 +62,7 @@ class Wrapped:
 
     def __init__(self, inner: AnnotatorHandle, hits: Callable[[int], bool], error: ReplicaError | str) -> None:
         self.inner, self.hits, self.error = inner, hits, error
+        self.name = inner.name
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
         hit = {r.rollout_id for r in fetch_local(payloads) if r.rollout_id >= 0 and self.hits(r.rollout_id)}

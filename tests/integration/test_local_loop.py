@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
-from asyncrlhf.errors import AsyncRLHFError, ReplicaError, StallError
+from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.learn import LearnLoop
 from tests.loop import FAKE, Finished, meddle, run
 
@@ -215,22 +215,6 @@ def test_generation_failures_are_counted(tmp_path: Path) -> None:
     done = run(tmp_path, *FAKE, "steps=20", "generator.fake.failure_probability=0.05")
     done.assert_ledger_whole()
     assert sum(done.summary["ledger"]["failed"].values()) > 0
-
-
-def test_a_stall_names_who_waits_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def freeze(runtime: LocalRuntime) -> None:
-        generator = runtime.generators[0]
-        assert isinstance(generator, LocalGenerator)
-        asyncio.get_running_loop().call_later(0.3, generator._task.cancel)
-        monkeypatch.setattr(LocalGenerator, "_check", lambda self: None)
-        monkeypatch.setattr(LocalGenerator, "collect", never)
-
-    async def never(self: LocalGenerator) -> None:
-        await asyncio.Event().wait()
-
-    meddle(monkeypatch, freeze)
-    with pytest.raises(StallError, match=r"learner waits for the batch of step 0.*generator-0 .*in flight \(ids 0, 1"):
-        run(tmp_path, *FAKE, "steps=20", "stall_timeout_seconds=20")
 
 
 @pytest.mark.parametrize("granularity", ["rollout", "group", "batch"])

@@ -84,8 +84,18 @@ def test_a_death_that_a_second_call_hid_is_told_to_the_reader_of_chunks(monkeypa
     run_virtual(main())
 
 
-def test_a_frozen_worker_is_given_up_before_the_run_counts_as_stalled() -> None:
+def test_two_calls_that_a_frozen_worker_held_start_it_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        worker = Scripted(monkeypatch, FROZEN, FROZEN, [Annotation(7, 1.0)], [Annotation(8, 1.0)])
+        both = await asyncio.gather(worker.annotate([]), worker.annotate([]))
+        assert {annotation.rollout_id for (annotation,) in both} == {7, 8}
+        assert worker.started == ["reward-0"] * 2 and worker.restarts == 1
+
+    run_virtual(main())
+
+
+def test_no_honest_call_is_cut_off() -> None:
     config = RunConfig(stall_timeout_seconds=1000.0)
-    assert answer_seconds(config) == 750.0 == answer_seconds(config, 300.0)
+    assert answer_seconds(config) == 5000.0 == answer_seconds(config, 300.0)
     own = RunConfig(stall_timeout_seconds=60.0, reward=RewardConfig(model_timeout_seconds=3000.0))
     assert answer_seconds(own, own.reward.model_timeout_seconds) > 3000.0, "the model's own limit is heard first"

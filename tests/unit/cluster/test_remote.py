@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrlhf.actors.part import PartActor
+from asyncrlhf.cluster.calls import keep_calls
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.handles import LocalPart, Remote
-from asyncrlhf.cluster.ray_handles import SILENT_SECONDS, RayGenerator, RayPart
-from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.cluster.handles import LONG_SECONDS, LocalPart, Remote
+from asyncrlhf.cluster.ray_handles import RayPart
 from asyncrlhf.errors import ReplicaError, WeightSyncError
 
 
@@ -80,17 +80,19 @@ def test_a_method_is_found_by_its_name_so_that_another_worker_can_stand_in() -> 
     run_virtual(main())
 
 
-def test_a_replica_that_is_silent_is_named() -> None:
-    """Its look for results never ends, as that of a stopped process; the run's watch would have spoken before."""
-    assert 1.1 * RunConfig().stall_timeout_seconds < SILENT_SECONDS
+def test_a_call_that_is_given_up_ends_with_the_verdict() -> None:
+    """Its table says who is asked for what since when, and forgets what has ended."""
 
     async def main() -> None:
-        never = asyncio.get_running_loop().create_future()
-        collect = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=lambda: (never, None)))
-        generator = RayGenerator.__new__(RayGenerator)
-        RayPart.__init__(generator, "generator-0", SimpleNamespace(collect=collect))
-        generator.spec, generator._submitted = SimpleNamespace(chunk_tokens=0), []  # type: ignore[assignment]
-        with pytest.raises(ReplicaError, match=f"^generator-0 did not answer collect within {SILENT_SECONDS:g} s$"):
-            await generator.collect()
+        calls, part = keep_calls(), LocalPart("part-0", Worker())
+        asked = asyncio.create_task(part.call(LONG_SECONDS, Worker.hang))
+        await asyncio.sleep(3)
+        (call,) = calls.of("part-0")
+        assert (call.verb, call.since) == ("hang", 0)
+        call.end("part-0 gave no sign of life")
+        call.end("a second verdict")
+        with pytest.raises(ReplicaError, match=r"^part-0 gave no sign of life$"):
+            await asked
+        assert asyncio.get_running_loop().time() == 3 and not list(calls)
 
     run_virtual(main())

@@ -154,7 +154,7 @@ class PaperWorker:
     """Answers after ``seconds``, by a place in a bundle that bears its kind's name; ``failing`` rollouts it fails."""
 
     def __init__(self, kind: str, seconds: float = 1.0, failing: Sequence[int] = ()) -> None:
-        self.kind, self.seconds, self.failing = kind, seconds, failing
+        self.kind, self.seconds, self.failing, self.name = kind, seconds, failing, f"{kind}-{id(self)}"
         self.calls: list[list[int]] = []
         self.versions: list[int] = []
         self.read: list[int] = []

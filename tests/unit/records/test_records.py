@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from concurrent.futures import Future
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -164,6 +166,24 @@ def test_a_used_folder_is_refused_and_a_marker_must_fit(tmp_path: Path) -> None:
         RunRecorder(tmp_path, {}, SMALL, resume_from=RecordMarker(metrics_lines=3, parts=4))
     RunRecorder(tmp_path, {}, SMALL, resume_from=RecordMarker()).close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [] and read_rollouts(tmp_path) == []
+
+
+def test_several_writing_errors_are_the_first_one(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, {}, SMALL)
+    failed: list[Future[None]] = []
+
+    def submit(*_: Any) -> Future[None]:
+        failed.append(Future())
+        failed[-1].set_exception(OSError(f"part {len(failed)}"))
+        return failed[-1]
+
+    recorder.write_with(submit)
+    recorder._pending += [submit(), submit(), submit()]
+    with pytest.raises(AsyncRLHFError, match="part 1"):
+        recorder.raise_if_failed()
+    with pytest.raises(AsyncRLHFError, match="part 1"):
+        recorder.finish({})
+    assert (tmp_path / "summary.json").is_file()
 
 
 def test_a_writing_error_surfaces_and_nobody_hangs(tmp_path: Path) -> None:

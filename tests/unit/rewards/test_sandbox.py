@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,11 +82,10 @@ def test_the_processes_that_a_function_left_end_with_it(tmp_path: Path) -> None:
     wait_until(lambda: not psutil.pid_exists(left) or not is_alive(psutil.Process(left)), "the end of the grandchild")
 
 
-def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
-    """The parent is killed while the function hangs: nobody is left to end the child, so it ends itself."""
-    import subprocess
-    import sys
-
+@pytest.mark.parametrize("function", ["leaves_a_process", "keeps_the_lock"])
+def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path, function: str) -> None:
+    """The parent is killed while the function hangs: nobody is left to end the child and what it started; nor does a
+    thread of the child run where the function keeps Python's lock."""
     note = tmp_path / "process"
     program = f"""
 import numpy as np
@@ -92,19 +93,18 @@ from asyncrlhf.rewards.sandbox import SandboxSource
 from asyncrlhf.types import Prompt, Rollout
 one = np.zeros(1, np.int64)
 prompt = Prompt("p", "p", one, metadata={{"file": {str(note)!r}}})
-source = SandboxSource("tests.reward_functions:leaves_a_process", "reward.target", 60.0)
+source = SandboxSource("tests.reward_functions:{function}", "reward.target", 60.0)
 print(source._child._process.pid, flush=True)
 source.scores([Rollout(1, 1, prompt, one, one, one, "stop", "x", "g")])
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
-    wait_until(note.is_file, "the function's beginning")
+    wait_until(lambda: note.is_file() and note.read_text(), "the function's beginning")
     parent.kill()
     parent.wait()
-    wait_until(lambda: not is_alive(child), "the end of the orphan")
-    wait_until(lambda: note.read_text(), "the note of the grandchild's id")
-    psutil.Process(int(note.read_text())).kill()
+    wait_until(lambda: not is_alive(child), "the end of the orphan", 5.0)
+    wait_until(lambda: not psutil.pid_exists(int(note.read_text())), "the end of what the function started", 5.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""``asyncrlhf status RUN``: who waits for whom in a live run, and how a finished one ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.recorder import CONFIG_FILE, SUMMARY_FILE
+from asyncrlhf.records.status import is_owned, read_status
+from asyncrlhf.records.summary import duration
+from asyncrlhf.validation import check
+
+HELP = """asyncrlhf status RUN: what a live run is at and waits for, or how a finished one ended
+
+  asyncrlhf status runs/arithmetic/2026-01-31_12-00-00
+
+It reads files and never the run's processes, so that it answers when they hang."""
+SILENT_SECONDS = 10.0  # without a word, where there should be one a second
+
+
+def main(arguments: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
+        return 0
+    check(len(arguments) == 1, f"status takes one run directory, not {len(arguments)}: asyncrlhf status RUN.")
+    check(not arguments[0].startswith("-"), f"{arguments[0]} is no option of status; write asyncrlhf status RUN.")
+    run_dir = Path(arguments[0]).expanduser()
+    check(run_dir.is_dir(), f"{run_dir} is no folder; give a run's, such as runs/arithmetic/2026-01-31_12-00-00.")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} is no run: it holds no {CONFIG_FILE}; the runs of a name lie one folder deeper.")
+    for line in status_lines(run_dir, time.time()):
+        print(line)
+    return 0
+
+
+def status_lines(run_dir: Path, now: float) -> Iterator[str]:
+    """``now``: seconds since the epoch."""
+    try:
+        summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        yield from _unfinished(run_dir, read_status(run_dir), now)
+    else:
+        yield from _finished(run_dir, summary)
+
+
+def _finished(run_dir: Path, summary: Mapping[str, Any]) -> Iterator[str]:
+    reason = str(summary.get("exit_reason", "ended"))
+    yield f"{run_dir}: {reason} after step {summary.get('steps')} of {summary.get('steps_planned')}."
+    ledger = summary.get("ledger", {})
+    if "trained" in ledger:
+        dropped, failed = (sum(ledger.get(key, {}).values()) for key in ("dropped", "failed"))
+        left = ledger.get("left", 0)
+        yield f"Rollouts: {ledger['trained']} trained, {dropped} dropped, {failed} failed, {left} left."
+    if reason.startswith("failed") and (run_dir / "error.txt").is_file():
+        yield f"The trace is in {run_dir / 'error.txt'}."
+
+
+def _unfinished(run_dir: Path, status: Mapping[str, Any] | None, now: float) -> Iterator[str]:
+    owned = is_owned(run_dir)
+    if status is None:
+        yield f"{run_dir}: {'is beginning or ending' if owned else 'its process ended without a summary'}."
+        return
+    who = f"process {status['pid']} on {status['host']}"
+    written, answered = now - status["written"], now - status.get("answered", status["written"])
+    if not owned:
+        yield f"{run_dir}: {who} is gone, without a summary: it was killed {duration(written)} ago. What it was at:"
+    elif written > SILENT_SECONDS:
+        yield f"{run_dir}: {who} does not answer: it has been frozen for {duration(written)}. What it was at:"
+    elif answered > SILENT_SECONDS:
+        yield f"{run_dir}: {who} lives, but its event loop has not answered for {duration(answered)}. What it was at:"
+    else:
+        yield f"{run_dir}: {who} {status['doing']}."
+    yield from _figures(status)
+
+
+def _figures(status: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"Step {status['step']} of {status['steps']}; published version {status['published_version']}; "
+        f"{status['buffer']} rollouts in the buffer, {status['in_flight']} in flight, "
+        f"{status['waiting_to_be_issued_again']} to be issued again."
+    )
+    yield f"Last movement {status['seconds_without_movement']:.1f} s ago."
+    if restarts := status["restarts"]:
+        yield f"Restarts: {', '.join(f'{name} {count}' for name, count in sorted(restarts.items()))}."
+    yield from status["waits"]

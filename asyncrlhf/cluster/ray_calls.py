@@ -1,0 +1,48 @@
+"""Awaits answers of Ray actors: each within a limit, and every failure as the error that it stands for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from asyncrlhf.cluster.calls import START, under_way
+from asyncrlhf.cluster.handles import within
+from asyncrlhf.cluster.ray_placement import free_in_ray
+from asyncrlhf.errors import ReplicaError
+
+START_SECONDS = 600.0
+
+
+async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
+    """Await the answer of the actor ``name`` to ``verb``. Its own exception comes out as it was raised; its death, and
+    no answer within ``seconds``, as a ReplicaError."""
+    return await within(seconds, name, verb, _translated(name, reference))
+
+
+async def _translated(name: str, reference: Awaitable[Any]) -> Any:
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayActorError as error:
+        lines = str(error).strip().splitlines()
+        if error.actor_init_failed:  # the message is a traceback
+            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
+        raise ReplicaError(f"{name} died: {lines[0]}") from None
+    except RayError as error:
+        raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+
+
+async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:
+    """As :func:`ask`, for a part that starts: Ray itself waits for ever for CPUs or GPUs that no machine has."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            with under_way(name, START, (), limit):
+                return await _translated(name, reference)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise ReplicaError(f"{name} did not start within {seconds:g} s; free in Ray: {free_in_ray()}.") from None

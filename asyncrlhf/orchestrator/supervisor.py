@@ -1,0 +1,247 @@
+"""Watches a run from its first await to its last: says who waits for whom, replaces what hangs, and only then ends it.
+
+    after                       what happens
+    --------------------------  -----------------------------------------------------------------------------------
+    half the limit in one call  the part is asked for a sign of life (``ping``), for which it has the other half; a
+                                part that gives none is frozen: generators, reward, reference and critic workers are
+                                replaced like dead ones, a learner rank ends the run under its name
+    the limit without movement  who waits for whom is said
+    twice the limit             what lives, and has stood at the same call all the time, is replaced; where there is
+                                nothing to replace, StallError
+
+The limit is ``stall_timeout_seconds``. Movement is an answer that moves a rollout or a version on, and any token that a
+generator makes, an evaluation's too: what is slow is never replaced. A start has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrlhf.cluster.calls import START, Call, Calls
+from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.errors import ReplicaError, StallError
+from asyncrlhf.orchestrator.annotate import Annotator
+from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.weight_sync import WeightPublisher
+
+LOOKS = 20  # in the time of the limit
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """``doing``: what the run is at while the learner has not begun. ``beside``: what else is waited for, as
+    sentences."""
+
+    state: RunState
+    runtime: Runtime
+    publisher: WeightPublisher
+    annotators: Sequence[Annotator]
+    beside: Callable[[], Sequence[str]]
+    calls: Calls = field(default_factory=Calls)
+    learn: LearnLoop | None = None
+    doing: str = "starts"
+    _beats: dict[str, tuple[float, float]] = field(default_factory=dict)  # by generator: its beat, and since when
+    _asked: dict[str, float] = field(default_factory=dict)  # by part: when it was last asked for a sign of life
+    _checks: set[asyncio.Task[None]] = field(default_factory=set)
+    _said: float = -1.0  # of which movement it was said that none followed
+    _looked: float = 0.0
+
+    @property
+    def limit(self) -> float:
+        return self.state.config.stall_timeout_seconds
+
+    @property
+    def still(self) -> float:
+        """Seconds without movement."""
+        return self.state.now() - self.state.last_progress
+
+    async def watch(self) -> None:
+        """Look again and again; raises StallError when the run stands still and nothing is left to replace."""
+        try:
+            while True:
+                await asyncio.sleep(self.limit / LOOKS)
+                self._look()
+        finally:
+            for check in self._checks:
+                check.cancel()
+
+    def _look(self) -> None:
+        self._feel_beats()
+        now = self.state.now()
+        starting = {call.name for call in self.calls if call.verb == START}
+        if starting or now - self._looked > self.limit / 2:  # or this process stood still itself (Ctrl-Z)
+            self.state.last_progress = now
+        self._looked = now
+        for name in self._long_asked() - starting:
+            self._ask(name)
+        if self.still <= self.limit:
+            return
+        self._say()
+        if self.state.stopping:
+            raise StallError(f"The run did not come to its end: {self._blame()}")
+        if self.still > 2 * self.limit and not self._replace_standing():
+            raise StallError(f"Nothing moved for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
+
+    def _feel_beats(self) -> None:
+        """Tokens are movement, whoever asked for them."""
+        now = self.state.now()
+        for replica in self.state.replicas:
+            beat = replica.handle.beat
+            if self._beats.get(replica.name, (None,))[0] != beat:
+                self._beats[replica.name] = beat, now
+                self.state.last_progress = now
+
+    def _long_asked(self) -> set[str]:
+        """Parts that have had work for more than half the limit and have not been heard of meanwhile."""
+        now = self.state.now()
+        held = {call.name for call in self.calls if now - call.since > self.limit / 2}
+        if self.still > self.limit / 2:
+            held |= {replica.name for replica in self.state.replicas if replica.alive and replica.in_flight}
+        return {name for name in held if now - self._asked.get(name, -self.limit) > self.limit / 2}
+
+    def _ask(self, name: str) -> None:
+        part = next((part for part in self.runtime.parts() if part.name == name), None)
+        if part is None:  # no part of ours that could be asked, such as the object store
+            return
+        self._asked[name] = self.state.now()
+        check = asyncio.create_task(self._check(part), name=f"sign of life of {name}")
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+
+    async def _check(self, part: Any) -> None:
+        replica = next((r for r in self.state.replicas if r.handle is part), None)
+        calls, actor = self.calls.of(part.name), getattr(part, "actor", None)
+        try:
+            await part.ping(self.limit / 2)
+        except ReplicaError:
+            if actor is not getattr(part, "actor", None):  # replaced meanwhile
+                return
+            if self.still > self.limit / 2:
+                self._say()
+            why = f"gave no sign of life for {self.limit / 2:g} s{self._of(part.name)}."
+            self._end(part.name, replica, calls, why)
+
+    def _end(self, name: str, replica: Replica | None, calls: Sequence[Call], why: str) -> None:
+        """Have those who wait for a part go on as after its death."""
+        verdict = f"{name} {why}"
+        if replica is not None:
+            self.state.died(replica, ReplicaError(verdict))
+        elif name in {worker.name for worker in self._annotating()}:
+            self.state.message(f"{verdict} Replacing it.")
+        for call in calls:
+            call.end(verdict)
+
+    def _replace_standing(self) -> bool:
+        """Replace what lives and stands still; false where nothing does."""
+        now, found = self.state.now(), False
+        turns = self.runtime.sharing if self.learn is not None and self.learn.training else ()  # asleep meanwhile
+        for replica in [r for r in self.state.replicas if r.alive and r.in_flight and r.name not in turns]:
+            since = self._beats[replica.name][1]
+            if now - since > self.limit:
+                found = True
+                why = f"made no token for {now - since:.0f} s with {_in_flight(sorted(replica.in_flight))}."
+                self._end(replica.name, replica, self.calls.of(replica.name), why)
+        for name in {worker.name for worker in self._annotating()}:
+            standing = [call for call in self.calls.of(name) if now - call.since > self.limit]
+            found = found or bool(standing)
+            if standing:
+                self._end(name, None, standing, f"lives and gave no answer{self._of(name)}.")
+        return found
+
+    def _say(self) -> None:
+        """Once for each time that the run stands still."""
+        if self._said != self.state.last_progress:
+            self._said = self.state.last_progress
+            self.state.message(f"Nothing has moved for {self.still:.0f} s. {' '.join(self.sentences())}")
+
+    def _blame(self) -> str:
+        """Whose answer has been awaited for longest."""
+        now = self.state.now()
+        asked = [call for call in self.calls if call.verb != "ping" and now - call.since > self.limit / 2]
+        if not asked:
+            return "every part answers, and none has anything to do."
+        name = min(asked, key=lambda call: call.since).name
+        return f"{name} is waited for{self._of(name)}."
+
+    def _of(self, name: str) -> str:
+        """What the part was asked for, since when, and for which rollouts."""
+        calls = [call for call in self.calls.of(name) if call.verb != "ping"]
+        if not calls:
+            return ""
+        oldest = min(calls, key=lambda call: (not call.ids, call.since))
+        ids = list(oldest.ids) or [i for annotator in self.annotators for i in sorted(annotator.in_hand.get(name, ()))]
+        return f", asked for {oldest.verb} {self.state.now() - oldest.since:.0f} s ago{_some(ids)}"
+
+    def sentences(self) -> list[str]:
+        """Who waits for whom, since when."""
+        return [*self._of_learner(), *self._of_parts(), *self.beside(), *self._of_queues()]
+
+    def _of_learner(self) -> Iterator[str]:
+        state, learn = self.state, self.learn
+        if learn is None:
+            yield f"The run {self.doing}."
+            return
+        since = f"{state.now() - learn.since:.0f} s ago"
+        if state.version >= state.config.steps or state.stopping:
+            yield f"The run {self.doing}; the learner ended step {state.version} {since}."
+        elif learn.training:
+            yield f"The learner is in its step {state.version}, begun {since}."
+        else:
+            yield f"The learner waits for the batch of step {state.version}, asked for {since}."
+        yield f"The buffer holds {state.buffer.held} rollouts."
+
+    def _of_parts(self) -> Iterator[str]:
+        now, replicas = self.state.now(), {replica.name for replica in self.state.replicas}
+        for replica in self.state.replicas:
+            name, held = replica.name, sorted(replica.in_flight)
+            status = "draining" if replica.draining else f"at version {replica.version}"
+            status = status if replica.alive else "dead and being replaced"
+            since = now - self._beats.get(name, (0.0, now))[1]
+            moved = f"; its last token came {since:.0f} s ago" if held else ""
+            yield f"{name} is {status} with {_in_flight(held)}{moved}{self._of(name)}."
+        for name in dict.fromkeys(call.name for call in self.calls if call.name not in replicas):
+            if asked := self._of(name):
+                yield f"{name} is at work{asked}."
+
+    def _of_queues(self) -> Iterator[str]:
+        state = self.state
+        for annotator in self.annotators:
+            if queued := annotator.queued:
+                yield f"{len(queued)} rollouts wait for a {annotator.title}{_some(queued)}."
+        if self.publisher.busy:
+            yield f"The publisher waits for {self.publisher.waiting_for or 'a replica'}."
+        if state.requeue:
+            yield f"{len(state.requeue)} rollouts wait to be issued again{_some(list(state.requeue))}."
+
+    def status(self) -> dict[str, Any]:
+        """What ``asyncrlhf status`` shows of the run at this moment; JSON's types alone."""
+        state = self.state
+        restarts = {part.name: getattr(part, "restarts", 0) for part in self._annotating()}
+        restarts |= {replica.name: replica.restarts for replica in state.replicas}
+        return {
+            "doing": self.doing,
+            "step": state.version,
+            "steps": state.config.steps,
+            "published_version": state.published_version,
+            "buffer": state.buffer.held,
+            "in_flight": sum(len(replica.in_flight) for replica in state.replicas),
+            "waiting_to_be_issued_again": len(state.requeue),
+            "seconds_without_movement": round(self.still, 1),
+            "restarts": {name: count for name, count in restarts.items() if count},
+            "waits": self.sentences(),
+        }
+
+    def _annotating(self) -> list[Any]:
+        return [worker for annotator in self.annotators for worker in annotator.workers]
+
+
+def _in_flight(ids: list[int]) -> str:
+    return f"{len(ids)} rollouts in flight{_some(ids)}"
+
+
+def _some(ids: list[int]) -> str:
+    return f" (ids {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''})" if ids else ""
