@@ -74,6 +74,9 @@ def _closing(record: SweepRecord, states: Counter[str]) -> list[str]:
     if not states["done"]:
         return lines
     from asyncrlhf.cli.train import draw
-    from asyncrlhf.sweeps.results import read_results, sentences
+    from asyncrlhf.sweeps.results import read_results
+    from asyncrlhf.sweeps.sentences import sentences, write_results
 
-    return [*lines, *sentences(read_results(record.folder)), draw([record.folder])]
+    results = read_results(record.folder)
+    write_results(results, record.folder)
+    return [*lines, *sentences(results), draw([record.folder])]
