@@ -77,3 +77,12 @@ def no_opinion_of_odd_sums(completions: Any, solution: list[str], **columns: Any
 
 def never_an_opinion(completions: Any, **columns: Any) -> list[None]:
     return [None] * len(completions)
+
+
+def logs_its_length(completions: list[Any], log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+    """Tells the mean length under two names, one of which another function uses as well."""
+    lengths = [len(completion[0]["content"]) for completion in completions]
+    log_extra("length", lengths)
+    for name in ("length", "accuracy"):
+        log_metric(name, sum(lengths) / len(lengths))
+    return [float(length) for length in lengths]

@@ -31,6 +31,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("generated_at", pa.float64()),
         ("scored_at", pa.float64()),
         ("consumed_at", pa.float64()),
+        ("extra", pa.string()),
     ]
 )
 
@@ -40,7 +41,8 @@ class RolloutRow:
     """One trained, dropped or failed rollout, as ``rollouts/*.parquet`` holds it; None where it never got so far.
 
     ``consumed_at_version`` has one entry a use, ``staleness`` is that of the last use (None if never used), times are
-    seconds of the run's clock and ``consumed_at`` is the last use's.
+    seconds of the run's clock and ``consumed_at`` is the last use's. ``extra``: what ``log_extra`` was given,
+    as a JSON object.
     """
 
     rollout_id: int
@@ -59,6 +61,7 @@ class RolloutRow:
     generated_at: float | None = None
     scored_at: float | None = None
     consumed_at: float | None = None
+    extra: str | None = None
 
     def fill(self, rollout: Rollout) -> None:
         """Take text and arrays from the finished rollout."""
