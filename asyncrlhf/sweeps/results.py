@@ -7,6 +7,7 @@ held out the mean reward of the last tenth of the steps. Speed is said only of j
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.sweeps.record import read_summary, read_sweep
+from asyncrlhf.sweeps.search import objective
 
 # Settings that move staleness. All other choices are what is compared: the method.
 BOUND_KEYS = ("async", "async.mode", "async.lag", "async.max_staleness")
@@ -25,6 +27,7 @@ STALENESS_KEYS = (
 )  # fmt: skip
 FRESH = 0.05  # policy versions: a configuration at most this stale on average is a baseline
 ONLY_METHOD = "the run"  # the name where nothing but staleness differs
+_NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?|true|false", re.IGNORECASE)
 SMALL = 1e-3  # a baseline's quality below this makes no ratio
 
 
@@ -110,6 +113,7 @@ class Results:
     cells: tuple[Cell, ...]
     left_out: dict[str, str]
     what: str
+    search: str = ""  # what the best of a search's trials came to
 
     @property
     def runs(self) -> list[Path]:
@@ -136,7 +140,31 @@ def read_results(folder: Path) -> Results:
             left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
     what = "held-out accuracy" if heldout else "reward of the last tenth of the steps"
     cells = _with_speed(_with_kept(_cells(points)))
-    return Results(document["name"], tuple(cells), left_out, what)
+    return Results(document["name"], tuple(cells), left_out, what, best_trial(folder, document))
+
+
+def best_trial(folder: Path, document: dict[str, Any]) -> str:
+    """Which trial of a search came to the best objective, in a sentence; nothing of a sweep that is none."""
+    search = document.get("search")
+    if not search:
+        return ""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in document["jobs"]:
+        rows.setdefault(row["part"], []).append(row)
+    whole = {part: of for part, of in rows.items() if all(row["state"] == "done" for row in of)}
+    values = {
+        part: [objective(folder / row["folder"], search["objective"]) for row in of] for part, of in whole.items()
+    }
+    known = {part: Estimate.of([v for v in of if v is not None]) for part, of in values.items() if None not in of}
+    if not known:
+        return f"No trial of the search has come to a {search['objective']} yet."
+    best = (max if search["direction"] == "maximize" else min)(known, key=lambda part: known[part].mean)
+    said = ", ".join(f"{key}={value}" for key, value in rows[best][0]["choices"].items())
+    count = f"{known[best].count} seed{'s' * (known[best].count != 1)}"
+    return (
+        f"Best of {len(known)} trials: {search['objective']} {known[best].text()} ({count}) with {said} ({best}). "
+        "The best of many is partly luck: run it again with other seeds."
+    )
 
 
 def _heldout(run_dir: Path) -> float | None:
@@ -187,8 +215,7 @@ def _words(choices: dict[str, str]) -> str:
     """``algorithm=grpo`` is said as ``grpo``: names tell for themselves, numbers do not."""
     said = []
     for key, value in choices.items():
-        number = value.replace(".", "", 1).replace("-", "", 1).isdigit()
-        said.append(f"{key.rpartition('.')[2]} {value}" if number or value in ("true", "false") else value)
+        said.append(f"{key.rpartition('.')[2]} {value}" if _NUMBER.fullmatch(value) else value)
     return ", ".join(said)
 
 

@@ -19,7 +19,7 @@ CLEAR = 2.0  # standard errors beyond which a loss is called one
 def sentences(results: Results) -> list[str]:
     """For the terminal and the head of the report: first what joins quality and speed, then what stands alone."""
     quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
-    said: list[str] = []
+    said = [results.search] if results.search else []
     told: list[Cell] = []
     for method in results.methods:
         joined = join(results, method)
