@@ -115,9 +115,13 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
 def _search(fixed: list[str], axes: list[Axis], folder: Path | None, first: RunConfig) -> Search:
     settings = first.sweep
     check(
-        settings.parts is None, "sweep.search=optuna searches one grid, and sweep.parts are several; give parts=null."
+        settings.parts is None,
+        "sweep.search=optuna searches one grid, and sweep.parts are several; give sweep.parts=null.",
     )
     check(axes, "sweep.search=optuna has nothing to choose from; give key=a,b or key=interval(0,1) of some settings.")
+    check(
+        all(axis.key != "seed" for axis in axes), "sweep.search=optuna chooses no seeds; give seeds=N for each trial."
+    )
     goal = settings.objective
     check(find_metric(goal), f"sweep.objective={goal} is no metric; docs/reference/metrics.md lists them.")
     swept = {axis.key for axis in axes}

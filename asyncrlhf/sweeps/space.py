@@ -66,14 +66,14 @@ def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Axis]]:
 def _axis(parsed: Override, override: str) -> Axis:
     key, given = str(parsed.get_key_element()), parsed.value()
     if isinstance(given, IntervalSweep):
-        low, high = given.start, given.end
-        whole = isinstance(low, int) and isinstance(high, int)
-        log = "log" in given.tags
-        check(low is not None and high is not None and low < high, f"{override}: an interval runs from less to more.")
+        assert given.start is not None and given.end is not None, "Hydra's grammar asks for both"
+        low, high, log = given.start, given.end, "log" in given.tags
+        check(low < high, f"{override}: an interval runs from less to more.")
         check(not log or low > 0, f"{override}: a logarithmic interval begins above 0.")
+        whole = isinstance(low, int) and isinstance(high, int)
         return Axis(key, low=low, high=high, step=1 if whole else None, log=log, interval=True)
-    if isinstance(given, RangeSweep) and all(isinstance(n, int) for n in (given.start, given.stop, given.step)):
-        steps = range(given.start, given.stop, given.step)
-        if len(steps) and given.step > 0:
-            return Axis(key, low=steps[0], high=steps[-1], step=given.step)
+    if isinstance(given, RangeSweep):
+        start, stop, step = given.start, given.stop, given.step
+        if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step > 0 and start < stop:
+            return Axis(key, low=start, high=range(start, stop, step)[-1], step=step)
     return Axis(key, tuple(job[0].partition("=")[2] for job in sweep_jobs([override])))

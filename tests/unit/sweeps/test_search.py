@@ -136,6 +136,8 @@ def test_the_plan_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_sweep(asked).folder_name != plan.folder_name
     for wrong, sentence in (
         (SPACE, "interval(...) has no end of values; give sweep.search=optuna"),
+        ([*asked, "seed=0,1"], "chooses no seeds; give seeds=N"),
+        (["experiment=staleness_quick", *asked], "give sweep.parts=null"),
         (["sweep.search=optuna"], "has nothing to choose from"),
         ([*asked, "sweep.objective=rewrd"], "sweep.objective=rewrd is no metric"),
         (["learner.learning_rate=interval(1,0)", "sweep.search=optuna"], "runs from less to more"),
