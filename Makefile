@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml $(wildcard requirements/*)
 	@PIP="$(PIP)" UV="$(UV)" bash requirements/locked.sh --upgrade --target $(VENV)/references -r requirements/references.txt \
 		|| echo "Without verl, torchrl and OpenRLHF, which only tests/references compares with: those tests will skip."
 	@rm -f $(VENV)/.installed-* && touch $@
-	@echo "Installed. Next: make train"
+	@echo "Installed. Next: make train; or source $(BIN)/activate, and the command is asyncrlhf"
 
 train: install
 	$(BIN)/asyncrlhf train $(ARGS)

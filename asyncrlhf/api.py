@@ -119,7 +119,7 @@ def sweep(
     from asyncrlhf.sweeps.record import owned
 
     given = {**settings, **(overrides or {}), **({"sweep.seeds": seeds} if seeds is not None else {})}
-    plan = plan_sweep([f"{key}={','.join(map(_text, _choices(key, value)))}" for key, value in given.items()])
+    plan = plan_sweep([f"{key}={','.join(map(_text_of_choice, _choices(key, value)))}" for key, value in given.items()])
     folder = RUNS / "sweeps" / plan.folder_name
     with owned(folder):
         if run_plan(plan, accept_changed) == 130:
@@ -224,6 +224,11 @@ def _choices(key: str, value: Any) -> list[Any]:
     return [list(value) if isinstance(value, tuple) else value]
 
 
+def _text_of_choice(value: Any) -> str:
+    """As Hydra's grammar has it: ``interval(0,1)`` and its kin stay what they are."""
+    return value if isinstance(value, str) and _RANGE.fullmatch(value) else _text(value)
+
+
 def _text(value: Any) -> str:
     """The value in Hydra's grammar."""
     if isinstance(value, str | Path):
@@ -240,6 +245,7 @@ def _text(value: Any) -> str:
     return repr(number)
 
 
+_RANGE = re.compile(r"(interval|range|tag|int|float|choice|glob)\(.*\)")
 _WORDS = ("null", "true", "false", "nan", "inf", "none")  # what Hydra would read as something other than a text
 
 

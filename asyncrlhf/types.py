@@ -149,6 +149,8 @@ class RolloutInfo:
     finished_at_version: int = 0
     reward: float = math.nan
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
+    extra: str = ""
     scored_at: float | None = None  # None: not all kinds of workers have annotated it
     referenced_at: float | None = None  # where a reference service is asked
     valued_at: float | None = None  # where a critic service is asked
@@ -207,7 +209,10 @@ class RolloutGroup:
 @dataclass(frozen=True)
 class Annotation:
     """What a worker says of one rollout: its reward, or where the arrays lie that it computed (reference log-probs,
-    values), or one sentence that says why there is neither (never a silent zero)."""
+    values), or one sentence that says why there is neither (never a silent zero).
+
+    ``logged``, ``extra``: what the reward functions told beside it: figures by name, and an object in JSON.
+    """
 
     rollout_id: int
     reward: float | None = None
@@ -215,6 +220,8 @@ class Annotation:
     error: str | None = None
     arrays: Payload | None = None
     abstained: bool = False  # no part of the reward had an opinion: no failure, and nothing to train on
+    logged: Mapping[str, float] = field(default_factory=dict)
+    extra: str = ""
 
 
 @dataclass(frozen=True)

@@ -84,3 +84,12 @@ def keeps_the_lock(completions: list[str], metadata: list[dict[str, Any]], **col
     """Writes its process's id where the metadata says, and backtracks for ever in C code that lets no thread run."""
     Path(metadata[0]["file"]).write_text(str(os.getpid()))
     return [float(bool(re.match(r"(a+)+$", "a" * 60 + "b"))) for _ in completions]
+
+
+def logs_its_length(completions: list[Any], log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+    """Tells the mean length under two names, one of which another function uses as well."""
+    lengths = [len(completion[0]["content"]) for completion in completions]
+    log_extra("length", lengths)
+    for name in ("length", "accuracy"):
+        log_metric(name, sum(lengths) / len(lengths))
+    return [float(length) for length in lengths]

@@ -51,6 +51,7 @@ SUFFIXES = {
     "reward.target=my_rewards:score logging.wandb=disabled",
     r"^asyncrlhf (sft|reward-model)": "{group}.max_steps=2 logging.wandb=disabled",
     r"experiment=staleness_quick": f"steps=2 {SMALL} {RAY} eval_every=0 async.lag=0,4 sweep.parts.speed=null",
+    r"sweep\.search=": f"steps=2 {SMALL} sweep.trials=2 sweep.jobs=1",
     r"^asyncrlhf sweep": f"steps=2 {SMALL} runtime=local",
     r"checkpoint\.resume=auto": f"steps=4 {SMALL} {RAY}",
     r"deepspeed": f"steps=2 {SMALL} {RAY} cluster.start_timeout_seconds=200",

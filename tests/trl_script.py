@@ -23,9 +23,14 @@ def build_dataset() -> Dataset:
     return raw.map(make_conversation, remove_columns=["question", "answer"])
 
 
-def accuracy_reward(completions, solution, **kwargs):
+def accuracy_reward(completions, solution, log_extra=None, log_metric=None, **kwargs):
     contents = [completion[0]["content"] for completion in completions]
-    return [1.0 if content.strip() == answer else 0.0 for content, answer in zip(contents, solution, strict=True)]
+    rewards = [1.0 if content.strip() == answer else 0.0 for content, answer in zip(contents, solution, strict=True)]
+    if log_extra:
+        log_extra("golden_answer", list(solution))
+    if log_metric:
+        log_metric("accuracy", sum(rewards) / len(rewards))
+    return rewards
 
 
 async def brevity_reward(prompts, completions, completion_ids, level, trainer_state, **kwargs):

@@ -22,6 +22,8 @@ HELP = """asyncrlhf sweep [overrides]: every combination of the choices, seed by
   sweep.name=NAME          the folder is runs/sweeps/NAME-<hash of the jobs>
   sweep.timing=exclusive   each job has the machine alone: only then is anything said of speed
   sweep.jobs=N             at most N jobs side by side
+  sweep.search=optuna      Optuna chooses sweep.trials=20 of the combinations, interval(a,b) and tag(log,interval(a,b))
+                           among them, after sweep.objective=heldout_accuracy
   --accept-changed         go on although code or data are not those of the finished jobs
 
 The same command goes on with a sweep that was interrupted: finished jobs are not run again.
@@ -36,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     rest = [argument for argument in arguments if argument not in (ACCEPT, LIST)]
     plan = plan_sweep(rest)
     if LIST in arguments:
-        print("\n".join([*(job.name for job in plan.jobs), *(f"left out: {words}" for words in plan.left_out)]))
+        axes = [axis.plain() for axis in plan.search.axes] if plan.search is not None else []
+        print("\n".join([*axes, *(job.name for job in plan.jobs), *(f"left out: {words}" for words in plan.left_out)]))
         return 0
     with owned(RUNS / "sweeps" / plan.folder_name):
         return run_plan(plan, accept_changed=ACCEPT in arguments)
@@ -51,10 +54,10 @@ def run_plan(plan: SweepPlan, accept_changed: bool) -> int:
     done = sum(job.state == "done" for job in record.jobs.values())
     console = Console()
     finished = f", {done} of them done before" if done else ""
-    console.print(f"Sweep of {len(plan.jobs)} jobs{finished}: {record.folder}", markup=False, highlight=False)
+    console.print(f"Sweep of {plan.total} jobs{finished}: {record.folder}", markup=False, highlight=False)
     for words in plan.left_out:
         console.print(f"Left out: {words}", markup=False, highlight=False, soft_wrap=True)
-    table = SweepTable(len(plan.jobs), done, console)
+    table = SweepTable(plan.total, done, console)
     code = 0
     try:
         Sweeper(plan, record, table).run()
@@ -76,6 +79,15 @@ def _closing(record: SweepRecord, states: Counter[str]) -> list[str]:
     if not states["done"]:
         return lines
     from asyncrlhf.cli.train import draw
-    from asyncrlhf.sweeps.results import read_results, sentences
+    from asyncrlhf.sweeps.results import read_results
+    from asyncrlhf.sweeps.sentences import sentences, write_results
 
-    return [*lines, *sentences(read_results(record.folder)), draw([record.folder])]
+    results = read_results(record.folder)
+    write_results(results, record.folder)
+    return [*lines, *sentences(results), *_to_sync(record.folder), draw([record.folder])]
+
+
+def _to_sync(folder: Path) -> list[str]:
+    """What sends the runs that W&B has recorded offline, where there are any."""
+    parts = "jobs/*/wandb/offline-run-*"
+    return [f"W&B, one group: wandb sync {folder}/{parts}"] if any(folder.glob(parts)) else []

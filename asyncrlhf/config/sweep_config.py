@@ -9,6 +9,8 @@ from typing import Any
 from asyncrlhf.validation import check, check_settings, overlay, setting
 
 TIMINGS = ("shared", "exclusive")
+SEARCHES = ("none", "optuna")
+DIRECTIONS = ("maximize", "minimize")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,19 @@ class SweepConfig:
         choices=TIMINGS,
     )
     jobs: int = setting(0, "Jobs side by side at most; 0: as many as the machine holds.", low=0, high=10**4)
+    search: str = setting(
+        "none",
+        "Which combinations of the choices run: all of them (none), or those that Optuna's TPE sampler chooses from "
+        "what came before (optuna), where interval(a,b) and tag(log,interval(a,b)) are choices as well.",
+        choices=SEARCHES,
+    )
+    trials: int = setting(20, "Combinations that a search tries, each with all seeds.", low=1, high=10**6)
+    objective: str = setting(
+        "heldout_accuracy",
+        "What a search is after: the held-out accuracy after training, or any metric, mean over the last tenth of the "
+        "steps.",
+    )
+    direction: str = setting("maximize", "Whether a search wants more or less of it.", choices=DIRECTIONS)
     parts: Any = setting(
         None, "Several grids by name, null leaving one out; null: the command line's choices.", entries=SweepPart
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import torch
 import transformers
 
 from asyncrlhf.data.adapter import add_adapter
 from asyncrlhf.data.checkpoint_folder import check_weights, from_pretrained, load_shape, load_tokenizer, resolve
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, did_you_mean
 
 
 def load_model(
@@ -40,7 +43,24 @@ def check_model(config: ModelConfig) -> None:
     )
     load_tokenizer(config)
     check_weights(resolve(config.path), "model.path")
+    _check_keywords(config, shape)
     if config.lora.r:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             add_adapter(model, config.lora)
+
+
+def _check_keywords(config: ModelConfig, shape: transformers.PretrainedConfig) -> None:
+    """Keywords that ``from_pretrained`` neither takes nor finds in the model's config reach the model's constructor,
+    which takes none. A checkpoint's own code may take some."""
+    if not config.model_init_kwargs or config.trust_remote_code:
+        return
+    loads = transformers.PreTrainedModel.from_pretrained, transformers.AutoModelForCausalLM.from_pretrained
+    known = {name for load in loads for name in inspect.signature(load).parameters}
+    known |= {name for load in loads for name in re.findall(r'kwargs\.\w+\(\s*"(\w+)"', inspect.getsource(load))}
+    for name in config.model_init_kwargs:
+        check(
+            name in known or hasattr(shape, name),
+            f"model.model_init_kwargs.{name} is known neither to transformers' from_pretrained nor to "
+            f"{type(shape).__name__}{did_you_mean(name, {*known, *shape.to_dict()})}.",
+        )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrlhf.engines.vllm_keywords import check_known
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
@@ -18,6 +19,14 @@ VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
 OWN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
     "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
+)  # fmt: skip
+# Of vLLM's EngineArgs likewise.
+OWN_ENGINE = (
+    "model", "skip_tokenizer_init", "trust_remote_code", "dtype", "generation_config", "logprobs_mode", "max_logprobs",
+    "max_num_seqs", "max_model_len", "block_size", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
+    "enable_prefix_caching", "enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size",
+    "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
+    "disable_log_stats", "kv_cache_memory_bytes",
 )  # fmt: skip
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # from ``generator.*`` by a group
@@ -77,6 +86,9 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         check_keywords("generator.vllm.engine_kwargs", self.engine_kwargs)
+        for name in self.engine_kwargs or ():
+            check(name not in OWN_ENGINE, f"generator.vllm.engine_kwargs.{name} is decided by settings of its own.")
+        check_known("generator.vllm.engine_kwargs", self.engine_kwargs or (), "EngineArgs")
         check_settings("generator.vllm", self)
 
     @property
@@ -164,6 +176,7 @@ class GeneratorConfig:
                 f"generator.generation_kwargs.{name} is decided by settings of its own: generator.{name}, or those of "
                 "the run.",
             )
+        check_known("generator.generation_kwargs", self.generation_kwargs or (), "SamplingParams")
 
     @property
     def truncated(self) -> bool:

@@ -16,7 +16,6 @@ from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, wor
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.rewards.judge import starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
-from asyncrlhf.validation import check
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -157,10 +156,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
     }
-    more = own.engine_kwargs or {}
-    for name in more:
-        check(name not in arguments, f"generator.vllm.engine_kwargs.{name} is decided by settings of its own.")
-    arguments |= more
+    arguments |= own.engine_kwargs or {}
     if own.kv_cache_gb or on_cpu:
         arguments["kv_cache_memory_bytes"] = int(own.kv_cache_gb * 2**30) or _cpu_cache_bytes(config, folder, model)
     return arguments

@@ -69,6 +69,7 @@ class Assembly:
         arrays = tuple(annotation.arrays for annotation, _ in given.values() if annotation.arrays is not None)
         info.payload = replace(info.payload, annotations=arrays)
         info.reward, info.reward_parts = score.reward, dict(score.parts)
+        info.logged, info.extra = dict(score.logged), score.extra
         info.scored_at, info.referenced_at, info.valued_at = (
             times.get(kind) for kind in ("reward", "reference", "critic")
         )

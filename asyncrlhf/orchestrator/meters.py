@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -74,6 +74,7 @@ class Meters:
             "wall_time": now - self._started,
             **self._staleness(version, taken),
             **_reward_parts(taken),
+            **_means("logged/", [r.logged for t in taken for r in t.rollouts]),
             "staleness_bound": self._state.bound,
             "replayed_fraction": sum(len(t) for t in taken if t.replayed) / samples,
             "ref_kl": math.nan,  # null in the records, unless there is a reference policy
@@ -159,12 +160,17 @@ def _latencies(taken: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def _reward_parts(taken: Sequence[RolloutGroup]) -> dict[str, float]:
     """The mean of each part of the reward over those that it had an opinion of; one unnamed part is the reward."""
+    found = _means("reward/", [r.reward_parts for t in taken for r in t.rollouts])
+    return found if found.keys() != {"reward/score"} else {}
+
+
+def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the rollouts that have it."""
     values: dict[str, list[float]] = {}
-    for item in taken:
-        for rollout in item.rollouts:
-            for name, value in rollout.reward_parts.items():
-                values.setdefault(name, []).append(value)
-    return {f"reward/{name}": float(np.mean(of)) for name, of in values.items()} if values.keys() != {"score"} else {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {f"{prefix}{name}": float(np.mean(of)) for name, of in values.items()}
 
 
 LISTED = 16  # replicas with figures of their own; those beyond are put together as "others"

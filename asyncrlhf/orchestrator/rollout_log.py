@@ -66,7 +66,7 @@ class RolloutLog:
             row.generator_id, row.generated_at, row.admitted_at = info.generator_id, info.generated_at, info.admitted_at
             row.epoch = info.epoch
             if info.scored_at is not None:
-                row.reward, row.scored_at = info.reward, info.scored_at
+                row.reward, row.scored_at, row.extra = info.reward, info.scored_at, info.extra or None
         if row.rollout_id in self._uses:
             row.consumed_at_version, row.consumed_at = self._uses.pop(row.rollout_id)
             row.staleness = info.staleness(row.consumed_at_version[-1]) if info is not None else None

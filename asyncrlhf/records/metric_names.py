@@ -61,6 +61,7 @@ FAMILIES: tuple[Family, ...] = (
         ("reward_mean", "reward", "reward", "Mean reward of the batch."),
         ("reward_std", "reward", "reward's deviation", "Standard deviation of the batch's rewards."),
         ("reward/<part>", "reward", "reward of a part", "Mean of one part of the reward, under several."),
+        ("logged/<name>", "-", "logged by a reward", "What reward functions gave log_metric, mean over the batch."),
         ("heldout_accuracy", "reward", "held-out reward", "Mean reward of greedy answers to the held-out prompts."),
         ("normalized_reward_mean", "-", "normalised reward", "Mean of what trained, under reward.normalize."),
         ("normalized_reward_std", "-", "normalised reward's deviation", "Standard deviation of what trained."),

@@ -32,6 +32,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("scored_at", pa.float64()),
         ("consumed_at", pa.float64()),
         ("epoch", pa.int64()),
+        ("extra", pa.string()),
     ]
 )
 
@@ -42,7 +43,8 @@ class RolloutRow:
 
     ``consumed_at_version`` has one entry a use, ``staleness`` is that of the last use (None if never used), times are
     seconds of the run's clock and ``consumed_at`` is the last use's. ``epoch``: of the run when it was given to its
-    generator; with ``policy_versions`` it says of each token which weights sampled it.
+    generator; with ``policy_versions`` it says of each token which weights sampled it. ``extra``: what ``log_extra``
+    was given, as a JSON object.
     """
 
     rollout_id: int
@@ -62,6 +64,7 @@ class RolloutRow:
     scored_at: float | None = None
     consumed_at: float | None = None
     epoch: int = 0
+    extra: str | None = None
 
     def fill(self, rollout: Rollout) -> None:
         """Take text and arrays from the finished rollout."""

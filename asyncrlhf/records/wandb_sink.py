@@ -20,7 +20,7 @@ from asyncrlhf.redaction import redact
 _ID_FILE = "run-id.txt"
 _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
 _TRYING_AGAIN = (b"retrying", b"giving up")  # of W&B's own log, when it does not reach its server
-COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state")
+COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state", "extra")
 
 
 class WandbSink:

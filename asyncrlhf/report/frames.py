@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDE
 from asyncrlhf.report import load
 from asyncrlhf.report.load import flatten
 from asyncrlhf.sweeps.record import is_sweep, read_summary
-from asyncrlhf.sweeps.results import read_results, sentences
+from asyncrlhf.sweeps.results import read_results
+from asyncrlhf.sweeps.sentences import figures, sentences
 from asyncrlhf.validation import check
 
 
@@ -134,15 +134,7 @@ class Sweep:
     @property
     def table(self) -> pd.DataFrame:
         """One row a configuration: means over the seeds, and their standard errors (NaN for a single seed)."""
-
-        rows = []
-        for cell in read_results(self.path).cells:
-            row = {"method": cell.method, "setting": cell.setting, "alone": cell.exclusive, "seeds": len(cell.points)}
-            for name in ("quality", "staleness", "seconds", "kept", "speedup"):
-                found = getattr(cell, name)
-                row |= {name: found.mean if found else math.nan, f"{name}_error": found.error if found else math.nan}
-            rows.append(row)
-        return pd.DataFrame(rows)
+        return pd.DataFrame([figures(cell) for cell in read_results(self.path).cells])
 
 
 @dataclass(frozen=True)

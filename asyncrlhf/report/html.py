@@ -20,7 +20,8 @@ from asyncrlhf.report.series import GLYPHS, STROKES, Series, build_series, group
 from asyncrlhf.report.sweep import sweep_section
 from asyncrlhf.report.table import Table, build_tables
 from asyncrlhf.sweeps.record import is_sweep
-from asyncrlhf.sweeps.results import Results, read_results, sentences
+from asyncrlhf.sweeps.results import Results, read_results
+from asyncrlhf.sweeps.sentences import sentences
 
 FEW = 8  # series: with more, raw values and seeds behind the lines would hide them
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,10 @@ from typing import Any
 
 from asyncrlhf.errors import RewardError
 from asyncrlhf.plugins import load_function
+
+# Of what a reward function logs in one call: names of metrics, columns, characters of a name and of a text.
+MAX_METRICS, MAX_COLUMNS, MAX_NAME, MAX_TEXT = 32, 8, 64, 1000
+_GIVEN = ("prompts", "completions", "log_extra", "log_metric")  # arguments that are no columns
 
 
 @dataclass(frozen=True)
@@ -25,17 +30,61 @@ class TrainerState:
     global_step: int
 
 
-def log_extra(column: str, values: Sequence[Any]) -> None:
-    """TRL's keyword of this name; nothing is kept, for ``rollouts/*.parquet`` has the completions already."""
+class CallLog:
+    """What a reward function logs in one call by TRL's ``log_metric`` and ``log_extra``; both raise ValueError, which
+    fails the call, beyond their limits.
+
+    ``metrics``: each name's mean. ``extras``: a JSON object a completion, with a value a column; empty without columns.
+    """
+
+    def __init__(self, completions: int) -> None:
+        self._completions = completions
+        self._values: dict[str, list[float]] = {}
+        self._columns: dict[str, list[Any]] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        """Names are cut to their letters, digits and ``_.+-``; values that are not finite are left out."""
+        name = re.sub(r"[^\w.+-]", "_", str(name))[:MAX_NAME]
+        if math.isfinite(number := float(value)):
+            _room(self._values, name, MAX_METRICS, "log_metric takes at most {} names a call").append(number)
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """One value a completion."""
+        name = str(column)[:MAX_NAME]
+        told = _room(self._columns, name, MAX_COLUMNS, "log_extra takes at most {} columns a call")
+        told.extend(map(_cell, values))
+        if len(told) != self._completions:
+            raise ValueError(f"log_extra({name!r}) got {len(told)} values for {self._completions} completions")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: math.fsum(values) / len(values) for name, values in self._values.items()}
+
+    @property
+    def extras(self) -> list[dict[str, Any]]:
+        return [{name: told[i] for name, told in self._columns.items()} for i in range(self._completions)]
 
 
-def log_metric(name: str, value: float) -> None:
-    """TRL's keyword of this name; nothing is kept."""
+def _room(kept: dict[str, list[Any]], name: str, most: int, sentence: str) -> list[Any]:
+    if name not in kept and len(kept) == most:
+        raise ValueError(sentence.format(most))
+    return kept.setdefault(name, [])
 
 
-def call_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[float | RewardError | None]:
+def _cell(value: Any) -> Any:
+    """What JSON and a table take: numbers as they are, all else as a text of bounded length."""
+    plain = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)[:MAX_TEXT]
+
+
+def call_function(
+    function: Callable[..., Any], arguments: Mapping[str, Any], log: CallLog | None = None
+) -> list[float | RewardError | None]:
     """One score, failure or None (no opinion) a completion; raises RewardError when the call itself failed. What an
-    ``async`` function returns is awaited, in one event loop for all calls of the process."""
+    ``async`` function returns is awaited, in one event loop for all calls of the process. ``log``: keeps what a user's
+    function logs."""
+    if log is not None:
+        arguments = {**arguments, "log_extra": log.extra, "log_metric": log.metric}
     _check_arguments(function, arguments)
     try:
         returned = function(**arguments)
@@ -66,7 +115,7 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
     except ValueError:  # a built-in without a signature
         return
     except TypeError as error:
-        columns = ", ".join(name for name in arguments if name not in ("prompts", "completions"))
+        columns = ", ".join(name for name in arguments if name not in _GIVEN)
         raise RewardError(
             f"The reward function cannot be called with prompts, completions and the columns {columns} ({error}); "
             "write it as f(prompts, completions, **columns)."

@@ -5,21 +5,25 @@ One bad rollout never takes others with it.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
-from asyncrlhf.rewards.guard import TrainerState, call_function, log_extra, log_metric
+from asyncrlhf.rewards.guard import TrainerState, call_function
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Annotation, Prompt, Rollout
 
 # A finite number; why there is none; or None, where the source has no opinion.
 Score = float | RewardError | None
+# What a function told of a rollout beside its score: the call's metrics by name, the rollout's values by column.
+Logged = tuple[Mapping[str, float], Mapping[str, Any]]
 
 
 class RewardFunction(Protocol):
@@ -46,6 +50,10 @@ class RewardSource:
         ServiceError when it failed whatever the rollouts were.
         """
         raise NotImplementedError
+
+    def logged(self) -> dict[int, Logged]:
+        """What its function logged since the last call, by rollout id; forgotten with the answer."""
+        return {}
 
     def close(self) -> None:
         """End what it holds open; a second call does nothing."""
@@ -74,8 +82,6 @@ def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         ],
         "completion_ids": plain["completion_ids"],
         "trainer_state": TrainerState(max((int(r.policy_versions.max(initial=0)) for r in rollouts), default=0)),
-        "log_extra": log_extra,
-        "log_metric": log_metric,
     }
     # As in TRL, a column cannot take the place of what the trainer says, and what was written is not handed over.
     return {k: v for k, v in {**plain, **columns, **given}.items() if k not in ("prompt", "completion")}
@@ -135,6 +141,7 @@ class Scorer:
         """
         parts: list[dict[str, float]] = [{} for _ in rollouts]
         errors: dict[int, str] = {}
+        logged: list[dict[int, Logged]] = []
         for name, (source, _) in self.sources.items():
             left = [i for i in range(len(rollouts)) if i not in errors]
             for i, score in zip(left, _scores(source, [rollouts[i] for i in left]), strict=True):
@@ -142,9 +149,13 @@ class Scorer:
                     errors[i] = f"{self._config.key(name)}: {score}" if self._several else str(score)
                 elif score is not None:
                     parts[i][name] = score
-        return [
+            logged.append(source.logged())
+        results = [
             Annotation(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
             for i, rollout in enumerate(rollouts)
+        ]
+        return [
+            _with_logged(result, [each[i] for each in logged if (i := result.rollout_id) in each]) for result in results
         ]
 
     def _result(self, rollout: Rollout, parts: dict[str, float]) -> Annotation:
@@ -163,6 +174,16 @@ class Scorer:
     def close(self) -> None:
         for source, _ in self.sources.values():
             source.close()
+
+
+def _with_logged(result: Annotation, logged: Sequence[Logged]) -> Annotation:
+    """``result`` with what the functions logged; the mean of a name that several of them gave."""
+    if not logged:
+        return result
+    names = dict.fromkeys(name for metrics, _ in logged for name in metrics)
+    means = {name: float(np.mean([metrics[name] for metrics, _ in logged if name in metrics])) for name in names}
+    extra = {column: value for _, columns in logged for column, value in columns.items()}
+    return replace(result, logged=means, extra=json.dumps(extra) if extra else "")
 
 
 def _scores(source: RewardSource, rollouts: Sequence[Rollout]) -> list[Score]:

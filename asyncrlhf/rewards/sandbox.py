@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.reward import RewardSource, Score, columns_of
+from asyncrlhf.rewards.reward import Logged, RewardSource, Score, columns_of
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module
@@ -34,6 +34,7 @@ class SandboxSource(RewardSource):
         self._key = key
         self._timeout = timeout_seconds
         self._child: _Child | None = _Child(target, key)
+        self._logged: dict[int, Logged] = {}
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
         columns = columns_of(rollouts)
@@ -55,8 +56,13 @@ class SandboxSource(RewardSource):
             raise RewardError(f"The reward function ended its process ({end}).") from error
         if isinstance(answer, RewardError):
             raise answer
-        scores: list[Score] = answer
-        return scores
+        scores, metrics, extras = answer
+        self._logged |= {r.rollout_id: (metrics, extra) for r, extra in zip(rollouts, extras, strict=True)}
+        return list(scores)
+
+    def logged(self) -> dict[int, Logged]:
+        found, self._logged = self._logged, {}
+        return found
 
     def _running(self) -> _Child:
         """The child, or a new one where the last call, or something from outside, ended it."""

@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.guard import call_function, load_target
+from asyncrlhf.rewards.guard import CallLog, call_function, load_target
 
 WATCH_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -20,7 +20,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 def main(descriptor: int, key: str, target: str) -> None:
     """Answer calls until the other end closes. The first message back is None, or the ConfigError of the import.
 
-    A call has two answers: None when it is taken, and its scores or the RewardError.
+    A call has two answers: None when it is taken, and its scores with what was logged, or the RewardError.
     """
     os.set_inheritable(descriptor, False)  # or a process that the function leaves behind would keep it open
     # A function that hangs would outlive a parent that was killed.
@@ -40,7 +40,8 @@ def main(descriptor: int, key: str, target: str) -> None:
                 return
             connection.send(None)
             try:
-                connection.send(call_function(function, columns))
+                log = CallLog(len(columns["prompts"]))
+                connection.send((call_function(function, columns, log), log.metrics, log.extras))
             except RewardError as error:
                 connection.send(RewardError(str(error)))  # without its cause, which may not travel
 

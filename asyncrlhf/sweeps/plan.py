@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from asyncrlhf.config.compose import check_words, compose_config, hydra_sentence
 from asyncrlhf.config.run_config import RunConfig, from_hydra, to_plain
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.errors import ConfigError, ContradictionError
+from asyncrlhf.records.metric_names import find_metric
 from asyncrlhf.redaction import redact
+from asyncrlhf.sweeps.search import Search
+from asyncrlhf.sweeps.space import Axis, split_space
 from asyncrlhf.validation import check
 
 # Settings that do not change what a job computes.
@@ -46,18 +49,30 @@ class Job:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """All jobs, in the order of their start. ``folder_name`` is the same whatever the order of the overrides."""
+    """All jobs, in the order of their start. ``folder_name`` is the same whatever the order of the overrides.
+
+    ``search``: brings jobs of its own as it goes on; ``jobs`` are then none. ``configs``: of the jobs, for what must be
+    known before the first one starts.
+    """
 
     name: str
     jobs: tuple[Job, ...]
     settings: SweepConfig
     overrides: tuple[str, ...]
     config_dir: Path | None
+    configs: tuple[RunConfig, ...]
     left_out: tuple[str, ...] = ()  # combinations whose settings contradict each other, with the reason
+    search: Search | None = None
 
     @property
     def folder_name(self) -> str:
-        return f"{self.name}-{_digest(sorted(job.hash for job in self.jobs))[:8]}"
+        same = self.search.identity if self.search is not None else sorted(job.hash for job in self.jobs)
+        return f"{self.name}-{_digest(same)[:8]}"
+
+    @property
+    def total(self) -> int:
+        """Jobs that there are, or will be."""
+        return self.settings.trials * self.settings.seeds if self.search is not None else len(self.jobs)
 
 
 def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
@@ -74,9 +89,22 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
         if key.startswith("hydra"):
             raise ConfigError(f"{override} has no effect on a sweep; Hydra's own launchers serve asyncrlhf train -m.")
         check(key != "run_dir", "run_dir cannot be set for a sweep, whose jobs lie in its own folder; see sweep.name.")
-    first = _first(overrides, folder)
+    fixed, axes = split_space(overrides)
+    for axis in axes:
+        if axis.key == "experiment" or axis.key.startswith("sweep."):
+            raise ConfigError(f"{axis.key} has several values, {', '.join(sorted(axis.choices))}; a sweep takes one.")
+    first = _first([*fixed, *(f"{axis.key}={axis.first}" for axis in axes)], folder)
     settings = first.sweep
     experiment = next((o.partition("=")[2] for o in overrides if _key(o) == "experiment"), "")
+    name = settings.name or experiment or first.name
+    check(re.fullmatch(r"[\w.+-]+", name), f"sweep.name={name} must be a folder's name: letters, digits and . + - _.")
+    if settings.search != "none":
+        search = _search(fixed, axes, folder, first)
+        return SweepPlan(name, (), settings, tuple(overrides), folder, (first,), search)
+    for axis in axes:
+        check(
+            not axis.interval, f"{axis.key}=interval(...) has no end of values; give sweep.search=optuna, or choices."
+        )
     jobs: list[Job] = []
     left_out: list[str] = []
     for part, grid in settings.grids.items():
@@ -87,49 +115,76 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
     names = {job.name for job in jobs}
     check(len(names) == len(jobs), "two jobs of the sweep would have one name; give each a choice of its own.")
     ordered = sorted(jobs, key=lambda job: (job.exclusive, job.seed))  # stable: configurations alternate within a seed
-    name = settings.name or experiment or first.name
-    check(re.fullmatch(r"[\w.+-]+", name), f"sweep.name={name} must be a folder's name: letters, digits and . + - _.")
-    return SweepPlan(name, tuple(ordered), settings, tuple(overrides), folder, tuple(left_out))
+    configs = tuple(job.config for job in ordered)
+    return SweepPlan(name, tuple(ordered), settings, tuple(overrides), folder, configs, tuple(left_out))
+
+
+def _first(overrides: list[str], folder: Path | None) -> RunConfig:
+    """One job of the command line: enough to read ``sweep.*``, which no choice may touch."""
+    composed = compose_config(overrides, folder)
+    with suppress(ContradictionError):
+        return from_hydra(composed)
+    composed["async"].update({"max_staleness": None, "lag": None})  # a grid may bring the mode that they belong to
+    return from_hydra(composed)
+
+
+def _search(fixed: list[str], axes: list[Axis], folder: Path | None, first: RunConfig) -> Search:
+    settings = first.sweep
+    check(
+        settings.parts is None,
+        "sweep.search=optuna searches one grid, and sweep.parts are several; give sweep.parts=null.",
+    )
+    check(axes, "sweep.search=optuna has nothing to choose from; give key=a,b or key=interval(0,1) of some settings.")
+    check(
+        all(axis.key != "seed" for axis in axes), "sweep.search=optuna chooses no seeds; give seeds=N for each trial."
+    )
+    goal = settings.objective
+    check(find_metric(goal), f"sweep.objective={goal} is no metric; docs/reference/metrics.md lists them.")
+    swept = {axis.key for axis in axes}
+    kept = [override for override in fixed if not _key(override).startswith("sweep.")]
+    facts = [asdict(axis) for axis in sorted(axes, key=lambda axis: axis.key)]
+    identity = [config_hash(first, settings.timing), facts, goal, settings.direction, settings.seeds]
+
+    def make(number: int, chosen: Sequence[str]) -> list[Job]:
+        part = f"trial-{number:03d}"
+        return _jobs_of([*kept, *chosen], swept, folder, part, settings.seeds, settings.timing)
+
+    return Search(axes, settings, first.seed, identity, make)
 
 
 def _grid(
     overrides: list[str], folder: Path | None, part: str, seeds: int, timing: str, left_out: list[str]
 ) -> list[Job]:
     """The jobs of one grid; what contradicts itself goes to ``left_out``."""
-    swept = {key for key, values in _values(sweep_jobs(overrides)).items() if len(values) > 1 and key != "seed"}
-    own_seeds = not any(_key(override) == "seed" for override in overrides)
-    jobs = []
-    for combination in sweep_jobs(overrides):
-        choices = {_key(override): _value(override) for override in combination if _key(override) in swept}
+    combinations, jobs = sweep_jobs(overrides), list[Job]()
+    swept = {key for key, values in _values(combinations).items() if len(values) > 1 and key != "seed"}
+    for each in combinations:
         try:
-            composed = from_hydra(compose_config(combination, folder))
+            jobs += _jobs_of(each, swept, folder, part, seeds, timing)
         except ContradictionError as error:
-            words = ", ".join(f"{key}={value}" for key, value in choices.items())
+            words = ", ".join(f"{_key(o)}={_value(o)}" for o in each if _key(o) in swept)
             left_out.append(f"{' '.join(filter(None, [part, words]))}: {error}")
-            continue
-        if "async.max_staleness" in swept and composed.async_.pacing == "auto" and composed.async_.mode == "async":
-            combination = [*combination, "async.pacing=fill"]  # paced, two bounds may come to one staleness
-            composed = replace(composed, async_=replace(composed.async_, pacing="fill"))
-        kept = tuple(o for o in combination if not _key(o).startswith("sweep."))
-        for seed in range(seeds) if own_seeds else [composed.seed]:
-            config = replace(composed, seed=seed)
-            given = (*kept, f"seed={seed}") if own_seeds else kept
-            name = _job_name(part, choices, seed)
-            jobs.append(Job(name, part, timing, choices, seed, given, config, config_hash(config, timing)))
     return jobs
 
 
-def _first(overrides: Sequence[str], folder: Path | None) -> RunConfig:
-    """One job of the command line: enough to read ``sweep.*``, which no choice may touch."""
-    combinations = sweep_jobs(overrides)
-    for key, values in _values(combinations).items():
-        if len(values) > 1 and (key == "experiment" or key.startswith("sweep.")):
-            raise ConfigError(f"{key} has several values, {', '.join(sorted(values))}; a sweep takes one.")
-    composed = compose_config(combinations[0], folder)
-    with suppress(ContradictionError):
-        return from_hydra(composed)
-    composed["async"].update({"max_staleness": None, "lag": None})  # a grid may bring the mode that they belong to
-    return from_hydra(composed)
+def _jobs_of(
+    combination: list[str], swept: set[str], folder: Path | None, part: str, seeds: int, timing: str
+) -> list[Job]:
+    """One configuration's jobs, one a seed."""
+    own_seeds = not any(_key(override) == "seed" for override in combination)
+    choices = {_key(override): _value(override) for override in combination if _key(override) in swept}
+    composed = from_hydra(compose_config(combination, folder))
+    if "async.max_staleness" in swept and composed.async_.pacing == "auto" and composed.async_.mode == "async":
+        combination = [*combination, "async.pacing=fill"]  # paced, two bounds may come to one staleness
+        composed = replace(composed, async_=replace(composed.async_, pacing="fill"))
+    kept = tuple(o for o in combination if not _key(o).startswith("sweep."))
+    jobs = []
+    for seed in range(seeds) if own_seeds else [composed.seed]:
+        config = replace(composed, seed=seed)
+        given = (*kept, f"seed={seed}") if own_seeds else kept
+        name = _job_name(part, choices, seed)
+        jobs.append(Job(name, part, timing, choices, seed, given, config, config_hash(config, timing)))
+    return jobs
 
 
 def _values(combinations: Sequence[Sequence[str]]) -> dict[str, set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -58,7 +58,9 @@ class SweepRecord:
             "git": git_state(Path(__file__).resolve().parent),
             "data": _data(plan),
         }
-        self.jobs = {job.hash: _new_record(job) for job in plan.jobs}
+        self._search = plan.search
+        self.jobs: dict[str, JobRecord] = {}
+        self.add(plan.jobs)
 
     def join(self, accept_changed: bool) -> None:
         """Take up what an earlier command left in the folder. Raises ConfigError where the code or the data are others
@@ -68,6 +70,9 @@ class SweepRecord:
             self.save()
             return
         before = read_sweep(self.folder)
+        if self._search is not None:
+            self._search.restore(before.get("search", {}).get("trials", []))
+            self.add(self._search.jobs)
         changed = _changes(before, self._head)
         if changed and not accept_changed and any(job["state"] == "done" for job in before["jobs"]):
             raise ConfigError(
@@ -81,6 +86,11 @@ class SweepRecord:
                 job.seconds, job.note = row["seconds"], row["note"]
                 self._look_again(job)
         self.save()
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Jobs that a search goes on with; those that are known stay as they are."""
+        for job in jobs:
+            self.jobs.setdefault(job.hash, _new_record(job))
 
     def _look_again(self, job: JobRecord) -> None:
         """A command that was killed left ``running`` behind; the job's own summary knows better."""
@@ -108,7 +118,8 @@ class SweepRecord:
         self.save()
 
     def save(self) -> None:
-        document = redacted({**self._head, "jobs": [asdict(job) for job in self.jobs.values()]})
+        search = {} if self._search is None else {"search": self._search.plain()}
+        document = redacted({**self._head, **search, "jobs": [asdict(job) for job in self.jobs.values()]})
         write_atomically(self.folder / SWEEP_FILE, json.dumps(document, indent=1) + "\n")
 
 
@@ -118,7 +129,7 @@ def _new_record(job: Job) -> JobRecord:
 
 
 def _data(plan: SweepPlan) -> dict[str, str]:
-    return {name: digest for job in plan.jobs for name, digest in data_fingerprint(job.config).items()}
+    return {name: digest for config in plan.configs for name, digest in data_fingerprint(config).items()}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a sweep says: quality against the staleness that came about, wall-clock, and sentences with standard errors.
+"""A sweep's figures: quality against the staleness that came about, and wall-clock, with standard errors.
 
 Everything is recomputed from the runs' own files. Quality is the held-out accuracy after training, or where nothing is
 held out the mean reward of the last tenth of the steps. Speed is said only of jobs that had the machine alone.
@@ -7,6 +7,7 @@ held out the mean reward of the last tenth of the steps. Speed is said only of j
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,21 +17,25 @@ from typing import Any
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.sweeps.record import read_summary, read_sweep
+from asyncrlhf.sweeps.search import objective
 
 # Settings that move staleness. All other choices are what is compared: the method.
+BOUND_KEYS = ("async", "async.mode", "async.lag", "async.max_staleness")
 STALENESS_KEYS = (
-    "async", "async.mode", "async.lag", "async.max_staleness", "async.min_staleness", "weights.publish_every",
-    "buffer.max_reuse", "generator.replicas", "buffer.replay_fraction",
+    *BOUND_KEYS, "async.min_staleness", "weights.publish_every", "buffer.max_reuse", "generator.replicas",
+    "buffer.replay_fraction",
 )  # fmt: skip
 FRESH = 0.05  # policy versions: a configuration at most this stale on average is a baseline
 ONLY_METHOD = "the run"  # the name where nothing but staleness differs
+_NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?|true|false", re.IGNORECASE)
 SMALL = 1e-3  # a baseline's quality below this makes no ratio
 
 
 @dataclass(frozen=True)
 class Point:
     """One finished job. ``staleness``: mean over the steps, in policy versions. ``train_seconds``: the run's own clock
-    from the first step's beginning to the last step's end."""
+    from the first step's beginning to the last step's end. ``bound``: the lag or the bound that its mode sets, in
+    policy versions; None where another choice moves staleness, too."""
 
     name: str
     path: Path
@@ -42,6 +47,7 @@ class Point:
     staleness: float
     train_seconds: float
     mode: str
+    bound: int | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,14 @@ class Estimate:
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         return cls(statistics.fmean(values), error, len(values))
 
+    @classmethod
+    def of_ratio(cls, pairs: Sequence[tuple[float, float]]) -> Estimate:
+        """The mean of the second over the mean of the first, whose errors both go into its own: that of what the ratio
+        leaves of each pair (the delta method for paired samples; Cochran, Sampling Techniques, 6.3)."""
+        base = statistics.fmean(first for first, _ in pairs)
+        ratio = statistics.fmean(second for _, second in pairs) / base
+        return cls(ratio, cls.of([(second - ratio * first) / base for first, second in pairs]).error, len(pairs))
+
     def text(self, scale: float = 1.0, digits: int = 3, unit: str = "") -> str:
         middle = f"{self.mean * scale:.{digits}f}"
         return f"{middle}{unit}" if math.isnan(self.error) else f"{middle} ± {self.error * scale:.{digits}f}{unit}"
@@ -64,8 +78,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of a sweep: its points, one a seed. ``kept``: its quality as a share of the same seeds' under
-    the method's freshest configuration; None where that is this one, or too small to be a share's base."""
+    """One configuration of a sweep: its points, one a seed. ``kept``: its mean quality over the same seeds' under the
+    method's freshest configuration; None where that is this one, or too small to be a share's base."""
 
     method: str
     setting: str
@@ -86,6 +100,10 @@ class Cell:
     def seconds(self) -> Estimate:
         return Estimate.of([point.train_seconds for point in self.points])
 
+    @property
+    def bound(self) -> int | None:
+        return self.points[0].bound
+
 
 @dataclass(frozen=True)
 class Results:
@@ -95,6 +113,7 @@ class Results:
     cells: tuple[Cell, ...]
     left_out: dict[str, str]
     what: str
+    search: str = ""  # what the best of a search's trials came to
 
     @property
     def runs(self) -> list[Path]:
@@ -121,7 +140,31 @@ def read_results(folder: Path) -> Results:
             left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
     what = "held-out accuracy" if heldout else "reward of the last tenth of the steps"
     cells = _with_speed(_with_kept(_cells(points)))
-    return Results(document["name"], tuple(cells), left_out, what)
+    return Results(document["name"], tuple(cells), left_out, what, best_trial(folder, document))
+
+
+def best_trial(folder: Path, document: dict[str, Any]) -> str:
+    """Which trial of a search came to the best objective, in a sentence; nothing of a sweep that is none."""
+    search = document.get("search")
+    if not search:
+        return ""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in document["jobs"]:
+        rows.setdefault(row["part"], []).append(row)
+    whole = {part: of for part, of in rows.items() if all(row["state"] == "done" for row in of)}
+    values = {
+        part: [objective(folder / row["folder"], search["objective"]) for row in of] for part, of in whole.items()
+    }
+    known = {part: Estimate.of([v for v in of if v is not None]) for part, of in values.items() if None not in of}
+    if not known:
+        return f"No trial of the search has come to a {search['objective']} yet."
+    best = (max if search["direction"] == "maximize" else min)(known, key=lambda part: known[part].mean)
+    said = ", ".join(f"{key}={value}" for key, value in rows[best][0]["choices"].items())
+    count = f"{known[best].count} seed{'s' * (known[best].count != 1)}"
+    return (
+        f"Best of {len(known)} trials: {search['objective']} {known[best].text()} ({count}) with {said} ({best}). "
+        "The best of many is partly luck: run it again with other seeds."
+    )
 
 
 def _heldout(run_dir: Path) -> float | None:
@@ -155,6 +198,16 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> P
         statistics.fmean(line["staleness_mean"] for line in metrics),
         float(metrics[-1]["wall_time"]),
         asynchrony["mode"],
+        None if any(key in choices for key in STALENESS_KEYS if key not in BOUND_KEYS) else _bound(asynchrony),
+    )
+
+
+def _bound(asynchrony: dict[str, Any]) -> int:
+    mode = asynchrony["mode"]
+    return (
+        int(asynchrony["lag"])
+        if mode == "fixed_lag"
+        else {"sync": 0, "one_step": 1}.get(mode, asynchrony["max_staleness"])
     )
 
 
@@ -162,8 +215,7 @@ def _words(choices: dict[str, str]) -> str:
     """``algorithm=grpo`` is said as ``grpo``: names tell for themselves, numbers do not."""
     said = []
     for key, value in choices.items():
-        number = value.replace(".", "", 1).replace("-", "", 1).isdigit()
-        said.append(f"{key.rpartition('.')[2]} {value}" if number or value in ("true", "false") else value)
+        said.append(f"{key.rpartition('.')[2]} {value}" if _NUMBER.fullmatch(value) else value)
     return ", ".join(said)
 
 
@@ -182,7 +234,7 @@ def _paired(cell: Cell, base: Cell, of: Callable[[Point], float]) -> list[tuple[
 
 
 def _with_kept(cells: Sequence[Cell]) -> list[Cell]:
-    """Quality as a share of the freshest configuration's: the mean over seeds of own less base's, over base's mean."""
+    """Quality as a share of the freshest configuration's, over the seeds that both have."""
     done = []
     for cell in cells:
         peers = [c for c in cells if c.method == cell.method and c.exclusive == cell.exclusive]
@@ -190,7 +242,7 @@ def _with_kept(cells: Sequence[Cell]) -> list[Cell]:
         pairs = _paired(cell, base, lambda point: point.quality)
         middle = statistics.fmean(b for b, _ in pairs) if pairs else 0.0
         usable = base is not cell and base.staleness.mean <= FRESH and middle > SMALL
-        kept = Estimate.of([1 + (own - b) / middle for b, own in pairs]) if usable else None
+        kept = Estimate.of_ratio(pairs) if usable else None
         done.append(Cell(cell.method, cell.setting, cell.exclusive, cell.points, kept))
     return done
 
@@ -206,42 +258,3 @@ def _with_speed(cells: Sequence[Cell]) -> list[Cell]:
             speedup = Estimate.of([b / own for b, own in pairs]) if pairs else None
         done.append(Cell(cell.method, cell.setting, cell.exclusive, cell.points, cell.kept, speedup))
     return done
-
-
-def sentences(results: Results) -> list[str]:
-    """What the sweep found, for the terminal and the head of its report."""
-    quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
-    said = [
-        sentence
-        for setting in dict.fromkeys(c.setting for c in quality)
-        if (sentence := _kept(quality, results.what, setting))
-    ]
-    timed = [cell for cell in results.cells if cell.speedup is not None]
-    for cell in timed:
-        assert cell.speedup is not None
-        of_method = "" if cell.method == ONLY_METHOD else f" ({cell.method})"
-        said.append(
-            f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
-            f"sync ({cell.speedup.count} alternated pair{'s' * (cell.speedup.count != 1)}, each alone on the machine)."
-        )
-    if not timed:
-        said.append("Nothing is said of speed: no two jobs had the machine alone (sweep.timing=exclusive).")
-    if results.left_out:
-        names = ", ".join(f"{name} ({state})" for name, state in results.left_out.items())
-        said.append(f"Without {len(results.left_out)} of the jobs: {names}.")
-    return said
-
-
-def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
-    """One setting's sentence: what each method keeps of its own quality without staleness, the best first."""
-    cells = [c for c in quality if c.setting == setting and c.kept is not None]
-    if not cells:
-        return ""
-    cells.sort(key=lambda cell: -cell.kept.mean)  # type: ignore[union-attr]
-    stale = Estimate.of([point.staleness for cell in cells for point in cell.points]).mean
-    parts = [f"{cell.method} keeps {cell.kept.text(100, 0, '%')}" for cell in cells if cell.kept is not None]
-    seeds = min(cell.kept.count for cell in cells if cell.kept is not None)
-    return (
-        f"{setting} (staleness {stale:.1f}): {', '.join(parts)} of the {what} without staleness "
-        f"({seeds} seed{'s' * (seeds != 1)})."
-    )

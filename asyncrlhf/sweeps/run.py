@@ -20,6 +20,7 @@ from asyncrlhf.sweeps.plan import Job, SweepPlan
 from asyncrlhf.sweeps.record import JobRecord, SweepRecord
 from asyncrlhf.sweeps.table import SweepTable
 from asyncrlhf.sweeps.worker import END_SECONDS, LOG_FILE, Answer, Order, Worker
+from asyncrlhf.validation import check_package
 
 LOOK_SECONDS = 1.0  # between two looks at the jobs' metrics, for the table
 QUIET = ("logging.progress=plain", "logging.report=false")
@@ -40,10 +41,10 @@ class Sweeper:
 
     def __init__(self, plan: SweepPlan, record: SweepRecord, table: SweepTable) -> None:
         self._plan, self._record, self._table = plan, record, table
-        left = [job for job in plan.jobs if record.jobs[job.hash].state != "done"]
-        self._left = deque(left)
+        jobs = plan.jobs if plan.search is None else plan.search.jobs
+        self._left = deque(job for job in jobs if record.jobs[job.hash].state != "done")
         self._cores = float(len(os.sched_getaffinity(0)))
-        self._gpus = _gpus(left)
+        self._gpus = _gpus(plan.configs)
         self._workers: list[Worker] = []
         self._ray: Any = None
         self._config_dir = str(plan.config_dir) if plan.config_dir else None
@@ -51,7 +52,7 @@ class Sweeper:
     def run(self) -> None:
         """Raises KeyboardInterrupt after Ctrl-C, when every job under way has ended and is recorded."""
         try:
-            while self._left or self._running():
+            while self._left or self._running() or self._searched():
                 self._start_what_fits()
                 wait([source for worker in self._running() for source in worker.waits], timeout=LOOK_SECONDS)
                 self._collect()
@@ -64,6 +65,20 @@ class Sweeper:
                 worker.close(5.0)
             self._stop_ray()
             self._table.show(self._record)
+
+    def _searched(self) -> bool:
+        """Whether a search goes on: the jobs of as many trials as run side by side are suggested at once."""
+        search = self._plan.search
+        if search is None:
+            return False
+        cores, gpus = needs(self._plan.configs[0])
+        fitting = min(self._cores / cores, self._gpus / gpus if gpus else math.inf)
+        fitting = 1 if self._plan.settings.timing == "exclusive" else self._plan.settings.jobs or int(fitting)
+        jobs = search.more(self._record.jobs, self._record.folder, max(1, fitting // self._plan.settings.seeds))
+        self._record.add(jobs)
+        self._record.save()
+        self._left.extend(jobs)
+        return bool(jobs)
 
     def _running(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.busy_with is not None]
@@ -149,7 +164,7 @@ class Sweeper:
                 address="local",
                 num_cpus=math.ceil(self._cores),
                 include_dashboard=False,
-                object_store_memory=max(job.config.ray.object_store_mb for job in self._plan.jobs) * 2**20,
+                object_store_memory=max(config.ray.object_store_mb for config in self._plan.configs) * 2**20,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
@@ -162,21 +177,23 @@ class Sweeper:
             self._ray = None
 
 
-def _gpus(jobs: Sequence[Job]) -> float:
+def _gpus(configs: Sequence[RunConfig]) -> float:
     """GPUs of this machine, looked up only where a job asks for one."""
-    most = max((needs(job.config)[1] for job in jobs), default=0.0)
+    most = max((needs(config)[1] for config in configs), default=0.0)
     if not most:
         return 0.0
     import torch
 
     found = torch.cuda.device_count()
-    if most > found and not any(job.config.ray.cluster for job in jobs):
+    if most > found and not any(config.ray.cluster for config in configs):
         raise ConfigError(f"a job of the sweep asks for {most:g} GPUs; torch sees {found} on this machine.")
     return float(max(found, most))
 
 
 def open_sweep(plan: SweepPlan, runs: Path, accept_changed: bool) -> SweepRecord:
     """The record of the sweep's folder, with what earlier commands finished."""
+    if plan.search is not None:
+        check_package("sweep.search=optuna", "optuna", "optuna")
     record = SweepRecord(runs / "sweeps" / plan.folder_name, plan)
     record.folder.mkdir(parents=True, exist_ok=True)
     record.join(accept_changed)

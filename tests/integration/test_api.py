@@ -175,3 +175,91 @@ def test_evaluate_a_run_with_its_own_settings(tmp_path: Path) -> None:
     found = asyncrlhf.evaluate(run, overrides={"evaluation.samples_shown": 2})
     assert found.figures["model"] == str(run.model) and found.figures["prompts"] == 4
     assert list(found.samples.columns[:2]) == ["prompt", "response"] and len(found.samples) > 0
+
+
+def test_a_sweep_comes_back_as_frames_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lags = {
+        "async": "fixed_lag",
+        "async.lag": [0, 2],
+        "sweep.jobs": 1,
+        "task.heldout_size": 32,
+        "generator.engine": "hf",
+    }
+    settings = {**SMALL, "steps": 4, "overrides": {**SMALL["overrides"], **lags}, "seeds": 1}
+
+    async def cell() -> Any:  # a notebook's event loop is running
+        return asyncrlhf.sweep(**settings)
+
+    found = asyncio.run(cell())
+    assert found.path.resolve().parent == tmp_path / "runs" / "sweeps"
+    assert found.runs.differing == ["async.lag"] and set(found.runs.summary.exit_reason) == {"done"}
+    means = found.runs.metrics.groupby("async.lag").staleness_mean.mean()
+    assert found.table.setting.tolist() == ["lag 0", "lag 2"] and means[2] > means[0] == 0
+    assert found.table.staleness.tolist() == pytest.approx([means[0], means[2]])
+    quality = found.runs.summary.set_index("async.lag").heldout_after
+    assert found.table.quality.tolist() == pytest.approx([quality[0], quality[2]])
+    assert found.table.kept[1] == pytest.approx(quality[2] / quality[0]) and found.table.kept_error.isna().all()
+    assert f"the run keeps {100 * found.table.kept[1]:.0f}% of the held-out accuracy" in found.sentences[0]
+
+    written = [(run.path / "metrics.jsonl").stat().st_mtime_ns for run in found.runs]
+    again = asyncrlhf.sweep(**settings)
+    assert again.path == found.path
+    assert [(run.path / "metrics.jsonl").stat().st_mtime_ns for run in again.runs] == written, "they were run again"
+
+
+@pytest.mark.parametrize(
+    "wrong, sentence",
+    [
+        ({"stepz": 1}, "stepz is not a setting (did you mean steps?)"),
+        ({"steps": -1}, "steps=-1"),
+        ({"overrides": {"model.path": "./no-such-folder"}}, "model.path=./no-such-folder"),
+        ({"overrides": {"reward.kind": "python", "reward.target": "no_such:f"}}, "reward.target=no_such:f"),
+    ],
+)
+def test_in_a_notebook_wrong_input_raises_and_exits_nothing(
+    wrong: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def cell() -> None:
+        asyncrlhf.train(**small(tmp_path / "run", **wrong))
+
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(cell())
+    assert sentence in str(refused.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_a_sweep_cannot_take_is_answered_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for wrong, sentence in (
+        ({"steps": [1, -1]}, "steps=-1"),
+        ({"overrides": {"reward.target": len}}, "reward.target: a sweep takes package.module:function"),
+        ({"run_dir": "here"}, "run_dir cannot be set for a sweep"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            asyncrlhf.sweep(**{"runtime": "local", **wrong})
+        assert sentence in str(refused.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_search_runs_what_is_missing_and_names_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("optuna", reason="the extra optuna is not installed")
+    monkeypatch.chdir(tmp_path)
+    searched = {
+        "generator.fake.correct_probability": "interval(0,1)", "sweep.search": "optuna", "sweep.jobs": 1,
+        "sweep.objective": "reward_mean",
+    }  # fmt: skip
+    own = {**SMALL, "batch_size": 64, "overrides": {**SMALL["overrides"], **searched}}
+    first = asyncrlhf.sweep(**{**own, "overrides": {**own["overrides"], "sweep.trials": 2}})
+    kept = {run.path: (run.path / "metrics.jsonl").stat().st_mtime_ns for run in first.runs}
+    found = asyncrlhf.sweep(**{**own, "overrides": {**own["overrides"], "sweep.trials": 4}})
+    assert found.path == first.path and len(kept) == 2 and len(found.runs) == 4
+    assert {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in kept} == kept, "they were run again"
+    rewards = {run.config["generator.fake.correct_probability"]: run.metrics.reward_mean.iloc[-1] for run in found.runs}
+    assert max(rewards.values()) > 0
+    best = max(rewards, key=lambda probability: rewards[probability])
+    said = (
+        f"Best of 4 trials: reward_mean {rewards[best]:.3f} (1 seed) with generator.fake.correct_probability={best:g}"
+    )
+    assert found.sentences[0].startswith(said)

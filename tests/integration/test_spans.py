@@ -75,6 +75,10 @@ def test_spans_last_what_was_drawn_and_fill_the_time_of_every_part(tmp_path: Pat
     train = lanes["learner-0"].query("kind == 'train'")
     np.testing.assert_allclose(train.end - train.start, TRAIN, atol=1e-9)
     assert list(train.version) == [0, 1, 2, 3] and list(train.rollouts) == [16] * 4
+    # Transfers run beside the steps, in a lane of their own; a snapshot comes before each.
+    assert list(lanes["publisher"].query("kind == 'transfer'").version) == [1, 2, 3, 4]
+    assert set(lanes["learner-0"].kind) == {"train", "snapshot", "wait"}
+    assert list(lanes["learner-0"].query("kind == 'snapshot'").version) == [1, 2, 3, 4]
     assert lanes["reward-0"].query("kind == 'score'").rollouts.sum() == ROLLOUTS + 8  # the evaluation at the end
     np.testing.assert_allclose(train.end, [row["wall_time"] for row in done.metrics], atol=1e-9)
 
@@ -97,6 +101,17 @@ def test_the_lane_of_a_killed_replica_ends_and_those_of_eight_go_on(
         assert lane.end.max() > 1.2
     # A row a replica, step and change of what it does: not one a message.
     assert all(len(lane) < 16 * 8 for lane in others)
+
+
+def test_the_lane_of_a_replica_that_is_started_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meddle(monkeypatch, kill_at(0.6))  # type: ignore[arg-type]
+    done = run(tmp_path, *FAKE, "steps=16", "generator.replicas=2")
+    lane = lanes_of(tmp_path)["generator-0"]
+    assert (lane.end.to_numpy()[:-1] <= lane.start.to_numpy()[1:] + 1e-9).all()
+    after = lane[(lane.kind == "decode") & (lane.start > 0.6)]
+    mine = done.rollouts[(done.rollouts.generator_id == "generator-0") & (done.rollouts.generated_at > 0.6)]
+    assert after.rollouts.sum() > 0.8 * len(mine) > 0, "all but those that it had under way at 0.6 s"
+    assert (after.version >= 1).all(), "it was started with the weights of its time"
 
 
 def test_a_resumed_run_counts_nothing_twice(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from asyncrlhf.sweeps.results import read_results, sentences
+from asyncrlhf.sweeps.results import read_results
+from asyncrlhf.sweeps.sentences import sentences
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -86,13 +87,14 @@ def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here
         ]
         staleness[name] = statistics.fmean(oldest)
     base = statistics.fmean(quality[f"lag=0,seed={s}"] for s in (0, 1))
-    kept = [1 + (quality[f"lag=2,seed={s}"] - quality[f"lag=0,seed={s}"]) / base for s in (0, 1)]
+    kept = statistics.fmean(quality[f"lag=2,seed={s}"] for s in (0, 1)) / base
+    left = [(quality[f"lag=2,seed={s}"] - kept * quality[f"lag=0,seed={s}"]) / base for s in (0, 1)]
     results = read_results(folder)
     assert {p.name: pytest.approx(p.staleness) for c in results.cells for p in c.points} == staleness
-    error = statistics.stdev(kept) / 2**0.5
-    wanted = f"the run keeps {100 * statistics.fmean(kept):.0f} ± {100 * error:.0f}%"
+    wanted = f"the run keeps {100 * kept:.0f} ± {100 * statistics.stdev(left) / 2**0.5:.0f}%"
     assert any(wanted in sentence for sentence in sentences(results)), (wanted, sentences(results))
     assert "Nothing is said of speed" in done.stdout
+    assert json.loads((folder / "results.json").read_text())["sentences"] == sentences(results)
     page = (folder / "report" / "index.html").read_text()
     assert "Quality against staleness" in page and sentences(results)[0].split(":")[0] in page
 

@@ -46,7 +46,11 @@ def test_it_trains_and_rewards_are_those_of_the_functions(tmp_path: Path, chatty
     for metrics in done.metrics:
         shares = metrics["reward/accuracy_reward"], metrics.get("reward/brevity_reward", 0.0)
         assert 0 <= shares[0] <= 1 and shares[1] <= 0
+        # A call's mean counts for each of its rollouts, so that calls of all sizes come to the batch's.
+        assert metrics["logged/accuracy"] == pytest.approx(shares[0])
     assert any(metrics["grad_norm"] > 0 for metrics in done.metrics)
+    for row in done.trained.itertuples():
+        assert json.loads(row.extra) == {"golden_answer": str(sum(map(int, row.prompt.removesuffix("=").split("+"))))}
 
 
 def test_a_rollout_of_no_opinion_is_left_out_and_no_failure(tmp_path: Path, chatty: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines import vllm_core
-from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
+from asyncrlhf.engines.generator_config import OWN_ENGINE, GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
 from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
 from asyncrlhf.engines.vllm_transfer import merge_shares
@@ -230,9 +231,15 @@ def test_more_keywords_of_vllm_pass_through_and_those_with_settings_do_not() -> 
     config = GeneratorConfig(engine="vllm", vllm=own, generation_kwargs={"frequency_penalty": 0.5})
     assert engine_arguments(config, ModelConfig())["model_impl"] == "transformers"
     with pytest.raises(ConfigError, match=r"engine_kwargs.max_num_seqs is decided by settings of its own"):
-        engine_arguments(GeneratorConfig(vllm=VllmConfig(engine_kwargs={"max_num_seqs": 3})), ModelConfig())
+        VllmConfig(engine_kwargs={"max_num_seqs": 3})
+    assert {*engine_arguments(GeneratorConfig(engine="vllm"), ModelConfig())} <= {*OWN_ENGINE}
     with pytest.raises(ConfigError, match=r"generation_kwargs.top_p is decided by settings of its own"):
         GeneratorConfig(engine="vllm", generation_kwargs={"top_p": 0.5})
+    if find_spec("vllm") is not None:
+        with pytest.raises(ConfigError, match=r"modle_impl is no field of the .* EngineArgs \(did you mean model_impl"):
+            VllmConfig(engine_kwargs={"modle_impl": "transformers"})
+        with pytest.raises(ConfigError, match=r"generation_kwargs.frequency is no field of the .* SamplingParams"):
+            GeneratorConfig(engine="vllm", generation_kwargs={"frequency": 0.5})
     with pytest.raises(ConfigError, match=r"generation_kwargs=.* are vLLM's; generator.engine=hf samples by"):
         GeneratorConfig(generation_kwargs={"num_beams": 2})
     with pytest.raises(ConfigError, match=r"generator.stop and generator.repetition_penalty need a model"):

@@ -23,7 +23,7 @@ from asyncrlhf.readahead.owners import Chunk
 from asyncrlhf.readahead.readers import ReadingModel, read_ahead, reading_model
 from asyncrlhf.readahead.readings import Reading, token_batches
 from asyncrlhf.rewards.model import ModelSource, score_batch
-from asyncrlhf.rewards.reward import Scorer, WeightedSource
+from asyncrlhf.rewards.reward import RewardSource, Scorer, WeightedSource
 from asyncrlhf.rewards.reward_config import RewardConfig, RewardModelConfig
 from asyncrlhf.types import Rollout
 from tests.numeric import assert_close
@@ -200,7 +200,7 @@ def test_a_whole_pass_without_room_says_what_to_lower(source: ModelSource, monke
 
 
 def test_a_scorer_hands_chunks_to_the_models_and_forgets_what_is_scored(source: ModelSource) -> None:
-    class Seven:
+    class Seven(RewardSource):
         def scores(self, rollouts: Sequence[Rollout]) -> list[float | RewardError]:
             return [RewardError("no") if r.rollout_id == 1 else 7.0 for r in rollouts]
 

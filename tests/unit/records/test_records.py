@@ -36,7 +36,7 @@ SMALL = LoggingConfig(wandb="disabled", progress="none", flush_every=4)
 CONTRACT = [
     *("rollout_id", "group_id", "prompt", "response", "reward", "policy_versions", "behavior_logprobs"),
     *("consumed_at_version", "staleness", "state", "drop_reason", "generator_id"),
-    *("admitted_at", "generated_at", "scored_at", "consumed_at", "epoch"),
+    *("admitted_at", "generated_at", "scored_at", "consumed_at", "epoch", "extra"),
 ]
 
 

@@ -184,3 +184,25 @@ def test_mlflow_gets_settings_and_metrics_and_a_resumed_run_goes_on(
     assert found["metrics"]["reward/reward_mean"] == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
     assert found["metrics"]["lag_9_/kl"][4] == 0.5 and found["tags"] == {"stage": "train", "group": "study"}
     assert found["status"] == "FINISHED"
+
+
+def test_mlflow_reads_every_metric_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real package and a store on the disk, over a resume."""
+    pytest.importorskip("mlflow.tracking", reason="the extra mlflow is not installed")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database would need more packages
+    own = (*FAKE, "logging.sinks=[mlflow]", "checkpoint.every=2", "logging.wandb_group=study")
+    run(tmp_path / "run", *own, "steps=2")
+    found = run(tmp_path / "run", *own, "steps=3", "checkpoint.resume=auto")
+    assert "sinks" not in found.summary, "the sink had something to say"
+    client = MlflowClient()
+    (made,) = client.search_runs([client.get_experiment_by_name("arithmetic").experiment_id])
+    assert made.info.status == "FINISHED" and made.data.params["generator.engine"] == "fake"
+    assert made.data.tags["group"] == "study" and made.data.tags["stage"] == "train"
+    for name in {name for line in found.metrics for name in line} - {"step"}:
+        expected = {line["step"]: line[name] for line in found.metrics if line.get(name) is not None}
+        key = titled(name).replace("+", "_")
+        shown = {point.step: point.value for point in client.get_metric_history(made.info.run_id, key)}
+        assert {step: shown[step] for step in expected} == pytest.approx(expected), name

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrlhf.cluster import ray_runtime
+from asyncrlhf.cluster.ray_handles import RayPart
+from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.orchestrator.spans import Clock, SpanLog
 from asyncrlhf.records import spans
 from asyncrlhf.records.spans import Lane, Span, SpanBatch
@@ -104,3 +107,33 @@ def test_spans_of_another_machine_stand_where_they_were_and_say_their_error(tmp_
     assert (row.part, row.span.kind, row.span.rollouts) == ("generator-0", "decode", 3)
     assert row.span.start == 20.0, "clipped where this process begins"
     assert row.span.end == pytest.approx(23.0) and row.clock_error == pytest.approx(0.2)
+
+
+def test_spans_follow_each_other_though_the_other_clock_becomes_better_known(tmp_path: Path) -> None:
+    rows: list[Any] = []
+    recorder: Any = SimpleNamespace(record_spans=lambda given, elapsed: rows.extend(given))
+    log = SpanLog(SimpleNamespace(elapsed=20.0, now=lambda: 100.0, message=lambda text: None), recorder)  # type: ignore[arg-type]
+    log.begin()
+    # By the first message the other clock is 50 s behind, give or take 0.2; by the second 49.8, give or take 0.1.
+    log.hear(SpanBatch("generator-0", [Span("decode", 45.0, 52.0, 1)], 45.0, 52.0, "other"), 94.8, 102.2)
+    told = [Span("load", 52.0, 53.0, 2), Span("decode", 53.0, 54.0, 2)]
+    log.hear(SpanBatch("generator-0", told, 52.0, 54.0, "other"), 101.7, 103.9)
+    log.step()
+    times = [(row.span.kind, pytest.approx(row.span.start), pytest.approx(row.span.end)) for row in rows]
+    assert times == [("decode", 20.0, 22.0), ("load", 22.0, 22.8), ("decode", 22.8, 23.8)]
+
+
+async def test_a_replica_that_ray_starts_again_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[SpanBatch] = []
+    made = RayRuntime.__new__(RayRuntime)  # without a Ray
+    made.told = lambda batch, sent, now: heard.append(batch)
+    facts = {
+        "_placer": SimpleNamespace(options=lambda name: None),
+        "_cluster": SimpleNamespace(start_timeout_seconds=1),
+    }
+    vars(made).update(facts)
+    monkeypatch.setattr(ray_runtime, "RayGenerator", lambda spec, *rest: RayPart(spec.name, None))
+    again: Any = made._generator(SimpleNamespace(name="generator-0"))  # type: ignore[arg-type]
+    batch = SpanBatch("generator-0", [Span("decode", 0.0, 1.0)], 0.0, 1.0, "other")
+    again.hear([batch], 0.0)
+    assert heard == [batch]

@@ -87,7 +87,7 @@ def test_the_run_has_its_names_its_completions_and_its_model(logged: Finished) -
     assert (found.entity, found.project, found.run_group, found.job_type) == ("us", "asyncrlhf", "study", "quality")
     assert found.display_name.endswith("/lag-2") and list(found.tags) == ["lag=2", "seed=0"] and found.notes == "a, b"
     table = next(row["completions"] for row in history(first) if "completions" in row)
-    assert table["_type"] == "table-file" and table["nrows"] == 16 and table["ncols"] == 6
+    assert table["_type"] == "table-file" and table["nrows"] == 16 and table["ncols"] == 7
     models = [r.artifact for r in records(first) if r.HasField("artifact") and r.artifact.type == "model"]
     assert len(models) == 1 and any("safetensors" in entry.path for entry in models[0].manifest.contents)
     assert wandb_processes() == []

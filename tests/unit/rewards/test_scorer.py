@@ -15,7 +15,15 @@ from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.build_scorer import build_scorer, check_rewards, preflight
-from asyncrlhf.rewards.reward import FunctionSource, Score, Scorer, ServiceError, WeightedSource, overlong_penalty
+from asyncrlhf.rewards.reward import (
+    FunctionSource,
+    RewardSource,
+    Score,
+    Scorer,
+    ServiceError,
+    WeightedSource,
+    overlong_penalty,
+)
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.types import Prompt, Rollout
@@ -188,7 +196,7 @@ def test_preflight_probes_with_the_reference_answer_or_the_text(answer: str | No
     assert seen == [probe]
 
 
-class Fixed:
+class Fixed(RewardSource):
     """A source with one score or failure a rollout id; remembers what it was asked."""
 
     def __init__(self, scores: dict[int, Score], whole: RewardError | None = None) -> None:

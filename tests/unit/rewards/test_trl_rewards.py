@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.guard import call_function
+from asyncrlhf.rewards.guard import CallLog, call_function
 from asyncrlhf.rewards.reward import NO_OPINION, Scorer, WeightedSource, columns_of
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.rewards.sandbox import SandboxSource
@@ -103,6 +104,46 @@ def test_no_opinion_at_all_is_neither_zero_nor_a_failure() -> None:
     odd, even = made.score([talk(1, "12", solution="3"), talk(2, "12", solution="4")])
     assert (odd.reward, odd.error, odd.abstained) == (None, NO_OPINION, True)
     assert (even.reward, even.abstained) == (2.0, False)
+
+
+def test_what_functions_log_is_that_of_their_call_and_bounded() -> None:
+    log = CallLog(2)
+
+    def logs(completions: list[str], log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+        for value in (1.0, 2.0, float("nan")):
+            log_metric("a share/of all", value)
+        log_extra("parsed", ["x" * 5000, 3])
+        return [0.0, 1.0]
+
+    arguments = {"prompts": ["p"] * 2, "completions": ["?", "ab"]}
+    assert call_function(logs, arguments, log) == [0.0, 1.0]
+    assert log.metrics == {"a_share_of_all": 1.5}, "NaN is no figure"
+    assert log.extras == [{"parsed": "x" * 1000}, {"parsed": 3}]
+
+    def refused(wrong: Any) -> str:
+        with pytest.raises(RewardError) as found:
+            call_function(lambda log_metric, log_extra, **_: [wrong(log_metric, log_extra)], arguments, CallLog(2))
+        return str(found.value)
+
+    assert "log_extra('parsed') got 1 values for 2 completions" in refused(lambda metric, extra: extra("parsed", [1]))
+    many = refused(lambda metric, extra: [metric(f"m{n}", 0.0) for n in range(33)])
+    assert "log_metric takes at most 32 names a call" in many
+    assert "at most 8 columns" in refused(lambda metric, extra: [extra(f"c{n}", [0, 0]) for n in range(9)])
+
+
+def test_what_several_functions_log_travels_with_each_rollouts_answer() -> None:
+    made = SandboxSource("tests.trl_script:accuracy_reward", "reward.target", 30.0)
+    other = SandboxSource("tests.reward_functions:logs_its_length", "reward.target", 30.0)
+    try:
+        scorer = Scorer({"a": WeightedSource(made), "b": WeightedSource(other)}, RewardConfig(), 16)
+        first, second = scorer.score([talk(1, "12", solution="12"), talk(2, "7", solution="8")])
+        (alone,) = scorer.score([talk(3, "7", solution="7")])
+    finally:
+        scorer.close()
+    assert first.logged == second.logged == {"accuracy": pytest.approx((0.5 + 1.5) / 2), "length": 1.5}
+    assert json.loads(first.extra) == {"golden_answer": "12", "length": 2}
+    assert json.loads(second.extra) == {"golden_answer": "8", "length": 1}
+    assert alone.logged == {"accuracy": 1.0, "length": 1.0} and json.loads(alone.extra)["golden_answer"] == "7"
 
 
 @pytest.mark.parametrize(

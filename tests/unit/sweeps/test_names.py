@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.cli.sweep import _to_sync
 from asyncrlhf.config.compose import load_config, quoted
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.sweeps.plan import plan_sweep
@@ -44,3 +45,10 @@ def test_choices_with_odd_characters_make_tags(tmp_path: Path) -> None:
         config = load_config([*job.overrides, *sweeper._grouped(job)])
         assert config.task.system_prompt == text
         assert config.logging.wandb_tags[0] == f"task.system_prompt={text}"[:64]
+
+
+def test_what_sends_a_sweep_to_wandb_is_named_where_there_is_something(tmp_path: Path) -> None:
+    assert _to_sync(tmp_path) == []
+    (tmp_path / "jobs" / "lag=0,seed=0" / "wandb" / "offline-run-1").mkdir(parents=True)
+    (line,) = _to_sync(tmp_path)
+    assert list(Path("/").glob(line.partition("wandb sync /")[2])) == [*tmp_path.glob("jobs/*/wandb/*")]

@@ -1,0 +1,164 @@
+"""What a sweep found, in sentences and as ``results.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.records.recorder import write_atomically
+from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results
+
+RESULTS_FILE = "results.json"
+ESTIMATES = ("quality", "staleness", "seconds", "kept", "speedup")
+CLEAR = 2.0  # standard errors beyond which a loss is called one
+
+
+def sentences(results: Results) -> list[str]:
+    """For the terminal and the head of the report: first what joins quality and speed, then what stands alone."""
+    quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
+    said = [results.search] if results.search else []
+    told: list[Cell] = []
+    for method in results.methods:
+        joined = join(results, method)
+        if joined:
+            said.append(_headline(joined, quality, results.what))
+            told += [speed for _, speed in joined]
+    said += filter(None, (_kept(quality, results.what, s) for s in dict.fromkeys(c.setting for c in quality)))
+    timed = [cell for cell in results.cells if cell.speedup is not None]
+    said += [_speed(cell) for cell in timed if cell not in told]
+    if not timed:
+        said.append("Nothing is said of speed: no two jobs had the machine alone (sweep.timing=exclusive).")
+    if results.left_out:
+        names = ", ".join(f"{name} ({state})" for name, state in results.left_out.items())
+        said.append(f"Without {len(results.left_out)} of the jobs: {names}.")
+    return said
+
+
+def join(results: Results, method: str) -> list[tuple[Cell, Cell]]:
+    """(quality, speed) of each bound at which the method has both, the lowest first. Quality is that of the exact lag
+    (``fixed_lag``), and that of the timed jobs themselves only where no job ran for quality alone."""
+    own = [cell for cell in results.cells if cell.method == method and cell.bound is not None]
+    timed = [cell for cell in own if cell.speedup is not None]
+    lags = {cell.bound: cell for cell in own if cell.points[0].mode == "fixed_lag" and not cell.exclusive}
+    apart = any(not cell.exclusive for cell in results.cells)
+    pairs = [(lags.get(speed.bound) if apart else speed, speed) for speed in timed]
+    found = [(quality, speed) for quality, speed in pairs if quality is not None and quality.kept is not None]
+    return sorted(found, key=lambda pair: pair[0].staleness.mean)
+
+
+def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], what: str) -> str:
+    """``lag 4 with tis keeps 99 ± 2% of the reward at 1.6 ± 0.1 times the speed of sync; at lag 16 it loses ...``"""
+    first = joined[0][0]
+    of_method = "" if first.method == ONLY_METHOD else f" with {first.method}"
+    parts = []
+    for cell, speed in joined:
+        assert speed.speedup is not None
+        whole = cell is first
+        words = f"{_place(cell)}{of_method if whole else ''} {_share(cell)}{f' of the {what}' if whole else ''}"
+        parts.append(f"{words} at {speed.speedup.text(digits=2)} times the speed{' of sync' if whole else ''}")
+    stale = max(
+        (c for c in quality if c.method == first.method and c.kept), key=lambda c: c.staleness.mean, default=first
+    )
+    if all(stale is not cell for cell, _ in joined):
+        parts.append(f"at {_place(stale)} it {_share(stale)}")
+    peers = [c for c in quality if c.setting == stale.setting and c.method != stale.method and c.kept is not None]
+    if peers:
+        parts[-1] += f", where {', '.join(f'{cell.method} {_share(cell)}' for cell in peers)}"
+    pairs = min(speed.speedup.count for _, speed in joined if speed.speedup is not None)
+    seeds = min(cell.kept.count for cell, _ in joined if cell.kept is not None)
+    return (
+        f"{'; '.join(parts)} (quality: {_count(seeds, 'seed')}; speed: async at that bound, "
+        f"{_count(pairs, 'alternated pair')}, each alone on the machine)."
+    )
+
+
+def _place(cell: Cell) -> str:
+    return f"{cell.setting} (staleness {cell.staleness.mean:.1f})"
+
+
+def _share(cell: Cell) -> str:
+    """``keeps 99 ± 2%``, or ``loses 12 ± 3%`` where that is more than chance."""
+    kept = cell.kept
+    assert kept is not None
+    if not math.isnan(kept.error) and 1 - kept.mean > CLEAR * kept.error:
+        return f"loses {Estimate(1 - kept.mean, kept.error, kept.count).text(100, 0, '%')}"
+    return f"keeps {kept.text(100, 0, '%')}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
+    """One setting's sentence: what each method keeps of its own quality without staleness, the best first."""
+    found = [(cell, cell.kept) for cell in quality if cell.setting == setting and cell.kept is not None]
+    if not found:
+        return ""
+    found.sort(key=lambda pair: -pair[1].mean)
+    stale = Estimate.of([point.staleness for cell, _ in found for point in cell.points]).mean
+    parts = [f"{cell.method} keeps {kept.text(100, 0, '%')}" for cell, kept in found]
+    seeds = min(kept.count for _, kept in found)
+    return (
+        f"{setting} (staleness {stale:.1f}): {', '.join(parts)} of the {what} without staleness "
+        f"({_count(seeds, 'seed')})."
+    )
+
+
+def _speed(cell: Cell) -> str:
+    assert cell.speedup is not None
+    of_method = "" if cell.method == ONLY_METHOD else f" ({cell.method})"
+    return (
+        f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
+        f"sync ({_count(cell.speedup.count, 'alternated pair')}, each alone on the machine)."
+    )
+
+
+def figures(cell: Cell) -> dict[str, Any]:
+    """A configuration as one row: means over the seeds and their standard errors, NaN where there is none."""
+    row = {"method": cell.method, "setting": cell.setting, "alone": cell.exclusive, "seeds": len(cell.points)}
+    for name in ESTIMATES:
+        found = getattr(cell, name)
+        row |= {name: found.mean if found else math.nan, f"{name}_error": found.error if found else math.nan}
+    return row
+
+
+def write_results(results: Results, folder: Path) -> None:
+    """``results.json``: the sentences and every figure in them with the run directories behind it."""
+    joined = [
+        {
+            "method": quality.method,
+            "bound": quality.bound,
+            **{f"kept{end}": value for end, value in _plain(quality.kept)},
+            **{f"speedup{end}": value for end, value in _plain(speed.speedup)},
+            "quality_runs": _runs(quality, folder),
+            "speed_runs": _runs(speed, folder),
+        }
+        for method in results.methods
+        for quality, speed in join(results, method)
+    ]
+    cells = [{**figures(cell), "runs": _runs(cell, folder)} for cell in results.cells]
+    document = {
+        "name": results.name,
+        "quality": results.what,
+        "sentences": sentences(results),
+        "quality_and_speed": joined,
+        "configurations": [{key: _finite(value) for key, value in row.items()} for row in cells],
+        "left_out": results.left_out,
+    }
+    write_atomically(folder / RESULTS_FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def _plain(estimate: Estimate | None) -> list[tuple[str, float | None]]:
+    assert estimate is not None
+    return [("", estimate.mean), ("_error", _finite(estimate.error))]
+
+
+def _runs(cell: Cell, folder: Path) -> list[str]:
+    return [str(point.path.relative_to(folder)) for point in cell.points]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
