@@ -40,7 +40,7 @@ from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.run_lock import LOCK_FILE
 from asyncrlhf.types import Prompt, SamplingParams
 from tests.chaos.faults import KINDS, Fault, Faults, FaultyRuntime, SpinError
-from tests.chaos.oracle import end_broken, idle, now_broken, untrue
+from tests.chaos.oracle import Sleepers, end_broken, idle, now_broken, untrue
 from tests.chaos.parts import Generator, Learner, Scorer, World
 
 QUIET = ("runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false")
@@ -283,12 +283,12 @@ class SessionRun:
         running.cancel()
 
     async def _check(self, controller: Controller, runtime: FaultyRuntime, running: asyncio.Task[None]) -> None:
-        idle_since: float | None = None
+        idle_since, sleepers = None, Sleepers(controller)
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not controller._annotators:
                 continue
-            broken = list(now_broken(controller))
+            broken = [*now_broken(controller), *sleepers.broken()]
             now = asyncio.get_running_loop().time()
             idle_since = (idle_since or now) if idle(runtime, self.faults) else None
             if idle_since is not None and now - idle_since > IDLE_SECONDS:
