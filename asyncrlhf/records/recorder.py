@@ -151,7 +151,8 @@ class RunRecorder:
     def raise_if_failed(self) -> None:
         """Forget the parts that are written; raises AsyncRLHFError if any part ever could not be."""
         while self._pending and self._pending[0].done():
-            self._error = self._error or self._pending.popleft().exception()
+            error = self._pending.popleft().exception()
+            self._error = self._error or error
         if self._error is not None:
             raise AsyncRLHFError(
                 f"rollout records could not be written to {self.run_dir}: {self._error}"
