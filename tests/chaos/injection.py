@@ -95,9 +95,9 @@ def draw_case(seed: int, runtime: str) -> Case:
     return Case(seed, runtime, kind, part, at, rng.uniform(0, 0.5), rng.uniform(1, 7), signals, tuple(overrides))
 
 
-def child(case: Case, run_dir: Path, told: Path, address: str, limit: float, *, faulty: bool) -> NoReturn:
-    """Run the command in this process, which was forked for it, and end the process with its exit code."""
-    code = 1
+def child(case: Case, run_dir: str, told_to: str, address: str, limit: float, faulty: bool) -> NoReturn:
+    """Run the command in this process, which was started for it, and end the process with its exit code."""
+    code, told = 1, Path(told_to)
     try:
         os.setsid()
         output = os.open(told.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -230,3 +230,8 @@ def resume(number: int) -> None:
 
 
 ACTS = {"kill": kill, "freeze": freeze, "freeze a while": freeze_a_while, "slow": slow, "memory": memory}
+
+
+if __name__ == "__main__":
+    drawn, *others = json.loads(sys.argv[1])
+    child(Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()}), *others)

@@ -48,30 +48,17 @@ ORPHAN_SECONDS = 15.0
 
 @contextmanager
 def one_ray() -> Iterator[tuple[str, psutil.Process]]:
-    """A Ray that outlives the runs: its address, and the process that all of its processes descend from."""
-    ours, theirs = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
-        os.setsid()
-        folder = tempfile.mkdtemp(prefix="ray-")
-        ray.init(
-            address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20, _temp_dir=folder,
-            log_to_driver=False, logging_level="error",
-        )  # fmt: skip
-        os.write(theirs, ray.get_runtime_context().gcs_address.encode())
-        parent = os.getppid()
-        while os.getppid() == parent:
-            time.sleep(0.5)
+    """A Ray that outlives the runs: its address, and this process, which all of its processes descend from."""
+    folder = tempfile.mkdtemp(prefix="ray-")
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20, _temp_dir=folder,
+        log_to_driver=False, logging_level="error",
+    )  # fmt: skip
+    try:
+        yield ray.get_runtime_context().gcs_address, psutil.Process()
+    finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-    try:
-        yield os.read(ours, 200).decode(), psutil.Process(keeper)
-    finally:
-        for process in [*psutil.Process(keeper).children(recursive=True), psutil.Process(keeper)]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        os.waitpid(keeper, 0)
 
 
 def actors(keeper: psutil.Process | None) -> list[psutil.Process]:
@@ -110,9 +97,12 @@ class Ended:
 
 def attempt(case: Case, run_dir: Path, told: Path, address: str, limit: float, *, faulty: bool) -> Ended:
     """One process of the run, from its start to its end."""
-    number = os.fork()
-    if number == 0:
-        child(case, run_dir, told, address, limit, faulty=faulty)
+    given = (str(run_dir), str(told), address, limit, faulty)
+    if case.runtime == "ray":  # a process that holds a Ray must not be forked
+        words = [sys.executable, "-m", "tests.chaos.injection", json.dumps([dataclasses.asdict(case), *given])]
+        number = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).pid
+    elif (number := os.fork()) == 0:
+        child(case, *given)
     began, moved, stall, hung, family = time.monotonic(), time.monotonic(), 0.0, False, set[psutil.Process]()
     struck = not (faulty and case.part == "driver")
     seen = -1
