@@ -1,8 +1,9 @@
-# Targets: install train rlhf test test-numeric lint bench docs docs-full docs-site reference clean. Settings that a user may give on the command line:
+# Targets: install train rlhf test test-numeric chaos lint bench docs docs-full docs-site reference clean. Settings that a user may give on the command line:
 #   PYTHON=python3.11        the interpreter that makes the environment (3.11 is the tested one)
 #   DEVICE=cpu|gpu           which builds to install; found out by nvidia-smi when not given
 #   TORCH_INDEX=<url>        an index that holds the CPU build of torch, such as PyTorch's own
 #   ARGS="..."               passed to `asyncrlhf train`, pytest or `asyncrlhf bench`
+#   RUNTIME=ray|local SEEDS=0-199 SIMULATED=0-1999   of chaos: real runs, and simulated schedules of faults before them
 #   SETTINGS="default avx2"  the settings of test-numeric to run; all of tests/numeric_settings.py when not given
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -17,6 +18,9 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_INDEX ?=
 ARGS ?=
 SETTINGS ?=
+RUNTIME ?= ray
+SEEDS ?= 0-199
+SIMULATED ?= 0-1999
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(DEVICE)
 # --no-compile: byte code is written when a module is first used, not for the tens of thousands that never are.
@@ -29,10 +33,10 @@ PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadfil
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
-.PHONY: help install train rlhf test test-all test-numeric lint format bench docs docs-full docs-site reference clean
+.PHONY: help install train rlhf test test-all test-numeric chaos lint format bench docs docs-full docs-site reference clean
 
 help:
-	@sed -n '1,6p' Makefile | sed 's/^# //'
+	@sed -n '1,7p' Makefile | sed 's/^# //'
 
 install: $(STAMP)
 
@@ -63,6 +67,10 @@ test-all: install
 # The comparisons of floating-point numbers, on five kinds of CPU that this one can stand for.
 test-numeric: install
 	$(BIN)/python tests/numeric_settings.py "$(SETTINGS)" $(PARALLEL) --maxprocesses=2 $(ARGS)
+
+# Faults of every kind for every kind of part, one run a seed; rows in experiments/24_chaos, which a second call goes on with.
+chaos: install
+	$(BIN)/python -m tests.chaos.run --runtime $(RUNTIME) --seeds "$(SEEDS)" --simulated "$(SIMULATED)" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check $(PACKAGES)

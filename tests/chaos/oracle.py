@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,41 @@ def _replica_broken(replica: Any) -> Iterator[str]:
     held |= {r.rollout_id for r in (*box._rollouts, *box._failures)}
     if leaked := replica.in_flight - held:
         yield f"{replica.name} is counted to hold {sorted(leaked)}, which it does not"
+
+
+class Sleepers:
+    """Who waits for which condition on the run's signals. A condition that holds while its waiter sleeps on, look after
+    look, is a lost wake-up, whether something else wakes it later or not."""
+
+    LOOKS = 3
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+        self._waiting: dict[asyncio.Future[None], tuple[str, Callable[[], object]]] = {}
+        self._seen: Counter[asyncio.Future[None]] = Counter()
+        state = controller.state
+        for name in ("room", "batch", "queue", "changed"):
+            signal = getattr(state, name)
+            signal.wait_for = partial(self._wait_for, signal, name)
+
+    async def _wait_for(self, signal: Any, name: str, condition: Callable[[], object]) -> None:
+        while not condition():
+            waiter = asyncio.get_running_loop().create_future()
+            signal._waiters.append(waiter)
+            self._waiting[waiter] = name, condition
+            try:
+                await waiter
+            finally:
+                del self._waiting[waiter]
+
+    def broken(self) -> Iterator[str]:
+        held = [waiter for waiter, (_, condition) in self._waiting.items() if not waiter.done() and condition()]
+        # While weights are on their way a version may be published already whose end is told a moment later.
+        self._seen = Counter() if self._controller._publisher.busy else Counter({w: self._seen[w] + 1 for w in held})
+        for waiter, looks in self._seen.items():
+            if looks >= self.LOOKS:
+                name, condition = self._waiting[waiter]
+                yield f"nobody wakes who waits on {name} for {condition.__qualname__}, which holds"
 
 
 def idle(runtime: FaultyRuntime, faults: Faults) -> bool:

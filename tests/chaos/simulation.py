@@ -13,11 +13,14 @@ import argparse
 import asyncio
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -40,7 +43,7 @@ from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.run_lock import LOCK_FILE
 from asyncrlhf.types import Prompt, SamplingParams
 from tests.chaos.faults import KINDS, Fault, Faults, FaultyRuntime, SpinError
-from tests.chaos.oracle import end_broken, idle, now_broken, untrue
+from tests.chaos.oracle import Sleepers, end_broken, idle, now_broken, untrue
 from tests.chaos.parts import Generator, Learner, Scorer, World
 
 QUIET = ("runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false")
@@ -55,6 +58,7 @@ SERVICES = {
 LIMIT_SECONDS = 2000.0  # of one session, on the virtual clock
 CLOSE_SECONDS = 100.0  # of its end
 LOOK_SECONDS = 0.2
+SPIN_SECONDS = 60  # of the real clock
 IDLE_SECONDS = 4.0
 SESSIONS = 5
 
@@ -66,11 +70,13 @@ def base(services: str) -> RunConfig:
 
 def draw_config(rng: random.Random, seed: int) -> RunConfig:
     """Settings that may stand together."""
+    more = random.Random(f"more of {seed}")  # beside the rest, so that what a seed drew before stays
     while True:
         try:
-            return _draw_config(rng, seed)
+            config = _draw_config(rng, seed)
         except ConfigError:
             continue
+        return replace(config, logging=replace(config.logging, flush_every=more.choice((5, 20, 1000))))
 
 
 def _draw_config(rng: random.Random, seed: int) -> RunConfig:
@@ -202,8 +208,26 @@ def simulate(seed: int, tell: Callable[[str], None] = lambda text: None, told_pa
     return result
 
 
+@contextmanager
+def spin_watched() -> Iterator[None]:
+    """Where virtual time stands still for a minute something goes round and never awaits."""
+
+    def spin(number: int, frame: Any) -> None:
+        raise SpinError("".join(traceback.format_stack(frame)[-4:]))
+
+    before = signal.signal(signal.SIGALRM, spin)
+    signal.alarm(SPIN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @dataclass
 class SessionRun:
+    """One process of the run, from the newest checkpoint to its end."""
+
     config: RunConfig
     run_dir: Path
     world: World
@@ -216,7 +240,8 @@ class SessionRun:
         saved = next((read_checkpoint(folder) for folder in reversed(list_checkpoints(self.run_dir))), None)
         recorder = RunRecorder(self.run_dir, {}, self.config.logging, saved.marker if saved is not None else None)
         try:
-            run_virtual(self._main(recorder, saved))
+            with spin_watched():
+                run_virtual(self._main(recorder, saved))
         except SpinError as error:
             self.ended.broken.append(f"the loops go round without end: {error}")
         finally:
@@ -283,12 +308,12 @@ class SessionRun:
         running.cancel()
 
     async def _check(self, controller: Controller, runtime: FaultyRuntime, running: asyncio.Task[None]) -> None:
-        idle_since: float | None = None
+        idle_since, sleepers = None, Sleepers(controller)
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if not controller._annotators:
                 continue
-            broken = list(now_broken(controller))
+            broken = [*now_broken(controller), *sleepers.broken()]
             now = asyncio.get_running_loop().time()
             idle_since = (idle_since or now) if idle(runtime, self.faults) else None
             if idle_since is not None and now - idle_since > IDLE_SECONDS:

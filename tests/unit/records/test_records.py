@@ -198,6 +198,18 @@ def test_a_writing_error_surfaces_and_nobody_hangs(tmp_path: Path) -> None:
         recorder.finish({})
 
 
+def test_a_second_failed_part_does_not_make_it_spin(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, {}, LoggingConfig(flush_every=1))
+    failed: Future[None] = Future()
+    failed.set_exception(OSError(28, "No space left on device"))
+    recorder.write_with(lambda target, rows, payloads: failed)
+    recorder.record([row(0)])
+    recorder._pending.append(failed)
+    for _ in range(2):
+        with pytest.raises(AsyncRLHFError, match="No space left on device"):
+            recorder.raise_if_failed()
+
+
 def test_rollouts_can_be_switched_off(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, {}, LoggingConfig(rollouts=False))
     fill(recorder, range(1, 4))
