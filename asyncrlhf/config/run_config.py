@@ -278,10 +278,8 @@ def from_hydra(config: DictConfig) -> RunConfig:
 
 
 def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:
-    """The resolved config as YAML-able dictionaries, with the names that users write, and without what is secret in it
-    unless ``whole``."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(plain, dict)
+    """The resolved config as YAML-able dictionaries under the names that users write; ``whole``: with its secrets."""
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
     named = {_yaml_name(str(key)): value for key, value in plain.items()}
     return named if whole else redacted(named)  # type: ignore[no-any-return]
 

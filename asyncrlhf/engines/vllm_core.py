@@ -160,7 +160,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
     more = own.engine_kwargs or {}
     for name in more:
         check(name not in arguments, f"generator.vllm.engine_kwargs.{name} is decided by settings of its own.")
-    arguments |= more
+    arguments |= {"load_format": "safetensors", **more}
     if own.kv_cache_gb or on_cpu:
         arguments["kv_cache_memory_bytes"] = int(own.kv_cache_gb * 2**30) or _cpu_cache_bytes(config, folder, model)
     return arguments

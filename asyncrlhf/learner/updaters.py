@@ -212,7 +212,9 @@ class TorchUpdater(Updater):
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
         """The exported model has the adapter merged, so that a run of an adapter goes on from the adapter itself."""
         if adapter is None:
-            saved = type(self.model).from_pretrained(folder / checkpoint.MODEL, dtype=torch.float32)
+            saved = type(self.model).from_pretrained(
+                folder / checkpoint.MODEL, dtype=torch.float32, use_safetensors=True
+            )
             self.model.load_state_dict(saved.state_dict())
         elif self.model.load_state_dict(dict(adapter), strict=False).unexpected_keys:
             raise CheckpointError(
