@@ -62,7 +62,7 @@ def redacted(tree: Any, name: str = "") -> Any:
     if not isinstance(tree, str):
         return tree
     text = redact(tree)
-    return HIDDEN if tree and text == tree and _is_secret(name) else text
+    return HIDDEN if tree and text == tree and is_secret(name) else text
 
 
 def learn_secrets(config: DictConfig) -> None:
@@ -73,7 +73,7 @@ def learn_secrets(config: DictConfig) -> None:
         elif not _PLACES.search(name):
             for variable in _ENV.findall(text):
                 hide(os.environ.get(variable, ""), f"${{oc.env:{variable}}}")
-            if _is_secret(name) and "${" not in text:
+            if is_secret(name) and "${" not in text:
                 hide(text)
 
 
@@ -85,7 +85,8 @@ def hidden_settings(tree: Any, key: str = "") -> list[str]:
     return [key] if any(isinstance(value, str) and HIDDEN in value for value in values) else []
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """Whether the name of a setting or of a variable says that its value is a secret."""
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
 
 

@@ -207,6 +207,16 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
+class BatchFault:
+    """A call of ``part`` of the reward that failed whole, so that its rollouts were asked for one by one; ``kind`` is
+    raised, late or wrong_count, ``cause`` a sentence."""
+
+    part: str
+    kind: str
+    cause: str
+
+
+@dataclass(frozen=True)
 class Annotation:
     """What a worker says of one rollout: its reward, or where the arrays lie that it computed (reference log-probs,
     values), or one sentence that says why there is neither (never a silent zero).
@@ -222,6 +232,7 @@ class Annotation:
     abstained: bool = False  # no part of the reward had an opinion: no failure, and nothing to train on
     logged: Mapping[str, float] = field(default_factory=dict)
     extra: str = ""
+    faults: tuple[BatchFault, ...] = ()  # of the call, on its first rollout's annotation
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +96,59 @@ def logs_its_length(completions: list[Any], log_metric: Any, log_extra: Any, **c
     for name in ("length", "accuracy"):
         log_metric(name, sum(lengths) / len(lengths))
     return [float(length) for length in lengths]
+
+
+def one_for_more_than_two(completions: Any, **columns: Any) -> list[float]:
+    """A bug that a probe of two completions does not show."""
+    return [1.0] * (len(completions) if len(completions) <= 2 else 1)
+
+
+def slow_in_company(completions: Any, **columns: Any) -> list[float]:
+    """Hangs on more than two completions."""
+    time.sleep(600 if len(completions) > 2 else 0)
+    return [float(len(completion)) for completion in completions]
+
+
+class _Hostile:
+    """Its pickle runs a command where it is read."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.file),)
+
+
+def greedy(completions: list[str], metadata: list[dict[str, Any]], **columns: Any) -> list[float]:
+    """Takes more of something than it may, as the completions say; ``metadata`` has a file and a port."""
+    kept: list[Any] = []
+    for completion, about in zip(completions, metadata, strict=True):
+        if completion == "forks":
+            for _ in range(60):
+                if os.fork() == 0:
+                    time.sleep(60)
+                    os._exit(0)
+        elif completion == "escapes":
+            started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            Path(about["file"]).write_text(str(started.pid))
+        elif completion == "memory":
+            kept.append(bytearray(3 << 30))
+        elif completion == "file":
+            Path("large").write_bytes(bytes(3 << 20))
+        elif completion == "files":
+            kept += [os.open("/", os.O_RDONLY) for _ in range(60)]
+        elif completion == "network":
+            socket.create_connection(("127.0.0.1", about["port"]), timeout=5).close()
+        elif completion == "answers":
+            connection = next(o for o in gc.get_objects() if isinstance(o, Connection))
+            connection.send(_Hostile(about["file"]))
+        while completion in ("loops", "forks", "escapes"):
+            pass
+    return [float(len(completion)) for completion in completions]
+
+
+def where_and_what(completions: list[str], **columns: Any) -> list[float]:
+    """1 for each variable that is there, and 10 for a working directory of its own that can be written."""
+    Path("mine").write_text("x")
+    own = 10.0 * (len(list(Path.cwd().iterdir())) == 1)
+    return [own + (completion in os.environ) for completion in completions]

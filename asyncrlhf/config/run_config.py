@@ -280,8 +280,7 @@ def from_hydra(config: DictConfig) -> RunConfig:
 
 
 def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:
-    """The resolved config as YAML-able dictionaries, with the names that users write, and without what is secret in it
-    unless ``whole``."""
+    """The resolved config as YAML-able dictionaries under the names that users write; ``whole``: with its secrets."""
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
     plain["async_"] |= config.async_.in_force
     named = {_yaml_name(str(key)): value for key, value in plain.items()}

@@ -12,7 +12,8 @@ from asyncrlhf.validation import check, check_keywords, check_range, check_setti
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Of from_pretrained, what follows from other settings.
-OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map")
+OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map", "use_safetensors")
+PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
 
@@ -59,10 +60,20 @@ class ModelConfig:
             check(
                 name not in OWN_INIT,
                 f"model.model_init_kwargs.{name} is decided by settings of its own: model.dtype, "
-                "model.trust_remote_code, generator.gpus and learner.gpus.",
+                "model.trust_remote_code, generator.gpus and learner.gpus; weights are read as safetensors alone.",
             )
         check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")
         check_settings("model", self)
+
+
+def refuse_pickled_weights(folder: Path, setting_and_value: str) -> None:
+    """Raise ConfigError for a checkpoint's folder without safetensors and with weights whose reading can run code."""
+    pickled = sorted(file.name for pattern in PICKLED_WEIGHTS for file in folder.glob(pattern))
+    check(
+        not pickled or any(folder.glob("*.safetensors")),
+        f"{setting_and_value} holds its weights as pickle ({pickled and pickled[0]}), which can run code when it is "
+        "read; give them as safetensors, as transformers' save_pretrained writes them.",
+    )
 
 
 def refuse_missing_model(path: str) -> None:
@@ -73,6 +84,7 @@ def refuse_missing_model(path: str) -> None:
             raise ConfigError(
                 f"model.path={path} holds no config.json; a checkpoint in transformers' format is needed."
             )
+        refuse_pickled_weights(local, f"model.path={path}")
     elif local.exists():
         raise ConfigError(f"model.path={path} is a file; give the folder of a checkpoint in transformers' format.")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/"):

@@ -20,7 +20,7 @@ def load_model(
     """The causal language model in ``eval()``; ``dtype`` overrides ``model.dtype`` (master weights in float32)."""
     dtype = dtype or getattr(torch, config.dtype)
     more = config.model_init_kwargs or {}
-    model = from_pretrained(transformers.AutoModelForCausalLM, config, dtype=dtype, **more)
+    model = from_pretrained(transformers.AutoModelForCausalLM, config, dtype=dtype, use_safetensors=True, **more)
     return model.to(device).eval()
 
 

@@ -156,7 +156,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
     }
-    arguments |= own.engine_kwargs or {}
+    arguments |= {"load_format": "safetensors", **(own.engine_kwargs or {})}
     if own.kv_cache_gb or on_cpu:
         arguments["kv_cache_memory_bytes"] = int(own.kv_cache_gb * 2**30) or _cpu_cache_bytes(config, folder, model)
     return arguments

@@ -252,6 +252,7 @@ class Rewards(Annotator):
     def _accept(self, info: RolloutInfo, annotation: Annotation) -> None:
         """Raises RewardError for a rollout without a score where ``reward.on_failure`` is ``stop``."""
         super()._accept(info, annotation)
+        self._state.batch_faults(annotation.faults)
         failed = annotation.error is not None and not annotation.abstained
         if failed and self._state.config.reward.on_failure == "stop":
             raise RewardError(

@@ -57,6 +57,7 @@ class HeldOut:
             rollouts += [rollout for found in answers for rollout in found or ()]
             left = [p for own, found in zip(shares, answers, strict=True) if found is None for p in own]
         results = await self._score(rollouts, self._runtime.rewards[0], state.progressed) if rollouts else []
+        state.batch_faults([fault for result in results for fault in result.faults])
         scores = [r.reward for r in results if r.reward is not None]
         return sum(scores) / len(scores) if scores else None
 

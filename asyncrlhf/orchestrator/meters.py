@@ -89,6 +89,7 @@ class Meters:
             "train_seconds": trained,
             "wait_seconds": waited,
             **_latencies(taken),
+            "reward_batch_faults": self._batch_faults(),
             **self._prefilled(),
             **self._buffer(),
             "rollouts_in_flight": sum(len(r.in_flight) for r in self._state.replicas),
@@ -126,6 +127,11 @@ class Meters:
             "buffer_age": float(np.mean(ages)) if ages else 0.0,
             "dropped": self._state.ledger.counts()["dropped"],
         }
+
+    def _batch_faults(self) -> int:
+        """Since the step before."""
+        found, self._state.reward_batch_faults = self._state.reward_batch_faults, 0
+        return found
 
     def _prefilled(self) -> dict[str, float]:
         """Since the step before, of the reward model and of the reference: the share of the scored tokens that it had

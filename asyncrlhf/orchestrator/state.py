@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace
 from asyncrlhf.readahead.owners import ReadAhead, ReaderHandle, ReadTotals
 from asyncrlhf.records.journal import Journal
-from asyncrlhf.types import Annotation, Prompt, RolloutInfo
+from asyncrlhf.types import Annotation, BatchFault, Prompt, RolloutInfo
 
 R = TypeVar("R")
 
@@ -144,6 +144,8 @@ class RunState:
     touched: dict[str, Replica] = field(default_factory=dict)  # by name, what the dispatcher has to look at anew
     prefill: ReadTotals = field(default_factory=ReadTotals)  # by the reward model
     reference_prefill: ReadTotals = field(default_factory=ReadTotals)
+    reward_batch_faults: int = 0  # calls of rewards that failed whole, since the last step
+    faults_told: set[tuple[str, str]] = field(default_factory=set)  # parts of the reward, kinds of their faults
     adaptive: AdaptiveBound = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,6 +216,14 @@ class RunState:
         self.message(f"{replica.name} died; its {len(lost)} rollouts are issued again. Cause: {error}")
         self.dead.put_nowait(replica)
         self.progressed()
+
+    def batch_faults(self, faults: Iterable[BatchFault]) -> None:
+        """Count calls of rewards that failed whole; the first of a kind is said."""
+        for fault in faults:
+            self.reward_batch_faults += 1
+            if (kind := (fault.part, fault.kind)) not in self.faults_told:
+                self.faults_told.add(kind)
+                self.message(f"{fault.part}: {fault.cause}")
 
     def reading_ahead(self, kind: str, workers: Sequence[ReaderHandle], totals: ReadTotals) -> ReadAhead:
         """Of the annotators of ``kind``; the rest as of :class:`ReadAhead`."""

@@ -188,6 +188,7 @@ FAMILIES: tuple[Family, ...] = (
         ("snapshot_seconds", "s", "snapshot", "The part of it that the learner made."),
         ("<kind>_latency_p50", "s", "median latency", "From the last token to reward, reference or critic: median."),
         ("<kind>_latency_p95", "s", "95% latency", "From the last token to reward, reference or critic."),
+        ("reward_batch_faults", "calls", "failed batches", "Calls that failed whole; rollouts were scored alone."),
         ("prefilled_fraction", "share", "read ahead", "Scored tokens that the reward model had read before."),
         ("prefill_evictions", "sequences", "evictions", "Sequences that left its cache too early."),
         ("reference_prefilled_fraction", "share", "reference read ahead", "The same of the reference."),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 import transformers
 
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.reward import FunctionSource, LengthSource, RewardSource, Scorer, WeightedSource, task_reward
 from asyncrlhf.rewards.reward_config import RewardConfig, RewardPart
@@ -77,7 +77,7 @@ def _build(
         from asyncrlhf.rewards.sandbox import SandboxSource
 
         named = "reward.reward_funcs" if config.reward_funcs else f"{key}.target"
-        return SandboxSource(part.target, named, config.timeout_seconds)
+        return SandboxSource(part.target, named, config.timeout_seconds, config.sandbox)
     if part.kind == "http":
         from asyncrlhf.rewards.endpoint import HttpSource
 
@@ -112,10 +112,14 @@ def _check_heavy(part: RewardPart, key: str, tokenizer: transformers.PreTrainedT
 
 
 def preflight(scorer: Scorer, prompt: Prompt) -> None:
-    """Score one probe, the reference answer or else the prompt's own text; ConfigError if that gives no score."""
+    """Score a probe twice in one call, the reference answer or else the prompt's own text; ConfigError if that gives
+    no score."""
     ids, text = prompt.token_ids, prompt.answer or prompt.text
     logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
-    probe = Rollout(-1, -1, prompt, ids, logprobs, versions, "stop", text, "preflight")
-    (result,) = scorer.score([probe])
+    probes = [Rollout(-i, -1, prompt, ids, logprobs, versions, "stop", text, "preflight") for i in (1, 2)]
+    try:
+        result = scorer.score(probes)[0]
+    except RewardError as error:
+        raise ConfigError(f"{scorer.source} gives no score for a first probe: {error}") from error
     if result.error is not None and not result.abstained:
         raise ConfigError(f"{scorer.source} gives no score for a first probe: {result.error.rstrip('.')}.")

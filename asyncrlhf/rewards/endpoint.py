@@ -9,17 +9,30 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 import requests
 
 from asyncrlhf.errors import RewardError
+from asyncrlhf.redaction import hide, redact
 from asyncrlhf.rewards.guard import checked_scores
-from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError, call_with_timeout, late, texts_of
+from asyncrlhf.rewards.reward import (
+    LateError,
+    LateServiceError,
+    RewardSource,
+    Score,
+    ServiceError,
+    call_with_timeout,
+    late,
+    texts_of,
+)
 from asyncrlhf.rewards.reward_config import HttpConfig
 from asyncrlhf.types import Rollout
 
 # Answers that another try may change; any other that is no success says that the request itself was refused.
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+ANSWER_BYTES = 64 << 20
+REDIRECTS = 3
 SHOWN = 200  # characters of an answer in a message
 
 
@@ -70,7 +83,7 @@ class Endpoint:
         self._config = config
         self._timeout = timeout_seconds
         self.url = config.url.rstrip("/") + path if path else config.url
-        self.who = f"The endpoint {self.url}"
+        self.who = f"The endpoint {redact(self.url)}"
         self._breaker = Breaker(config.breaker_failures, config.breaker_seconds)
 
     def ask(self, document: Any, parse: Callable[[Any], Any]) -> Any:
@@ -92,20 +105,22 @@ class Endpoint:
         return value
 
     def _answer(self, body: bytes) -> Any:
+        was_late = False
         for tried in range(self._config.retries + 1):
             wait = self._config.backoff_seconds * 2**tried * random.uniform(0.5, 1.0)
             try:
                 response = self._try(body)
             except RewardError as error:
-                cause = str(error)
+                cause, was_late = str(error), isinstance(error, LateError)
             else:
+                was_late = False
                 if response.status_code not in TRY_AGAIN:
                     return self._document(response)
                 cause = f"{self.who} answered {_status(response)}."
                 wait = max(wait, min(_retry_after(response), self._timeout))
             if tried < self._config.retries:
                 time.sleep(wait)
-        raise ServiceError(f"{cause} Tried {self._config.retries + 1} times.")
+        raise (LateServiceError if was_late else ServiceError)(f"{cause} Tried {self._config.retries + 1} times.")
 
     def _try(self, body: bytes) -> requests.Response:
         """One request; the limit is on all of it, and not on the pause between two bytes as requests has it."""
@@ -114,27 +129,61 @@ class Endpoint:
 
     def _post(self, body: bytes) -> requests.Response:
         try:
-            return requests.post(self.url, data=body, timeout=self._timeout, headers=self._headers())
+            response = self._ask_at(self.url, body)
+            for _ in range(REDIRECTS):
+                if response.status_code not in (307, 308) or self._elsewhere(response):
+                    break
+                response = self._ask_at(urljoin(response.url, response.headers["Location"]), body)
+            return response
         except requests.Timeout as error:
-            raise RewardError(late(self.who, self._timeout)) from error
+            raise LateError(late(self.who, self._timeout)) from error
         except requests.RequestException as error:
             raise RewardError(f"{self.who} did not answer: {_cause(error)}.") from error
 
+    def _ask_at(self, url: str, body: bytes) -> requests.Response:
+        """POST there and nowhere else, and read an answer of a bearable size."""
+        options: dict[str, Any] = {"timeout": self._timeout, "headers": self._headers()}
+        with requests.post(url, data=body, allow_redirects=False, stream=True, verify=True, **options) as response:
+            content = b""
+            for chunk in response.iter_content(1 << 16):
+                content += chunk
+                if len(content) > ANSWER_BYTES:
+                    raise RewardError(f"{self.who} answered more than {ANSWER_BYTES >> 20} MiB.")
+            response._content = content  # where requests itself keeps it
+            return response
+
+    def _elsewhere(self, response: requests.Response) -> bool:
+        """Whether a redirect leads to another origin, which gets neither rollouts nor credentials, or nowhere."""
+        target = urlsplit(urljoin(response.url, response.headers.get("Location", "")))
+        asked = urlsplit(response.url)
+        return "Location" not in response.headers or (target.scheme, target.hostname, target.port) != (
+            asked.scheme,
+            asked.hostname,
+            asked.port,
+        )
+
     def _headers(self) -> Mapping[str, str]:
         token = os.environ.get(self._config.token_env) if self._config.token_env else None
+        hide(token or "")  # a service may repeat it in its answer
         return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
     def _document(self, response: requests.Response) -> Any:
+        if 300 <= response.status_code < 400:
+            to = redact(response.headers.get("Location", "no address"))
+            raise ServiceError(
+                f"{self.who} answered {response.status_code} {response.reason} and redirects to {to[:SHOWN]}; rollouts "
+                "are sent on within one origin alone, by 307 and 308; give the address that answers as the url."
+            )
         if not response.ok:
             raise RewardError(f"{self.who} answered {_status(response)}.")
         try:
             return response.json()
         except ValueError as error:
-            raise RewardError(f"{self.who} answered no JSON: {response.text[:SHOWN]!r}.") from error
+            raise RewardError(f"{self.who} answered no JSON: {redact(response.text[:SHOWN])!r}.") from error
 
 
 def _status(response: requests.Response) -> str:
-    said = " ".join(response.text[:SHOWN].split())
+    said = redact(" ".join(response.text[:SHOWN].split()))
     return f"{response.status_code} {response.reason}" + (f" ({said})" if said else "")
 
 

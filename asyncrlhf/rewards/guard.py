@@ -22,6 +22,10 @@ MAX_METRICS, MAX_COLUMNS, MAX_NAME, MAX_TEXT = 32, 8, 64, 1000
 _GIVEN = ("prompts", "completions", "log_extra", "log_metric")  # arguments that are no columns
 
 
+class WrongCountError(RewardError):
+    """An answer that is not a list with one score a completion."""
+
+
 @dataclass(frozen=True)
 class TrainerState:
     """What TRL hands over as ``trainer_state``, as far as it is known here: ``global_step``, the newest policy version
@@ -124,11 +128,12 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 def checked_scores(values: Any, count: int, who: str, *, may_abstain: bool = False) -> list[float | RewardError | None]:
     """``values`` as ``count`` scores; one that is not a finite number is a failure of its own, None with
-    ``may_abstain`` no opinion. Raises RewardError, whose subject is ``who``, for anything but a list of that length."""
+    ``may_abstain`` no opinion. Raises WrongCountError, whose subject is ``who``, for anything but a list of that
+    length."""
     if not isinstance(values, list):
-        raise RewardError(f"{who} returned {type(values).__name__}, not a list of numbers.")
+        raise WrongCountError(f"{who} returned {type(values).__name__}, not a list of numbers.")
     if len(values) != count:
-        raise RewardError(f"{who} returned {len(values)} scores for {count} completions.")
+        raise WrongCountError(f"{who} returned {len(values)} scores for {count} completions.")
     return [None if value is None and may_abstain else _score(value, who) for value in values]
 
 

@@ -222,6 +222,7 @@ def engine_arguments(config: JudgeConfig, gpus: float) -> dict[str, Any]:
     on_cpu = gpus == 0
     arguments: dict[str, Any] = {
         "model": config.model,
+        "load_format": "safetensors",
         "dtype": config.dtype,
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "max_model_len": config.max_length or None,

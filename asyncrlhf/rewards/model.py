@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 
+from asyncrlhf.data.data_config import refuse_pickled_weights
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.model_thread import ModelThread
 from asyncrlhf.rewards.reward import RewardSource, Score
@@ -43,8 +44,9 @@ def load_reward_model(config: RewardModelConfig, key: str, device: str) -> trans
     check_reward_model(config, key)
     dtype = getattr(torch, config.dtype)
     model, report = load(
-        transformers.AutoModelForSequenceClassification, config, key, dtype=dtype, output_loading_info=True
-    )
+        transformers.AutoModelForSequenceClassification, config, key,
+        dtype=dtype, output_loading_info=True, use_safetensors=True,
+    )  # fmt: skip
     missing = sorted(report["missing_keys"]) + [str(entry) for entry in report.get("mismatched_keys", ())]
     if missing:
         raise ConfigError(
@@ -62,6 +64,8 @@ def load(auto: Any, config: RewardModelConfig, key: str, **options: Any) -> Any:
     looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1 or config.path.endswith("/")
     if not local and (looks_local or path.exists()):
         raise ConfigError(f"{key}.model.path={config.path} is no folder; give a checkpoint's folder or a hub name.")
+    if local:
+        refuse_pickled_weights(path, f"{key}.model.path={config.path}")
     name = str(path) if local else config.path
     try:
         return auto.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrlhf.errors import ConfigError, ReplicaError, RewardError
-from asyncrlhf.rewards.guard import TrainerState, call_function
+from asyncrlhf.rewards.guard import TrainerState, WrongCountError, call_function
 from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.task import Task
-from asyncrlhf.types import Annotation, Prompt, Rollout
+from asyncrlhf.types import Annotation, BatchFault, Prompt, Rollout
 
 # A finite number; why there is none; or None, where the source has no opinion.
 Score = float | RewardError | None
@@ -41,7 +42,10 @@ class RewardFunction(Protocol):
 
 
 class RewardSource:
-    """One part of a reward: a function, a model, a judge, a service."""
+    """One part of a reward: a function, a model, a judge, a service. ``in_process``: it is code of this machine, whose
+    wrong number of scores is a bug and no mishap."""
+
+    in_process = False
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score or failure a rollout, in order.
@@ -59,8 +63,16 @@ class RewardSource:
         """End what it holds open; a second call does nothing."""
 
 
+class LateError(RewardError):
+    """A call took longer than its limit."""
+
+
 class ServiceError(RewardError):
     """The service behind a source is out of order: none of the call's rollouts has a score."""
+
+
+class LateServiceError(ServiceError, LateError):
+    """The service gave no answer in time. It may answer for fewer rollouts."""
 
 
 class StuckError(ReplicaError):
@@ -122,6 +134,7 @@ class Scorer:
                 f"allowed: at most generator.max_completion_length={max_completion_length}."
             )
         self.sources = sources
+        self._refused: Counter[str] = Counter()  # by part: batches in a row that it did not take, but their rollouts
         self._config = config
         self._max_completion_length = max_completion_length
         self._several = config.kind == "sum" or bool(config.reward_funcs)  # whether a failure names its part
@@ -137,14 +150,17 @@ class Scorer:
         """One result a rollout, in order and with its id; a rollout without a valid score has ``error`` instead.
 
         A part scores all rollouts in one call if it can. After a call that failed as a whole it is asked for each
-        rollout alone, unless it is the service that failed. A part is not asked for what an earlier one failed.
+        rollout alone, unless it is the service that failed; where it can answer then, and not for a batch (a service
+        twice in a row), it is asked for each rollout alone from then on. A part is not asked for what an earlier one
+        failed. Raises RewardError for a function that does not return one score a completion.
         """
+        faults: list[BatchFault] = []
         parts: list[dict[str, float]] = [{} for _ in rollouts]
         errors: dict[int, str] = {}
         logged: list[dict[int, Logged]] = []
         for name, (source, _) in self.sources.items():
             left = [i for i in range(len(rollouts)) if i not in errors]
-            for i, score in zip(left, _scores(source, [rollouts[i] for i in left]), strict=True):
+            for i, score in zip(left, self._scores(name, source, [rollouts[i] for i in left], faults), strict=True):
                 if isinstance(score, RewardError):
                     errors[i] = f"{self._config.key(name)}: {score}" if self._several else str(score)
                 elif score is not None:
@@ -154,9 +170,55 @@ class Scorer:
             Annotation(rollout.rollout_id, None, error=errors[i]) if i in errors else self._result(rollout, parts[i])
             for i, rollout in enumerate(rollouts)
         ]
-        return [
+        results = [
             _with_logged(result, [each[i] for each in logged if (i := result.rollout_id) in each]) for result in results
         ]
+        return [replace(results[0], faults=tuple(faults)), *results[1:]] if faults else results
+
+    def _scores(
+        self, name: str, source: RewardSource, rollouts: Sequence[Rollout], faults: list[BatchFault]
+    ) -> list[Score]:
+        # A service may have had a bad moment; a function will hang again.
+        allowed = 1 if source.in_process else 2
+        if len(rollouts) <= 1 or self._refused[name] >= allowed:
+            return [self._score(name, source, rollout) for rollout in rollouts]
+        cause: RewardError
+        try:
+            scores = source.scores(rollouts)
+            self._refused[name] = 0
+            return scores
+        except LateServiceError as error:
+            # Either it is down, or so many are too much for it: one rollout more says which.
+            first = self._score(name, source, rollouts[0])
+            if isinstance(first, RewardError):
+                return [error] * len(rollouts)
+            cause, scores = error, [first, *(self._score(name, source, rollout) for rollout in rollouts[1:])]
+        except ServiceError as error:
+            return [error] * len(rollouts)
+        except RewardError as error:
+            self._refuse_bug(name, source, error)
+            cause, scores = error, [self._score(name, source, rollout) for rollout in rollouts]
+        kind = "late" if isinstance(cause, LateError) else "raised"
+        kind = "wrong_count" if isinstance(cause, WrongCountError) else kind
+        if kind != "raised" and not any(isinstance(score, RewardError) for score in scores):
+            self._refused[name] += 1
+        said = f"{cause} {len(rollouts)} rollouts were then scored one by one"
+        said += ", as all others will be." if self._refused[name] >= allowed else "."
+        faults.append(BatchFault(self._config.key(name), kind, said))
+        return scores
+
+    def _score(self, name: str, source: RewardSource, rollout: Rollout) -> Score:
+        try:
+            return source.scores([rollout])[0]
+        except RewardError as error:
+            self._refuse_bug(name, source, error)
+            return error
+
+    def _refuse_bug(self, name: str, source: RewardSource, error: RewardError) -> None:
+        if source.in_process and isinstance(error, WrongCountError):
+            raise WrongCountError(
+                f"{self._config.key(name)}: {error} It must return a list with one number, or None, a completion."
+            ) from error
 
     def _result(self, rollout: Rollout, parts: dict[str, float]) -> Annotation:
         if not parts:
@@ -186,19 +248,6 @@ def _with_logged(result: Annotation, logged: Sequence[Logged]) -> Annotation:
     return replace(result, logged=means, extra=json.dumps(extra) if extra else "")
 
 
-def _scores(source: RewardSource, rollouts: Sequence[Rollout]) -> list[Score]:
-    if not rollouts:
-        return []
-    try:
-        return source.scores(rollouts)
-    except ServiceError as error:
-        return [error] * len(rollouts)
-    except RewardError as error:
-        if len(rollouts) == 1:
-            return [error]
-        return [score for rollout in rollouts for score in _scores(source, [rollout])]
-
-
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     """DAPO's soft over-length penalty (2503.14476, eq. 13) in [-1, 0]: it grows over the last ``buffer`` tokens."""
     return -min(1.0, max(0.0, (length - (max_length - buffer)) / buffer))
@@ -222,6 +271,8 @@ def task_reward(task: Task) -> RewardFunction:
 class FunctionSource(RewardSource):
     """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is left behind, for
     Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`)."""
+
+    in_process = True
 
     def __init__(self, function: RewardFunction, timeout_seconds: float) -> None:
         self._function = function
@@ -255,7 +306,7 @@ def call_with_timeout(call: Callable[[], Any], seconds: float, who: str = "The r
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise RewardError(late(who, seconds))
+        raise LateError(late(who, seconds))
     if not outcome.done():
         raise RewardError(f"{who} ended its thread.")
     return outcome.result()

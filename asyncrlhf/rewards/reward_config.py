@@ -134,6 +134,24 @@ class HttpConfig:
         check_settings(key, self)
 
 
+@dataclass(frozen=True)
+class SandboxConfig:
+    """What the process of a reward function (kind=python) may use. Each process that it starts has the same limits."""
+
+    cpu_seconds: float = setting(600.0, "Seconds of CPU of one call; 0 is no limit.", low=0)
+    memory_gb: float = setting(
+        64.0, "Address space of each process, in GiB, libraries and reserved memory included; 0 is no limit.", low=0
+    )
+    processes: int = setting(64, "Processes that it may have started at a time.", low=0)
+    file_mb: float = setting(1024.0, "Longest file that it may write, in MiB; 0 is no limit.", low=0)
+    open_files: int = setting(1024, "Files and sockets that a process may hold open.", low=32)
+    network: bool = setting(True, "Whether it may use the network; false needs a kernel that gives namespaces.")
+    env: list[str] = setting([], "Variables with secrets in them that it gets all the same, such as an API's key.")
+
+    def __post_init__(self) -> None:
+        check_settings("reward.sandbox", self)
+
+
 GRANULARITIES = ("batch", "group", "rollout", "chunk")
 KINDS = ("task", "python", "model", "judge", "http")
 NORMALIZATIONS = ("none", "running", "batch", "group")
@@ -190,6 +208,7 @@ class RewardConfig:
     model: RewardModelConfig = group(RewardModelConfig, "The reward model of kind=model.")
     judge: JudgeConfig = group(JudgeConfig, "The generative judge of kind=judge.")
     http: HttpConfig = group(HttpConfig, "The endpoint of kind=http, or the judge's server.")
+    sandbox: SandboxConfig = group(SandboxConfig, "What a reward function may use.")
     parts: dict[str, Any] = setting({}, "kind=sum: the sources by name.", entries=RewardPart)
     workers: int = setting(1, "Reward workers; all share one queue of finished rollouts.", low=1, high=10**4)
     threads: int = setting(0, "CPU threads of one worker's models; 0 leaves torch's choice.", low=0, high=1024)

@@ -1,26 +1,39 @@
 """A user's reward function in a process of its own: one that hangs or kills its process costs a rollout, no worker.
 
-It keeps accidents away, not malice: the function runs with the worker's rights and files.
+It keeps accidents away, not malice: the function runs with the worker's rights and files (:mod:`.limits`).
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.reward import Logged, RewardSource, Score, columns_of
+from asyncrlhf.rewards.guard import WrongCountError
+from asyncrlhf.rewards.limits import descendants, environment
+from asyncrlhf.rewards.reward import LateError, Logged, RewardSource, Score, columns_of, late
+from asyncrlhf.rewards.reward_config import SandboxConfig
 from asyncrlhf.types import Rollout
 
 START_SECONDS = 120.0  # for the imports of the user's module
 STANDARD_ERROR = 2
+LOOK_SECONDS = 0.05  # between two counts of a function's processes
+ANSWER_BYTES = 64 << 20
+MOST_ENDED = 10_000  # processes looked for at an end; a function that starts them without end must not keep it
 
 
 class SandboxSource(RewardSource):
@@ -29,11 +42,14 @@ class SandboxSource(RewardSource):
     Raises ConfigError with one sentence when the target cannot be imported, is no function or takes other arguments.
     """
 
-    def __init__(self, target: str, key: str, timeout_seconds: float) -> None:
+    in_process = True
+
+    def __init__(self, target: str, key: str, timeout_seconds: float, limits: SandboxConfig | None = None) -> None:
         self._target = target
         self._key = key
         self._timeout = timeout_seconds
-        self._child: _Child | None = _Child(target, key)
+        self._limits = limits or SandboxConfig()
+        self._child: _Child | None = _Child(target, key, self._limits)
         self._logged: dict[int, Logged] = {}
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
@@ -47,18 +63,26 @@ class SandboxSource(RewardSource):
             answer = child.receive(self._timeout)
         except TimeoutError as error:
             self.close()
-            raise RewardError(
-                f"The reward function took longer than reward.timeout_seconds={self._timeout:g}."
-            ) from error
+            raise LateError(late("The reward function", self._timeout)) from error
         except (EOFError, OSError) as error:
             end = child.end()
             self.close()
             raise RewardError(f"The reward function ended its process ({end}).") from error
-        if isinstance(answer, RewardError):
-            raise answer
-        scores, metrics, extras = answer
-        self._logged |= {r.rollout_id: (metrics, extra) for r, extra in zip(rollouts, extras, strict=True)}
-        return list(scores)
+        except TooMuchError:
+            self.close()
+            raise
+        if "error" in answer:
+            raise (WrongCountError if answer.get("wrong_count") else RewardError)(answer["error"])
+        try:
+            scores = [RewardError(score["error"]) if isinstance(score, dict) else score for score in answer["scores"]]
+            metrics = {str(name): float(value) for name, value in answer["metrics"].items()}
+            extras = [dict(extra) for extra in answer["extras"]]
+            logged = {r.rollout_id: (metrics, extra) for r, extra in zip(rollouts, extras, strict=True)}
+        except (AttributeError, LookupError, TypeError, ValueError):  # written by the function itself
+            self.close()
+            raise TooMuchError("The reward function's process answered something else than scores.") from None
+        self._logged |= logged
+        return scores
 
     def logged(self) -> dict[int, Logged]:
         found, self._logged = self._logged, {}
@@ -69,7 +93,7 @@ class SandboxSource(RewardSource):
         if self._child is None or not self._child.alive:
             self.close()
             try:
-                self._child = _Child(self._target, self._key)
+                self._child = _Child(self._target, self._key, self._limits)
             except ConfigError as error:
                 raise RewardError(f"The reward function could not be started again: {error}") from error
         return self._child
@@ -80,23 +104,31 @@ class SandboxSource(RewardSource):
             self._child = None
 
 
-class _Child:
-    """The process and the socket to it."""
+class TooMuchError(RewardError):
+    """The function did what it may not, and its process was ended."""
 
-    def __init__(self, target: str, key: str) -> None:
+
+class _Child:
+    """The process, the socket to it and the folder that it runs in."""
+
+    def __init__(self, target: str, key: str, limits: SandboxConfig) -> None:
         self._connection, theirs = multiprocessing.Pipe()
+        self._limits = limits
+        folder = tempfile.mkdtemp(prefix="asyncrlhf-reward-")
         # What this process can import, the child can.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        paths = os.pathsep.join(path for path in sys.path if path)
+        variables = {**environment(limits, os.environ), "PYTHONPATH": paths, "TMPDIR": folder}
+        module, words = "asyncrlhf.rewards.sandbox_child", (key, target, folder, json.dumps(asdict(limits)))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrlhf.rewards.sandbox_child", str(theirs.fileno()), key, target],
+                [sys.executable, "-m", module, str(theirs.fileno()), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=STANDARD_ERROR,  # a function that prints does not end up in what a command prints
-                env=environment,
+                env=variables,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that it can be ended with all that it started, and Ctrl-C passes it by
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, self._connection)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, folder)
         try:
             started = self.receive(START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
@@ -104,9 +136,9 @@ class _Child:
             end = f"took longer than {START_SECONDS:g} s" if late else f"ended the process ({self.end()})"
             self.close()
             raise ConfigError(f"{key}={target}: the import {end}.") from error
-        if started is not None:
+        if "error" in started:
             self.close()
-            raise started
+            raise ConfigError(started["error"])
 
     @property
     def alive(self) -> bool:
@@ -122,11 +154,19 @@ class _Child:
             return False
         return True
 
-    def receive(self, seconds: float) -> Any:
-        """The next message. Raises TimeoutError, or EOFError or OSError when the process ended."""
-        if not self._connection.poll(seconds):
-            raise TimeoutError
-        return self._connection.recv()
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """The next message. Raises TimeoutError, EOFError or OSError when the process ended, and TooMuchError."""
+        deadline, allowed = time.monotonic() + seconds, self._limits.processes
+        while not self._connection.poll(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            if len(list(islice(descendants(self._process.pid), allowed + 1))) > allowed:
+                raise TooMuchError(f"The reward function started more than reward.sandbox.processes={allowed}.")
+        with suppress(ValueError, RecursionError):
+            message = json.loads(self._connection.recv_bytes(ANSWER_BYTES))
+            if isinstance(message, dict):
+                return message
+        raise TooMuchError("The reward function's process answered something else than scores.")
 
     def end(self) -> str:
         """How the process ended, for a message."""
@@ -134,15 +174,22 @@ class _Child:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "it closed its connection"
+        if code == -signal.SIGXCPU:
+            return f"it used reward.sandbox.cpu_seconds={self._limits.cpu_seconds:g} of CPU"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str) -> None:
     connection.close()
     if process.poll() is None:
+        # Those that left its group first, while they are still to be found below it.
+        for left in islice(descendants(process.pid), MOST_ENDED):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(left, signal.SIGKILL)
         # Its own session is a group of its own: what the function started ends with it.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,49 +1,67 @@
-"""The process in which a user's reward function runs: ``python -m asyncrlhf.rewards.sandbox_child FD KEY TARGET``."""
+"""The process in which a user's reward function runs: ``python -m`` this module with ``FD KEY TARGET FOLDER LIMITS``.
+
+It is sent pickles by its parent, and answers in JSON alone: what a function sends must not run in its parent.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
-from asyncrlhf.rewards.guard import CallLog, call_function, load_target
+from asyncrlhf.rewards.guard import CallLog, WrongCountError, call_function, load_target
+from asyncrlhf.rewards.limits import begin_call, confine
+from asyncrlhf.rewards.reward_config import SandboxConfig
 
 WATCH_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def main(descriptor: int, key: str, target: str) -> None:
-    """Answer calls until the other end closes. The first message back is None, or the ConfigError of the import.
+def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxConfig) -> None:
+    """Answer calls until the other end closes. The first message back is empty, or the sentence of a ConfigError.
 
-    A call has two answers: None when it is taken, and its scores with what was logged, or the RewardError.
+    A call has two answers: an empty one when it is taken, and its scores with what was logged, or the sentence of a
+    RewardError. Calls run in ``folder``, the import in the working directory.
     """
     os.set_inheritable(descriptor, False)  # or a process that the function leaves behind would keep it open
-    # A function that hangs would outlive a parent that was killed.
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="watch").start()
-    end_a_second_after_the_parent()
     with Connection(descriptor) as connection:
+
+        def tell(**message: Any) -> None:
+            connection.send_bytes(json.dumps(message).encode())
+
         try:
+            confine(limits)
+            # A function that hangs would outlive a parent that was killed.
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="watch").start()
+            end_a_second_after_the_parent()
             function = load_target(target, key)
         except ConfigError as error:
-            connection.send(error)
+            tell(error=str(error))
             return
-        connection.send(None)
+        os.chdir(folder)
+        tell()
         while True:
             try:
                 columns = connection.recv()
             except EOFError:
                 return
-            connection.send(None)
+            tell()
+            begin_call(limits)
             try:
                 log = CallLog(len(columns["prompts"]))
-                connection.send((call_function(function, columns, log), log.metrics, log.extras))
+                scores = call_function(function, columns, log)
             except RewardError as error:
-                connection.send(RewardError(str(error)))  # without its cause, which may not travel
+                tell(error=str(error), wrong_count=isinstance(error, WrongCountError))
+            else:
+                plain = [{"error": str(s)} if isinstance(s, RewardError) else s for s in scores]
+                tell(scores=plain, metrics=log.metrics, extras=log.extras)
 
 
 def _end_with(parent: int) -> None:
@@ -64,4 +82,5 @@ def end_a_second_after_the_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    number, named, function_name, own_folder, limited = sys.argv[1:]
+    main(int(number), named, function_name, own_folder, SandboxConfig(**json.loads(limited)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import build_engine
 from asyncrlhf.orchestrator.dispatch import request_seed
+from asyncrlhf.redaction import redact
 from asyncrlhf.types import Annotation, FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams
 
 
@@ -91,12 +93,16 @@ def score(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Annotatio
     scorer = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length).build().scorer
     size = config.fusion.max_batch
     try:
-        return [
+        results = [
             [result for start in range(0, len(part), size) for result in scorer.score(part[start : start + size])]
             for part in answers
         ]
     finally:
         scorer.close()
+    said = {(f.part, f.kind): f.cause for part in results for result in reversed(part) for f in result.faults}
+    for (part_name, _), cause in said.items():
+        print(f"asyncrlhf: {part_name}: {redact(cause)}", file=sys.stderr)
+    return results
 
 
 def score_answers(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Scored]]:

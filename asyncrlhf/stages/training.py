@@ -109,7 +109,11 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
         # Optimizers hold float32 master weights; autocast is mixed_precision's business.
-        "model_init_kwargs": {"dtype": "float32", "trust_remote_code": config.model.trust_remote_code},
+        "model_init_kwargs": {
+            "dtype": "float32",
+            "trust_remote_code": config.model.trust_remote_code,
+            "use_safetensors": True,
+        },
     }
 
 

@@ -307,3 +307,34 @@ def test_under_ray_an_endpoint_that_dies_ends_the_run_with_the_cause(tmp_path: P
             ray_run.run(tmp_path, *FAKE, *HTTP, f"reward.http.url={server.url}", "steps=50", "reward.on_failure=stop")
     summary = summary_of(tmp_path)
     assert summary["ledger"]["adds_up"] and "did not answer" in summary["exit_reason"]
+
+
+def test_a_run_says_once_that_batches_fail_counts_them_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(lambda asked: {"rewards": rewards_by_length(asked)["rewards"][:1]}) as server:
+        http = ("reward.kind=http", f"reward.http.url={server.url}", "logging.progress=plain")
+        done = loop.run(tmp_path, *FAKE, *http, "steps=4", "fusion.max_batch=8")
+    sizes = [len(asked["completions"]) for asked in server.asked]
+    assert sum(row["reward_batch_faults"] for row in done.metrics) == 2
+    assert sum(size > 1 for size in sizes) == 3, "the probe and two batches"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("rollouts were then scored one by one") == 1
+    assert f"reward: The endpoint {server.url} returned 1 scores for" in said
+    done.assert_ledger_whole()
+
+
+def test_a_function_that_hangs_in_company_costs_one_wait(tmp_path: Path) -> None:
+    function = ("reward.kind=python", "reward.target=tests.reward_functions:slow_in_company")
+    done = loop.run(tmp_path, *FAKE, *function, "reward.timeout_seconds=1", "steps=4", "fusion.max_batch=8")
+    assert sum(row["reward_batch_faults"] for row in done.metrics) == 1
+    assert done.summary["ledger"]["failed"] == {}
+
+
+def test_a_function_with_a_wrong_number_of_scores_ends_the_run(tmp_path: Path) -> None:
+    function = ("reward.kind=python", "reward.target=tests.reward_functions:one_for_more_than_two")
+    with pytest.raises(
+        RewardError, match=r"reward: The reward function returned 1 scores for \d+ completions\. It must"
+    ):
+        loop.run(tmp_path, *FAKE, *function, "steps=4", "fusion.max_batch=8")
+    assert summary_of(tmp_path)["exit_reason"].startswith("failed: reward: The reward function returned 1 scores")

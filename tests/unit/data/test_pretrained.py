@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer, res
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import check_model, load_model
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.rewards.model import check_reward_model
+from asyncrlhf.rewards.reward_config import RewardModelConfig
 
 TINY = ModelConfig()
 
@@ -131,3 +134,19 @@ def test_keywords_that_transformers_would_refuse_later_are_refused_before_any_we
     said = r"model.model_init_kwargs.atention_dropout is known neither .* LlamaConfig \(did you mean attention_dropout"
     with pytest.raises(ConfigError, match=said):
         check_model(ModelConfig(model_init_kwargs={"atention_dropout": 0.25}))
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt"])
+def test_pickled_weights_are_refused_before_anything_is_read(tmp_path: Path, tiny_model_path: Path, file: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_path, folder)
+    (folder / file).write_bytes(b"not read")
+    check_model(ModelConfig(path=str(folder)))  # beside safetensors it is let lie
+    (folder / "model.safetensors").unlink()
+    sentence = f"holds its weights as pickle \\({file}\\), which can run code when it is read; give them as safetensors"
+    with pytest.raises(ConfigError, match=f"model.path={folder} {sentence}"):
+        check_model(ModelConfig(path=str(folder)))
+    with pytest.raises(ConfigError, match=f"reward.model.path={folder} {sentence}"):
+        check_reward_model(RewardModelConfig(path=str(folder)), "reward")
+    with pytest.raises(ConfigError, match=r"model_init_kwargs\.use_safetensors"):
+        ModelConfig(model_init_kwargs={"use_safetensors": False})

@@ -214,3 +214,75 @@ def test_an_open_circuit_asks_nobody() -> None:
     assert len(server.asked) == 3, "the call of all 20 and two single ones"
     assert all(cause and "no JSON" in cause for cause in causes)
     assert sum("is not asked for 30 s after 3 failures" in (cause or "") for cause in causes) == 18
+
+
+def test_an_endpoint_with_one_score_a_call_is_said_once_and_then_asked_for_each_rollout() -> None:
+    with serving(lambda asked: {"rewards": rewards_by_length(asked)["rewards"][:1]}) as server:
+        made = scorer(source(server))
+        results = [r for _ in range(4) for r in made.score([rollout(i, "xyz") for i in range(8)])]
+    assert [r.reward for r in results] == [3.0] * 32
+    assert [len(asked["completions"]) for asked in server.asked] == ([8] + [1] * 8) * 2 + [1] * 16
+    first, second = (fault for r in results for fault in r.faults)
+    assert first.kind == "wrong_count"
+    assert f"{server.url}/score returned 1 scores for 8 completions. 8 rollouts were then scored" in first.cause
+    assert first.cause.endswith("one by one.") and second.cause.endswith("one by one, as all others will be.")
+
+
+def test_an_endpoint_that_refuses_a_batch_now_and_then_keeps_its_batches() -> None:
+    with serving() as server:
+        server.answer = lambda asked: [] if len(server.asked) % 6 == 1 else rewards_by_length(asked)
+        made = scorer(source(server))
+        results = [r for _ in range(6) for r in made.score([rollout(i, "xyz") for i in range(4)])]
+    assert [r.reward for r in results] == [3.0] * 24
+    assert [len(asked["completions"]) for asked in server.asked] == [4, 1, 1, 1, 1, 4] * 3
+
+
+def test_an_endpoint_that_hangs_on_batches_alone_is_asked_for_each_rollout() -> None:
+    with serving() as server:
+        server.answer = lambda asked: server.hang(asked) if len(asked["completions"]) > 1 else rewards_by_length(asked)
+        made = scorer(source(server, seconds=0.3, retries=0))
+        results = [r for _ in range(3) for r in made.score([rollout(i, "xyz") for i in range(4)])]
+    assert [r.reward for r in results] == [3.0] * 12
+    assert [len(asked["completions"]) for asked in server.asked] == ([4] + [1] * 4) * 2 + [1] * 4
+
+
+@pytest.mark.parametrize("status", [301, 302, 303])
+def test_a_post_is_never_sent_on_as_a_get(status: int) -> None:
+    with serving() as server:
+        server.answer = lambda _: (status, {"Location": "/elsewhere?api_key=planted"}, b"")
+        with pytest.raises(ServiceError, match=f"answered {status} .* redirects to /elsewhere.api_key=.{{3}};"):
+            source(server).scores([rollout(1, "x")])
+    assert server.paths == ["/score"], "asked once, not tried again and not followed"
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_post_is_sent_on_whole_within_one_origin_and_not_beyond(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TEST_TOKEN", "planted-token")
+    with serving() as server, serving() as other:
+        made = source(server, token_env="REWARD_TEST_TOKEN")
+        moved = (status, {"Location": "/moved"}, b"")
+        server.answer = lambda asked: moved if server.paths[-1] == "/score" else rewards_by_length(asked)
+        assert made.scores([rollout(1, "abc")]) == [3.0]
+        assert server.paths == ["/score", "/moved"] and server.asked[0] == server.asked[1]
+        assert server.headers[1]["Authorization"] == "Bearer planted-token"
+        server.answer = lambda _: (status, {"Location": f"{other.url}/score"}, b"")
+        with pytest.raises(ServiceError, match="within one origin alone"):
+            made.scores([rollout(1, "abc")])
+        server.answer = lambda _: (status, {"Location": "/score"}, b"")
+        with pytest.raises(ServiceError, match="redirects to /score"):
+            made.scores([rollout(1, "abc")])
+    assert other.asked == []
+
+
+def test_an_answer_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_BYTES", 1 << 20)
+    with serving(lambda _: b" " * (3 << 20)) as server, pytest.raises(RewardError, match="answered more than 1 MiB"):
+        source(server, retries=0).scores([rollout(1, "x")])
+
+
+def test_what_a_service_repeats_of_the_credentials_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TEST_TOKEN", "planted-token")
+    with serving(lambda _: (403, {}, b"planted-token is not allowed")) as server:
+        made = source(server, token_env="REWARD_TEST_TOKEN")
+        with pytest.raises(RewardError, match=r"403 Forbidden \(\*\*\* is not allowed\)"):
+            made.scores([rollout(1, "x")])

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.rewards import sandbox
+from asyncrlhf.rewards import limits, sandbox
 from asyncrlhf.rewards.reward import Scorer, WeightedSource
-from asyncrlhf.rewards.reward_config import RewardConfig
+from asyncrlhf.rewards.reward_config import RewardConfig, SandboxConfig
 from asyncrlhf.rewards.sandbox import SandboxSource
 from tests.ray_run import is_alive, wait_until
 from tests.unit.rewards.worlds import rollout
 
 
-def scorer(name: str, seconds: float = 5.0) -> Scorer:
+def scorer(name: str, seconds: float = 5.0, **limits: Any) -> Scorer:
     target = f"tests.reward_functions:{name}"
     config = RewardConfig(kind="python", target=target, timeout_seconds=seconds)
-    return Scorer({"score": WeightedSource(SandboxSource(target, "reward.target", seconds))}, config, 16)
+    source = SandboxSource(target, "reward.target", seconds, SandboxConfig(**limits))
+    return Scorer({"score": WeightedSource(source)}, config, 16)
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +134,84 @@ def test_an_import_that_never_ends_or_ends_the_process_is_one_sentence(
     monkeypatch.setattr(sandbox, "START_SECONDS", 1.0)
     with pytest.raises(ConfigError, match=r"sandbox_test_hangs:f: the import took longer than 1 s"):
         SandboxSource("sandbox_test_hangs:f", "reward.target", 1.0)
+
+
+@pytest.fixture(scope="module")
+def greedy() -> Iterator[Scorer]:
+    made = scorer("greedy", 20.0, cpu_seconds=1, memory_gb=2, processes=8, file_mb=1, open_files=40)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("completion", "cause"),
+    [
+        ("forks", "started more than reward.sandbox.processes=8."),
+        ("loops", "ended its process (it used reward.sandbox.cpu_seconds=1 of CPU)"),
+        ("memory", "raised MemoryError"),
+        ("file", "raised OSError: [Errno 27] File too large"),
+        ("files", "raised OSError: [Errno 24] Too many open files"),
+        ("answers", "answered something else than scores"),
+    ],
+)
+def test_what_takes_too_much_fails_alone_and_leaves_nothing(
+    greedy: Scorer, completion: str, cause: str, tmp_path: Path
+) -> None:
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    results = greedy.score([rollout(1, completion, metadata={"file": str(tmp_path / "made")})])
+    assert results[0].error and cause in results[0].error and "\n" not in results[0].error
+    assert not (tmp_path / "made").exists(), "what the function sends runs nothing here"
+    assert [r.reward for r in greedy.score([rollout(4, "four")])] == [4.0]
+    wait_until(lambda: len({p.pid for p in psutil.Process().children(recursive=True)} - before) <= 1, "the forks' end")
+
+
+def test_a_process_that_left_the_group_ends_all_the_same(tmp_path: Path) -> None:
+    note = tmp_path / "process"
+    made = scorer("greedy", 2.0)
+    assert "took longer" in str(made.score([rollout(1, "escapes", metadata={"file": str(note)})])[0].error)
+    left = int(note.read_text())
+    wait_until(lambda: not psutil.pid_exists(left) or not is_alive(psutil.Process(left)), "the end of the escaped")
+    made.close()
+
+
+def test_without_network_nobody_is_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asked = rollout(1, "network", metadata={"port": server.getsockname()[1]})
+        made = scorer("greedy")
+        assert made.score([asked])[0].reward == 7.0
+        made.close()
+        try:
+            made = scorer("greedy", network=False)
+        except ConfigError as error:
+            pytest.skip(str(error))
+        assert "OSError" in str(made.score([asked])[0].error)
+        made.close()
+
+
+def test_where_a_kernel_gives_no_namespace_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def unshare(self, _: int) -> int:
+            limits.ctypes.set_errno(1)
+            return -1
+
+    monkeypatch.setattr(limits.ctypes, "CDLL", Refusing)
+    with pytest.raises(ConfigError, match=r"cannot be had .*no network namespace \(Operation not permitted\); allowed"):
+        limits.confine(SandboxConfig(network=False))
+
+
+def test_it_runs_in_a_folder_of_its_own_without_the_secrets_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "planted-key")
+    monkeypatch.setenv("DATABASE", "postgres://user:planted-pw@host/db")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    names = ("SOME_API_KEY", "DATABASE", "TOKENIZERS_PARALLELISM", "PATH")
+    asked = [rollout(i, name) for i, name in enumerate(names)]
+    stripped, given = scorer("where_and_what"), scorer("where_and_what", env=["SOME_API_KEY"])
+    assert [r.reward for r in stripped.score(asked)] == [10.0, 10.0, 11.0, 11.0]
+    assert [r.reward for r in given.score(asked)] == [11.0, 10.0, 11.0, 11.0]
+    stripped.close()
+    given.close()

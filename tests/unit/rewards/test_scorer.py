@@ -17,6 +17,7 @@ from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards.build_scorer import build_scorer, check_rewards, preflight
 from asyncrlhf.rewards.reward import (
     FunctionSource,
+    LateServiceError,
     RewardSource,
     Score,
     Scorer,
@@ -95,15 +96,67 @@ def test_one_that_raises_fails_alone(error: BaseException) -> None:
     assert sizes == [3, 1, 1, 1]
 
 
-def test_a_wrong_number_of_scores_is_made_up_for_one_by_one() -> None:
-    def drops_the_bad(completions: list[str], **_: Any) -> list[float]:
-        return by_length([c for c in completions if c != "bad"])
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda completions: [1.0], "returned 1 scores for 3 completions"),
+        (lambda completions: by_length(completions)[1:], "returned 2 scores for 3 completions"),
+        (lambda completions: 1.0, "returned float, not a list of numbers"),
+    ],
+)
+def test_a_function_with_a_wrong_number_of_scores_is_a_bug_after_one_call(
+    returned: Callable[..., Any], said: str
+) -> None:
+    calls = []
 
-    results = scorer(drops_the_bad).score([rollout(1, "x"), rollout(2, "bad")])
-    assert [r.reward for r in results] == [1.0, None]
-    assert results[1].error == "The reward function returned 0 scores for 1 completions."
-    (result,) = scorer(lambda **_: 1.0).score([rollout(1, "x")])
-    assert result.error == "The reward function returned float, not a list of numbers."
+    def function(completions: list[str], **_: Any) -> Any:
+        calls.append(len(completions))
+        return returned(completions)
+
+    with pytest.raises(RewardError, match=f"reward: The reward function {said}. It must return a list with one number"):
+        scorer(function).score([rollout(i, "x") for i in range(3)])
+    assert calls == [3]
+
+
+def test_one_that_hangs_on_batches_alone_is_said_and_then_never_given_one() -> None:
+    release, calls = threading.Event(), []
+
+    def function(completions: list[str], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(completions) > 1:
+            release.wait(60)
+        return by_length(completions)
+
+    made = scorer(function, timeout_seconds=0.2)
+    first = made.score([rollout(i, "x") for i in range(4)])
+    second = made.score([rollout(i, "yy") for i in range(4)])
+    release.set()
+    assert [r.reward for r in first] == [1.0] * 4 and [r.reward for r in second] == [2.0] * 4
+    assert calls == [4, 1, 1, 1, 1] + [1] * 4
+    ((fault,), *others) = [r.faults for r in first + second]
+    assert (fault.part, fault.kind) == ("reward", "late") and not any(others)
+    assert fault.cause == (
+        "The reward function took longer than reward.timeout_seconds=0.2. "
+        "4 rollouts were then scored one by one, as all others will be."
+    )
+
+
+def test_one_bad_rollout_does_not_cost_the_others_their_batches() -> None:
+    calls = []
+
+    def function(completions: list[str], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        if "bad" in completions:
+            raise ValueError("no")
+        return by_length(completions)
+
+    made = scorer(function)
+    results = made.score([rollout(1, "x"), rollout(2, "bad")])
+    assert [(f.kind, f.cause) for r in results for f in r.faults] == [
+        ("raised", "The reward function raised ValueError: no 2 rollouts were then scored one by one.")
+    ]
+    made.score([rollout(3, "x"), rollout(4, "y")])
+    assert calls == [2, 1, 1, 2]
 
 
 def test_one_that_hangs_fails_alone_and_in_time() -> None:
@@ -173,9 +226,10 @@ def test_the_task_rule_is_a_reward_function_like_any_other() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda **_: [float("nan")], "returned nan, which is not a finite number"),
+        (lambda **_: [float("nan")] * 2, "returned nan, which is not a finite number"),
         (lambda **_: 1 / 0, "raised ZeroDivisionError: division by zero"),
-        (lambda **_: [1.0, 2.0], "returned 2 scores for 1 completions"),
+        (lambda **_: [1.0], "returned 1 scores for 2 completions"),
+        (lambda **_: 1.0, "returned float, not a list of numbers"),
     ],
 )
 def test_preflight_refuses_a_function_without_a_score(function: Callable[..., Any], message: str) -> None:
@@ -190,10 +244,10 @@ def test_preflight_probes_with_the_reference_answer_or_the_text(answer: str | No
 
     def function(completions: list[str], **_: Any) -> list[float]:
         seen.extend(completions)
-        return [0.0]
+        return [0.0] * len(completions)
 
     preflight(scorer(function), Prompt("p", "text", np.array([1, 2]), answer=answer))
-    assert seen == [probe]
+    assert seen == [probe, probe]
 
 
 class Fixed(RewardSource):
@@ -250,6 +304,9 @@ def test_a_service_that_is_down_is_not_asked_for_each_rollout_again() -> None:
     assert down.asked == [[1, 2]]
     a_sum(a=(1.0, odd)).score([rollout(1, "x"), rollout(2, "y")])
     assert odd.asked == [[1, 2], [1], [2]]
+    late = Fixed({}, LateServiceError("nobody answers in time"))
+    a_sum(a=(1.0, late)).score([rollout(i, "x") for i in range(9)])
+    assert late.asked == [list(range(9)), [0]], "one more call says whether it is down"
 
 
 def test_a_sum_is_built_from_its_settings() -> None:

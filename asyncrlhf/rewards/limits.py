@@ -1,0 +1,82 @@
+"""What a reward function's process may use: seconds of CPU, memory, processes, files, network, environment.
+
+They keep a function's mistakes from the machine. They are no wall against malice: see docs/security.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.redaction import is_secret, redact
+from asyncrlhf.rewards.reward_config import SandboxConfig
+
+NEW_USER, NEW_NET = 0x10000000, 0x40000000  # of unshare(2)
+SUBREAPER = 36  # of prctl(2)
+NO_NETWORK = "reward.sandbox.network=false"
+
+
+def environment(config: SandboxConfig, variables: Mapping[str, str]) -> dict[str, str]:
+    """``variables`` without those that hold secrets, by their name or by credentials in their value, unless
+    ``reward.sandbox.env`` lists them."""
+    hidden = (name for name, value in variables.items() if is_secret(name) or redact(value) != value)
+    left_out = set(hidden) - set(config.env)
+    return {name: value for name, value in variables.items() if name not in left_out}
+
+
+def confine(config: SandboxConfig) -> None:
+    """Put the limits on this process and on what it will start; call it before there are threads. Raises ConfigError
+    for a network that cannot be taken away here."""
+    if not config.network:
+        _leave_network()
+    with suppress(OSError, AttributeError):  # Linux alone; what the function leaves behind is found all the same
+        ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
+    _limit(resource.RLIMIT_AS, int(config.memory_gb * 2**30))
+    _limit(resource.RLIMIT_FSIZE, int(config.file_mb * 2**20))
+    _limit(resource.RLIMIT_NOFILE, config.open_files)
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def begin_call(config: SandboxConfig) -> None:
+    """Give one call its seconds of CPU."""
+    if config.cpu_seconds:
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + config.cpu_seconds) + 1, hard))
+
+
+def _limit(kind: int, value: int) -> None:
+    """Lower a limit, for good; 0 of others than core dumps is none."""
+    _, hard = resource.getrlimit(kind)
+    if value or kind == resource.RLIMIT_CORE:
+        wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (wanted, wanted))
+
+
+def _leave_network() -> None:
+    """Enter a network namespace that has no interface that is up, in a user namespace where root is not ours."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(NEW_NET) == 0:
+        return
+    if libc.unshare(NEW_USER | NEW_NET) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise ConfigError(
+            f"{NO_NETWORK} cannot be had on this machine, whose kernel gives no network namespace ({reason}); "
+            "allowed here: true."
+        )
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes below ``pid``, as far as the system tells."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError, ValueError):  # ended meanwhile
+            for child in map(int, file.read_text().split()):
+                yield child
+                yield from descendants(child)
