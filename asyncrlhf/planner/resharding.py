@@ -41,6 +41,6 @@ def reshard(system: System, pipeline: int, tensor: int, data: int, to_pipeline: 
 
 
 def _outside(shards: int, wanted: int) -> int:
-    """Ranks of one replica whose training shard is no part of their generation shard. Shards are cut in the ranks' order;
-    consecutive ranks make a group that generates."""
+    """Ranks of one replica whose training shard is no part of their generation shard: shards are cut in the ranks'
+    order, and consecutive ranks make a group that generates."""
     return sum(rank * wanted // shards != rank % wanted for rank in range(shards))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,6 +144,14 @@ class Workload:
         s = spread(self.cv)
         drawn = self.mean * np.exp(s * rng.standard_normal(count) - s**2 / 2)
         return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
+
+    def length(self, seed: int) -> int:
+        """The response length in tokens of the request with this seed."""
+        rng = random.Random(seed)
+        if self.lengths:
+            return self.lengths[rng.randrange(len(self.lengths))]
+        s = spread(self.cv)
+        return min(max(1, round(self.mean * math.exp(s * rng.gauss(0.0, 1.0) - s**2 / 2))), self.longest)
 
     def longest_of(self, siblings: int) -> float:
         """The expected longest of so many responses over the mean: M in the closed forms."""
