@@ -31,6 +31,8 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf watch [RUN]            a live dashboard of a run or a sweep on the terminal
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
+  asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
+  asyncrlhf profile --from RUN     what this machine and model cost, out of a run's records
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
@@ -65,6 +67,8 @@ COMMANDS = {
     "watch": ("asyncrlhf.cli.watch", "main"),
     "report": ("asyncrlhf.cli.main", "_report"),
     "schema": ("asyncrlhf.cli.reference", "schema"),
+    "simulate": ("asyncrlhf.cli.simulate", "simulate"),
+    "profile": ("asyncrlhf.cli.simulate", "profile"),
     "bench": ("asyncrlhf.bench.run", "main"),
     "doctor": ("asyncrlhf.cli.doctor", "run"),
 }

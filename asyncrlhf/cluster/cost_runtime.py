@@ -197,9 +197,11 @@ class CostGenerator:
 
     def _advance(self, now: float, done: list[Rollout]) -> None:
         """Let time pass up to ``now``."""
-        while self._ends:
-            spent = min(now - self._at, self._debt)
+        while True:
+            spent = max(0.0, min(now - self._at, self._debt))  # prefills and loads come before the next token
             self._debt, self._at = self._debt - spent, self._at + spent
+            if not self._ends or self._debt > 0:
+                break
             left = self._ends[0][0] - self._iteration
             seconds = self._seconds(left)
             if self._at + left * seconds > now + TOLERANCE:
