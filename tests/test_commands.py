@@ -39,6 +39,7 @@ COMPOSED_ONLY = {
     r"^asyncrlhf watch": "a terminal; tests/integration/test_watch.py drives it",
     r"my_module:MySink": "a class of the reader's own; tests/unit/records/test_sinks.py has one",
     r"logging=online": "the W&B server",
+    r"--from runs/|--profile profile": "a run of the reader's own; tests/integration/test_simulate.py has one",
     r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
 }
 SMALL = "batch_size=16 task.heldout_size=4 logging.wandb=disabled"
@@ -106,7 +107,9 @@ def resolve(words: Sequence[str]) -> None:
         plan_sweep([word for word in rest if not word.startswith("--")])
     elif verb == "bench":
         assert rest[0] in BENCHMARKS
-    elif verb in ("schema", "report", "status", "watch"):
+    elif verb in ("simulate", "profile"):
+        load_config([word for word in rest[2:] if "=" in word])
+    elif verb in ("schema", "report", "status", "verify", "watch"):
         assert all(not word.startswith("-") for word in rest)
     elif "-m" in rest:
         overrides, folder = split_config_dir([word for word in rest if word != "-m"])

@@ -34,6 +34,8 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf verify RUN...          whether runs kept what they promised, recomputed from their records
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
+  asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
+  asyncrlhf profile --from RUN     what this machine and model cost, out of a run's records
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
@@ -70,6 +72,8 @@ COMMANDS = {
     "report": ("asyncrlhf.cli.main", "_report"),
     "verify": ("asyncrlhf.cli.verify", "main"),
     "schema": ("asyncrlhf.cli.reference", "schema"),
+    "simulate": ("asyncrlhf.cli.simulate", "simulate"),
+    "profile": ("asyncrlhf.cli.simulate", "profile"),
     "bench": ("asyncrlhf.bench.run", "main"),
     "doctor": ("asyncrlhf.cli.doctor", "run"),
 }

@@ -1,0 +1,165 @@
+"""``asyncrlhf profile`` and ``simulate``: costs of a machine out of a run, and a run that only lets time pass."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Column, Table
+
+from asyncrlhf.config.compose import check_words, load_config
+from asyncrlhf.config.run_config import RunConfig, from_hydra
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, read_metrics
+
+USAGE = {
+    "profile": "asyncrlhf profile --from RUN [--out FILE]",
+    "simulate": "asyncrlhf simulate (--from RUN | --profile FILE) [--out FOLDER] [overrides]",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one sentence instead of a usage text."""
+        raise ConfigError(f"{self.prog.split()[-1]}: {message}; write {USAGE[self.prog.split()[-1]]}.")
+
+
+def profile(arguments: Sequence[str]) -> int:
+    parser = _Parser(prog="asyncrlhf profile", description="Costs of this machine and model, out of a run's records.")
+    parser.add_argument("--from", dest="run", type=Path, required=True, metavar="RUN", help="directory of a real run")
+    parser.add_argument("--out", type=Path, default=None, help="file to write (RUN/profile.json)")
+    options = parser.parse_args(list(arguments))
+    costs, made = _fitted(options.run)
+    target = options.out or options.run / "profile.json"
+    costs.save(target, made)
+    base, each, _ = costs.decode_terms
+    print(f"An iteration of a replica takes {1e3 * base:.2f} ms and {1e3 * each:.4f} ms a sequence in it.")
+    print(f"A learner step takes {costs.train_terms[0]:.4f} s and {1e6 * costs.train_terms[1]:.2f} s a million tokens.")
+    print(f"Publishing takes {1e3 * (costs.snapshot + costs.transfer + costs.load):.1f} ms.")
+    print(f"Profile: {target}")
+    return 0
+
+
+def _fitted(run: Path) -> tuple[Any, dict[str, Any]]:
+    """Costs of a run, and where they come from."""
+    from asyncrlhf.planner.fit import costs_of_run
+
+    _check_run(run)
+    try:
+        costs = costs_of_run(run)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    summary = run / "summary.json"
+    known = json.loads(summary.read_text()) if summary.is_file() else {}
+    return costs, {"run": str(run), **{key: known[key] for key in ("git_commit", "versions", "seed") if key in known}}
+
+
+def _check_run(run: Path) -> None:
+    if not (run / METRICS_FILE).is_file():
+        raise ConfigError(f"{run} holds no {METRICS_FILE}; give the directory of a run.")
+    summary = run / "summary.json"
+    if summary.is_file() and json.loads(summary.read_text()).get("simulated"):
+        raise ConfigError(f"{run} is a simulated run, whose costs are those that it was given; give a real one.")
+
+
+def simulate(arguments: Sequence[str]) -> int:
+    parser = _Parser(prog="asyncrlhf simulate", description="What a config would do, on the virtual clock.")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="take config, costs and lengths of a run")
+    parser.add_argument("--profile", type=Path, help="costs of `asyncrlhf profile`; lengths of the run that it names")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the simulated run's records")
+    parser.add_argument("--mean-length", type=float, help="tokens a response, log-normal, in place of recorded ones")
+    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of these lengths")
+    parser.add_argument("--failures", type=float, default=0.0, help="deaths of a replica an hour")
+    parser.add_argument("--cohort", type=int, default=1, help="equal replicas that one simulated stands for")
+    options, overrides = parser.parse_known_args(list(arguments))
+    if (options.run is None) == (options.profile is None):
+        parser.error("give one of --from and --profile")
+    for name, least in (("mean_length", 1.0), ("cv", 0.0), ("failures", 0.0), ("cohort", 1)):
+        given = getattr(options, name)
+        if given is not None and not given >= least:
+            parser.error(f"--{name.replace('_', '-')} {given:g} is too small; at least {least:g}")
+    summary, measured = _simulate(options, overrides)
+    _show(summary, measured)
+    return 0
+
+
+def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, float] | None]:
+    """The simulated run's summary with its figures, and those of the real run where nothing was changed."""
+    from asyncrlhf.cluster.cost_runtime import Conditions
+    from asyncrlhf.orchestrator.run import new_run_dir
+    from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+    from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
+    from asyncrlhf.planner.shapes import Workload
+    from asyncrlhf.planner.tables import Fitted
+
+    hiccups = (0.0, 0.0)
+    lengths = None
+    try:
+        if options.run is not None:
+            costs, _ = _fitted(options.run)
+            config = _config_of_run(options.run, overrides)
+            lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
+        else:
+            costs = Fitted.read(options.profile)
+            config = load_config([*overrides, *OVERRIDES])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if options.mean_length is not None:
+        lengths = Workload(0.0, options.mean_length, options.cv, config.generator.max_completion_length)
+    if lengths is None:
+        raise ConfigError("simulate: --profile knows no response lengths; give --mean-length TOKENS (and --cv).")
+    conditions = Conditions(
+        failures=options.failures, hiccups=hiccups[0], hiccup_seconds=hiccups[1], cohort=options.cohort
+    )
+    folder = options.out or new_run_dir(f"simulated-{config.name}")
+    summary = simulate(config, costs, lengths, folder, conditions)
+    found = figures(read_metrics(folder / METRICS_FILE), config.async_.bound)
+    measured = None
+    if options.run is not None and not overrides:
+        measured = figures(read_metrics(options.run / METRICS_FILE), config.async_.bound)
+    return {**summary, "run_dir": str(folder), "figures": found}, measured
+
+
+def _config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run's own config as a simulated run, with changes."""
+    from asyncrlhf.orchestrator.simulate import OVERRIDES
+
+    check_words(overrides)
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run} holds no {CONFIG_FILE}; give the directory of a run.")
+    saved = yaml.safe_load((run / CONFIG_FILE).read_text())
+    own = {"run_dir": "", "checkpoint": {"resume": "no"}, "logging": {"progress": "none", "report": False}}
+    merged = OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides)), own, OmegaConf.from_dotlist([*OVERRIDES]))
+    assert isinstance(merged, DictConfig)
+    return from_hydra(merged)
+
+
+ROWS = (
+    ("step_seconds", "seconds a step", "{:.4f}"),
+    ("learner_idle", "learner idle", "{:.2f}"),
+    ("generator_idle", "generators idle", "{:.2f}"),
+    ("staleness", "staleness", "{:.2f}"),
+    ("dropped_share", "dropped of trained", "{:.3f}"),
+)
+
+
+def _show(summary: dict[str, Any], measured: dict[str, float] | None) -> None:
+    columns = ["", Column("simulated", justify="right"), *([Column("measured", justify="right")] if measured else [])]
+    table = Table(*columns, title=f"{summary['steps']} steps on the virtual clock")
+    for key, name, form in ROWS:
+        cells = [form.format(summary["figures"][key]), *([form.format(measured[key])] if measured else [])]
+        table.add_row(name, *cells)
+    Console().print(table)
+    cost = summary["controller_ms_per_rollout"]
+    trained = summary["ledger"]["trained"]
+    load = cost / 1e3 * trained / summary["wall_seconds"] if summary["wall_seconds"] else 0.0
+    print(f"The controller took {cost:.2f} ms of this machine a rollout: {load:.0%} of one core at this rate.")
+    if load > 0.5:
+        print("One controller would not follow: give it fewer, larger replicas, or a faster core.")
+    print(f"Run directory: {summary['run_dir']}")

@@ -1,0 +1,118 @@
+"""A run that only lets time pass: from a config and costs to the records of a run, by the real controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.cost_runtime import Conditions, CostRuntime, Costs, Lengths, World
+from asyncrlhf.cluster.parts import placement_plan, specs
+from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.data.checkpoint_folder import load_tokenizer
+from asyncrlhf.orchestrator.bookkeeping import HeldOut
+from asyncrlhf.orchestrator.controller import Controller, Outcome
+from asyncrlhf.records.callbacks import Callbacks
+from asyncrlhf.records.progress import RunView
+from asyncrlhf.records.recorder import RunRecorder
+from asyncrlhf.records.sinks import Sinks
+from asyncrlhf.records.summary import build_summary
+from asyncrlhf.tasks.build_task import build_task
+from asyncrlhf.types import SamplingParams
+
+# What a simulated run is beside the settings under study: parts in one process, nothing evaluated, saved or sent.
+OVERRIDES = (
+    "runtime=local",
+    "generator.engine=fake",
+    "generator.gpus=0",
+    "learner.gpus=0",
+    "learner.ranks=1",
+    "learner.backend=torch",
+    "learner.virtual_step_seconds=0",
+    "task.heldout_size=1",
+    "eval_every=0",
+    "checkpoint.every=0",
+    "logging.wandb=disabled",
+    "logging.rollout_tokens=0",
+)
+
+
+def simulate(
+    config: RunConfig, costs: Costs, lengths: Lengths, run_dir: Path, conditions: Conditions | None = None
+) -> dict[str, Any]:
+    """Run ``config`` on the virtual clock and write its records to ``run_dir``; returns the summary, whose
+    ``controller_ms_per_rollout`` is what the real controller took of this machine.
+
+    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` each replica stands for so many, with as many slots.
+    Raises ConfigError for a folder that holds a run, and what a loop of the controller raised.
+    """
+    conditions = conditions or Conditions()
+    tokenizer = load_tokenizer(config.model)
+    task = build_task(config.task, tokenizer)
+    world = World(costs, lengths, conditions, config.seed)
+    recorder = RunRecorder(run_dir, to_plain(config), config.logging, None)
+    view = RunView(Sinks(run_dir, to_plain(config), config.logging, start_step=0), config.steps, "none", 0, Callbacks())
+    sampling = SamplingParams(
+        max_completion_length=config.generator.max_completion_length,
+        temperature=1.0,
+        stop_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+    )
+    began = time.process_time()
+    controllers: list[Controller] = []
+
+    async def main() -> Outcome:
+        runtime = CostRuntime(specs(config, config.weights), placement_plan(config).sharing, world)
+        heldout = HeldOut([], sampling, runtime)
+        source = task.train_source(config.seed)
+        controller = Controller(config, runtime, source, sampling, heldout, recorder, view, vocab_size=len(tokenizer))
+        controllers.append(controller)
+        try:
+            return await controller.run()
+        finally:
+            await controller.close()
+            await runtime.close()
+
+    outcome = run_virtual(main())
+    seconds = time.process_time() - began
+    counts = controllers[0].state.ledger.counts()
+    summary = build_summary(
+        run_dir,
+        ledger=counts,
+        seed=config.seed,
+        steps_planned=config.steps,
+        staleness_bound=config.async_.bound,
+        exit_reason=outcome.reason,
+    )
+    summary |= {"simulated": True, "controller_ms_per_rollout": 1e3 * seconds / max(1, counts["admitted_total"])}
+    recorder.finish(summary)
+    return summary
+
+
+def settled(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) -> list[dict[str, Any]]:
+    """The steps to compare: without the first, whose responses are the short ones, and without the last bound + 2,
+    which find their batches ready. Of a short run its second half."""
+    chosen = [row for row in metrics[: len(metrics) - (bound + 2)] if row["step"] > warm_up]
+    return chosen or list(metrics[len(metrics) // 2 :])
+
+
+def figures(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) -> dict[str, float]:
+    """Of a run, simulated or real: seconds a step, idle shares of both sides, mean staleness, share of drops."""
+    chosen = settled(metrics, bound, warm_up)
+    first = next((row for row in metrics if row["step"] == chosen[0]["step"] - 1), {"wall_time": 0.0})
+    step = (chosen[-1]["wall_time"] - first["wall_time"]) / len(chosen)
+
+    def mean(key: str) -> float:
+        found = [row[key] for row in chosen if row.get(key) is not None]
+        return sum(found) / len(found) if found else float("nan")
+
+    trained = sum(row["batch_rollouts"] for row in chosen if "batch_rollouts" in row)
+    dropped = chosen[-1].get("dropped", 0) - chosen[0].get("dropped", 0)
+    return {
+        "step_seconds": step,
+        "learner_idle": mean("learner_idle_fraction"),
+        "generator_idle": mean("generator_idle_fraction"),
+        "staleness": mean("staleness_mean"),
+        "dropped_share": dropped / trained if trained else 0.0,
+    }

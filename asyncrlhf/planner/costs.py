@@ -1,0 +1,141 @@
+"""Seconds of what a run does, from the shape of a model and a machine: roofline terms with named coefficients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrlhf.planner.shapes import Cluster, Link, ModelShape
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What is fitted: the shares of a device's peak that computing and reading reach, the host's seconds a layer and a
+    pipeline hop, and the share of a sharded learner's communication that its compute hides."""
+
+    compute: float = 0.4
+    memory: float = 0.7
+    layer: float = 4e-6
+    hop: float = 2e-5
+    overlap: float = 0.7
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"the utilisation {name}={getattr(self, name):g} is none; allowed: over 0, at most 1.")
+        if not 0 <= self.overlap <= 1 or self.layer < 0 or self.hop < 0:
+            raise ValueError("overlap lies between 0 and 1, and no seconds are negative.")
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Of one causal pass over packed sequences: ``2 P N + 2 L h sum(len^2)``."""
+    squares = sum(length * length for length in lengths)
+    return 2.0 * shape.parameters * sum(lengths) + 2.0 * shape.layers * shape.hidden * squares
+
+
+def train_flops(shape: ModelShape, lengths: Sequence[int], *, checkpointing: bool = False) -> float:
+    """Of a forward and a backward pass; with checkpointing the forward pass is made twice."""
+    return (4 if checkpointing else 3) * forward_flops(shape, lengths)
+
+
+def all_reduce(link: Link, ranks: int, size: float) -> float:
+    """Seconds of ``size`` bytes, in a ring."""
+    return 2 * (ranks - 1) * (link.latency + size / (ranks * link.bandwidth))
+
+
+def all_gather(link: Link, ranks: int, size: float) -> float:
+    """Seconds until each rank holds all ``size`` bytes; a reduce-scatter takes as long."""
+    return (ranks - 1) * (link.latency + size / (ranks * link.bandwidth))
+
+
+def broadcast(link: Link, ranks: int, size: float) -> float:
+    """Seconds of ``size`` bytes in a pipelined tree; ``ranks`` counts the sender too."""
+    return math.ceil(math.log2(max(ranks, 1))) * link.latency + size / link.bandwidth if ranks > 1 else 0.0
+
+
+def pipelined(stages: int, microbatches: int, seconds: float) -> float:
+    """A pipeline's seconds, each stage taking ``seconds`` a microbatch."""
+    return seconds * (stages - 1 + microbatches)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of a generator replica of ``tensor`` x ``pipeline`` devices, of a learner of ``ranks`` in ``layout``
+    (memory.LEARNER's names) and of publishing between them."""
+
+    shape: ModelShape
+    cluster: Cluster
+    tensor: int = 1
+    pipeline: int = 1
+    ranks: int = 1
+    layout: str = "0"
+    checkpointing: bool = True
+    replicas: int = 1
+    fitted: Coefficients = field(default_factory=Coefficients)
+
+    def decode(self, running: int, context: float) -> float:
+        """Seconds of one iteration of a replica that advances ``running`` sequences of mean length ``context`` by a
+        token each. Without CUDA graphs the host's launches, ``layer`` seconds each, dominate small batches."""
+        shape, device, fitted = self.shape, self.cluster.device, self.fitted
+        each = max(1, math.ceil(running / self.pipeline))  # as many microbatches as stages keep all of them busy
+        flops = 2.0 * shape.parameters * each + 4.0 * shape.layers * shape.hidden * each * context
+        read = 2.0 * shape.parameters + each * context * shape.kv_bytes
+        stage = max(
+            flops / (self.tensor * device.flops * fitted.compute),
+            read / (self.tensor * device.bandwidth * fitted.memory),
+        )
+        sums = 2 * shape.layers * all_reduce(self.cluster.link(self.tensor), self.tensor, 2.0 * each * shape.hidden)
+        return shape.layers * fitted.layer + stage + sums + (self.pipeline - 1) * fitted.hop
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds that prompts of so many tokens add to an iteration."""
+        if not tokens:
+            return 0.0
+        return forward_flops(self.shape, [tokens]) / (
+            self.tensor * self.pipeline * self.cluster.device.flops * self.fitted.compute
+        )
+
+    def forward(self, lengths: Sequence[int], devices: int) -> float:
+        """Seconds of a pass over sequences of these lengths, shared by ``devices``."""
+        return forward_flops(self.shape, lengths) / (devices * self.cluster.device.flops * self.fitted.compute)
+
+    def train(self, lengths: Sequence[int]) -> float:
+        """Seconds of one step over sequences of these lengths in tokens."""
+        compute = train_flops(self.shape, lengths, checkpointing=self.checkpointing) / (
+            self.ranks * self.cluster.device.flops * self.fitted.compute
+        )
+        return compute + max(0.0, self._communication() - self.fitted.overlap * compute)
+
+    def _communication(self) -> float:
+        """Seconds a step that the learner's ranks talk: gradients, and for shards the weights of each pass."""
+        if self.ranks == 1:
+            return 0.0
+        link, size = self.cluster.link(self.ranks), 2.0 * self.shape.parameters
+        if self.layout in ("3", "fsdp2"):
+            return 3 * all_gather(link, self.ranks, size)
+        return all_reduce(link, self.ranks, 2 * size)
+
+    @property
+    def snapshot(self) -> float:
+        """Seconds that the learner stands still for a publish: shards are gathered, whole weights copied."""
+        size = 2.0 * self.shape.parameters
+        if self.layout in ("3", "fsdp2"):
+            return all_gather(self.cluster.link(self.ranks), self.ranks, size)
+        return 2 * size / (self.cluster.device.bandwidth * self.fitted.memory)
+
+    @property
+    def transfer(self) -> float:
+        """Seconds until all replicas have the weights, beside the next step."""
+        receivers = 1 + self.replicas * self.tensor * self.pipeline
+        return broadcast(
+            self.cluster.inter if receivers > self.cluster.per_node else self.cluster.intra,
+            receivers,
+            2.0 * self.shape.parameters,
+        )
+
+    @property
+    def load(self) -> float:
+        """Seconds between two tokens in which a replica takes the weights over."""
+        shards = self.tensor * self.pipeline
+        return 4.0 * self.shape.parameters / (shards * self.cluster.device.bandwidth * self.fitted.memory)

@@ -1,0 +1,97 @@
+"""Bytes that one device holds, by part: of our learner (docs/learners.md), of a generator, of frozen models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrlhf.planner.shapes import ModelShape
+
+USABLE = 0.92  # of a device's memory: allocators, kernels' workspaces and the communicators take the rest
+MAX_LOGITS = 2**27  # elements that the learner holds at once (learner/forward.py); beyond, it computes them anew
+
+# Bytes a parameter: (whole on every rank, shared by the ranks), by dtype and layout. ZeRO-3 and FSDP2 gather a layer.
+LEARNER: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "float32": {"0": (16, 0), "1": (8, 12), "2": (4, 16), "3": (0, 20), "fsdp2": (0, 16)},
+    "bfloat16": {"0": (16, 0), "1": (6, 12), "2": (2, 16), "3": (0, 18), "fsdp2": (0, 16)},
+}
+# The textbook's table (ZeRO, 1910.02054), for plans of other systems.
+TEXTBOOK: Mapping[str, tuple[float, float]] = {"0": (16, 0), "1": (4, 12), "2": (2, 14), "3": (0, 16)}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on one device by what they are for."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def refusal(self, memory: float, who: str) -> str | None:
+        """One sentence where they do not fit into a device of ``memory`` bytes; None where they do."""
+        if self.total <= USABLE * memory:
+            return None
+        most = max(self.parts, key=lambda name: self.parts[name])
+        held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.parts.items())
+        return (
+            f"{who} needs {self.total / 1e9:.1f} GB of {USABLE * memory / 1e9:.1f} usable GB: {held}; "
+            f"{most} is the largest part."
+        )
+
+
+def layout_bytes(parameters: float, layout: str, ranks: int, dtype: str = "bfloat16") -> float:
+    """Weights, gradients, masters and moments of our learner on one rank, without the layer that is gathered."""
+    whole, shared = LEARNER[dtype][layout]
+    return parameters * (whole + shared / ranks)
+
+
+def textbook_bytes(parameters: float, stage: str, ranks: int) -> float:
+    """The same of another system, in mixed precision."""
+    whole, shared = TEXTBOOK[stage]
+    return parameters * (whole + shared / ranks)
+
+
+def learner_bytes(
+    shape: ModelShape,
+    layout: str,
+    ranks: int,
+    tokens: int,
+    *,
+    dtype: str = "bfloat16",
+    checkpointing: bool = True,
+    sequence_parallel: int = 1,
+    frozen: int = 0,
+) -> Bytes:
+    """One rank with microbatches of ``tokens``; ``frozen``: models beside it (a reference), sharded as it is."""
+    width, own = (2 if dtype == "bfloat16" else 4), tokens / sequence_parallel
+    gathered = shape.block_parameters * width if layout in ("3", "fsdp2") else 0.0
+    kept = own * shape.layers * (2 * shape.hidden if checkpointing else 34 * shape.hidden)
+    working = 34 * own * shape.hidden if checkpointing else 0.0
+    share = ranks if layout in ("3", "fsdp2") else 1
+    return Bytes(
+        {
+            "weights and optimizer": layout_bytes(shape.parameters, layout, ranks, dtype) + gathered,
+            "activations": kept + working,
+            "logits": 4.0 * min(own * shape.vocabulary, MAX_LOGITS),
+            "frozen models": frozen * shape.parameters * width / share,
+        }
+    )
+
+
+def generator_bytes(shape: ModelShape, context_tokens: float, tensor_parallel: int = 1, pipeline: int = 1) -> Bytes:
+    """One device of a replica that holds ``context_tokens`` of context in its cache."""
+    shards = tensor_parallel * pipeline
+    return Bytes(
+        {"weights": 2.0 * shape.parameters / shards, "key-value cache": context_tokens * shape.kv_bytes / shards}
+    )
+
+
+def slots_that_fit(
+    shape: ModelShape, memory: float, context: float, tensor_parallel: int = 1, pipeline: int = 1
+) -> int:
+    """How many sequences of ``context`` tokens a replica on devices of ``memory`` bytes holds at once."""
+    shards = tensor_parallel * pipeline
+    room = USABLE * memory * shards - 2.0 * shape.parameters
+    return max(0, int(room // (context * shape.kv_bytes)))

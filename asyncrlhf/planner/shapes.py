@@ -1,0 +1,180 @@
+"""What a prediction is about: the shape of a model, devices and their links, and the lengths of a workload."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtri
+
+QUANTILES = (np.arange(20_000) + 0.5) / 20_000
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of the Llama family. All counts are of one model; ``bias``: of the query, key and value projections."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    tied: bool = False
+    bias: bool = False
+
+    @classmethod
+    def from_config(cls, path: Path) -> ModelShape:
+        """From a checkpoint's ``config.json``. Raises ValueError with one sentence for what is no dense decoder."""
+        try:
+            given: Mapping[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            hidden, heads = int(given["hidden_size"]), int(given["num_attention_heads"])
+            if any("expert" in key for key in given):
+                raise ValueError("a mixture of experts; costs are known of dense decoders")
+            return cls(
+                layers=int(given["num_hidden_layers"]),
+                hidden=hidden,
+                intermediate=int(given["intermediate_size"]),
+                vocabulary=int(given["vocab_size"]),
+                heads=heads,
+                kv_heads=int(given.get("num_key_value_heads") or heads),
+                head_width=int(given.get("head_dim") or hidden // heads),
+                tied=bool(given.get("tie_word_embeddings", False)),
+                bias=bool(given.get("attention_bias", given.get("model_type") == "qwen2")),
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}/config.json gives no shape of a model: {error}.") from error
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one layer, its two norms included."""
+        query, key = self.heads * self.head_width, self.kv_heads * self.head_width
+        biases = (query + 2 * key) * self.bias
+        return (
+            2 * self.hidden * query
+            + 2 * self.hidden * key
+            + 3 * self.hidden * self.intermediate
+            + biases
+            + 2 * self.hidden
+        )
+
+    @property
+    def parameters(self) -> int:
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self.layers * self.block_parameters + embeddings + self.hidden
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes a token of context in bfloat16: keys and values of all layers."""
+        return 4 * self.layers * self.kv_heads * self.head_width
+
+
+@dataclass(frozen=True)
+class Link:
+    """``latency`` seconds a message and ``bandwidth`` bytes a second."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """``flops`` a second at its best, in bfloat16; ``bandwidth`` of its memory in bytes a second; ``memory`` in bytes;
+    ``source`` says where the figures come from."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+    source: str = "given"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` of ``per_node`` equal devices, linked inside a node and between nodes."""
+
+    device: Device
+    nodes: int
+    per_node: int
+    intra: Link
+    inter: Link
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+    def link(self, ranks: int) -> Link:
+        """The slowest link in a ring of so many ranks that fill their nodes one after another."""
+        return self.intra if ranks <= self.per_node else self.inter
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Lengths in tokens: prompts of ``prompt``, responses log-normal of ``mean`` and coefficient of variation ``cv``
+    and at most ``longest``; or drawn from ``lengths``, where a run or a file gave them.
+    """
+
+    prompt: float
+    mean: float
+    cv: float
+    longest: int
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def from_lengths(cls, prompt: float, lengths: Sequence[int]) -> Workload:
+        """From recorded response lengths."""
+        seen = np.asarray(lengths, dtype=float)
+        if not len(seen):
+            raise ValueError("a workload needs at least one recorded length.")
+        return cls(
+            prompt, float(seen.mean()), float(seen.std() / seen.mean()), int(seen.max()), tuple(map(int, lengths))
+        )
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """[count] response lengths in tokens, at least 1."""
+        if self.lengths:
+            return rng.choice(np.asarray(self.lengths), size=count)
+        s = spread(self.cv)
+        drawn = self.mean * np.exp(s * rng.standard_normal(count) - s**2 / 2)
+        return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
+
+    def length(self, seed: int) -> int:
+        """The response length in tokens of the request with this seed."""
+        rng = random.Random(seed)
+        if self.lengths:
+            return self.lengths[rng.randrange(len(self.lengths))]
+        s = spread(self.cv)
+        return min(max(1, round(self.mean * math.exp(s * rng.gauss(0.0, 1.0) - s**2 / 2))), self.longest)
+
+    def longest_of(self, siblings: int) -> float:
+        """The expected longest of so many responses over the mean: M in the closed forms."""
+        if self.lengths:
+            ordered = np.quantile(np.asarray(self.lengths, dtype=float), QUANTILES ** (1 / siblings))
+            return float(ordered.mean() / self.mean)
+        return min(longest_of(1.0, self.cv, siblings), self.longest / self.mean)
+
+
+def spread(cv: float) -> float:
+    """The standard deviation of the logarithm of a log-normal with this coefficient of variation."""
+    return math.sqrt(math.log1p(cv**2))
+
+
+def longest_of(mean: float, cv: float, count: int) -> float:
+    """The expected largest of ``count`` log-normal draws, by the integral over their quantiles.
+
+    The asymptotic ``mean exp(s sqrt(2 ln count) - s^2 / 2)`` is 25 to 43% too high for the counts that occur.
+    """
+    s = spread(cv)
+    return float(np.mean(mean * np.exp(s * ndtri(QUANTILES ** (1 / count)) - s**2 / 2)))
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """A shape, device, cluster or workload as JSON values."""
+    return asdict(value)

@@ -1,0 +1,76 @@
+"""Costs that were fitted to a run's own records or measured on a machine, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Linear costs in seconds; satisfies ``cluster.cost_runtime.Costs``.
+
+    Args:
+        decode: an iteration, each sequence in it, each token of context.
+        train: a step, each token of its batch.
+        score: by kind of worker: a call, each rollout in it.
+        sources: by figure, where it comes from: ``measured``, ``fitted`` or ``catalogue``.
+    """
+
+    decode_terms: tuple[float, float, float]
+    train_terms: tuple[float, float]
+    prefill_token: float = 0.0
+    score_terms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    snapshot: float = 0.0
+    transfer: float = 0.0
+    load: float = 0.0
+    submit: float = 0.0
+    collect: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def decode(self, running: float, context: float) -> float:
+        base, each, token = self.decode_terms
+        return base + running * (each + token * context)
+
+    def prefill(self, tokens: int) -> float:
+        return self.prefill_token * tokens
+
+    def train(self, lengths: Sequence[int]) -> float:
+        base, token = self.train_terms
+        return base + token * sum(lengths)
+
+    def score(self, kind: str, rollouts: int, tokens: int) -> float:
+        call, each = self.score_terms.get(kind, (0.0, 0.0))
+        return call + each * rollouts
+
+    def save(self, path: Path, made: Mapping[str, Any]) -> None:
+        """``made``: the commit, the machine, and what was run."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"format": FORMAT, "made": dict(made), "costs": asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Fitted:
+        """Raises ValueError with one sentence for a file that is no profile."""
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+            if given["format"] != FORMAT:
+                raise ValueError(f"format {given['format']}; this version reads {FORMAT}")
+            costs = {key: tuple(v) if isinstance(v, list) else v for key, v in given["costs"].items()}
+            costs["score_terms"] = {kind: tuple(terms) for kind, terms in costs["score_terms"].items()}
+            return cls(**costs)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is no profile of `asyncrlhf profile`: {error}.") from error
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Non-negative coefficients of ``rows`` that give ``seconds``, by least squares."""
+    found, _ = nnls(np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float))
+    return tuple(float(value) for value in found)

@@ -1,0 +1,146 @@
+"""The simulator: the real controller over costs. Its figures are those of the closed forms and of real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrlhf.cli.main import main
+from asyncrlhf.cluster.cost_runtime import Conditions
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+from asyncrlhf.planner.fit import costs_of_run
+from asyncrlhf.planner.queueing import steady
+from asyncrlhf.planner.shapes import Workload
+from asyncrlhf.planner.tables import Fitted
+from asyncrlhf.records.recorder import read_metrics
+from tests import loop
+
+CV = math.sqrt(math.exp(0.25) - 1)  # log-normal lengths whose logarithm has a standard deviation of 0.5
+LENGTHS = Workload(8, 64, CV, 1024)
+BATCH = ("steps=60", "batch_size=64", "generator.slots=64", "generator.max_completion_length=1024")
+FLAT = ("task.max_prompt_length=32", "logging.progress=none", "logging.report=false")
+
+
+def run(
+    folder: Path, costs: Fitted, *overrides: str, conditions: Conditions | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    config = load_config([*OVERRIDES, *BATCH, *FLAT, *overrides])
+    summary = simulate(config, costs, LENGTHS, folder, conditions)
+    return figures(read_metrics(folder / "metrics.jsonl"), config.async_.bound), summary
+
+
+def costs_of(generation: float, training: float) -> Fitted:
+    """64 sequences of 64 tokens take ``generation`` seconds, a step ``training``."""
+    return Fitted((generation / 64, 0.0, 0.0), (training, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bound", "siblings"),
+    [
+        pytest.param(0.6, 16, 1, marks=pytest.mark.thorough),
+        pytest.param(0.3, 16, 1, marks=pytest.mark.thorough),
+        (0.6, 16, 8),
+        pytest.param(1.6, 8, 1, marks=pytest.mark.thorough),
+        (1.6, 3, 1),
+    ],
+)
+def test_closed_forms_hold_on_the_real_controller(tmp_path: Path, ratio: float, bound: int, siblings: int) -> None:
+    generation, training = (1.227, 1.227 * ratio) if ratio < 1 else (1.964 / ratio, 1.964)
+    algorithm = "reinforce_pp" if siblings == 1 else "grpo"
+    found, _ = run(
+        tmp_path / "run",
+        costs_of(generation, training),
+        f"num_generations={siblings}",
+        f"async.max_staleness={bound}",
+        f"algorithm={algorithm}",
+    )
+    asked = steady(64 / generation, 64 / training, 64, 64, bound, LENGTHS.longest_of(siblings))
+    assert found["step_seconds"] == pytest.approx(asked.step, rel=0.03)
+    assert found["learner_idle"] == pytest.approx(asked.learner_idle, abs=0.05)
+    low, high = asked.staleness
+    assert low - 0.1 <= found["staleness"] <= high + 0.1
+
+
+def test_the_same_seed_gives_the_same_records(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run(tmp_path / name, costs_of(1.0, 0.5), "num_generations=4", "steps=20")
+    first, second = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("a", "b"))
+    host = {"loop_lag_p99"}
+    assert [{k: v for k, v in row.items() if k not in host} for row in first] == [
+        {k: v for k, v in row.items() if k not in host} for row in second
+    ]
+
+
+def test_a_simulated_run_says_so_and_is_no_source_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, summary = run(tmp_path / "run", costs_of(1.0, 0.5), "num_generations=4", "steps=10")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["simulated"] is True
+    assert summary["ledger"]["adds_up"] and 0 < summary["controller_ms_per_rollout"] < 20
+    assert main(["profile", "--from", str(tmp_path / "run")]) == 2
+    assert "is a simulated run" in capsys.readouterr().err
+
+
+def test_waiting_for_the_weights_costs_what_it_costs(tmp_path: Path) -> None:
+    """A synchronous run pays for generation, training and publishing one after the other."""
+    costs = Fitted((0.01, 0.0, 0.0), (0.4, 0.0), transfer=0.2, load=0.1, snapshot=0.05)
+    given = ("async=sync", "num_generations=4", "steps=30")
+    found, _ = run(tmp_path / "run", costs, *given)
+    free, _ = run(tmp_path / "free", Fitted((0.01, 0.0, 0.0), (0.4, 0.0)), *given)
+    assert found["step_seconds"] - free["step_seconds"] == pytest.approx(0.35, abs=0.01)
+
+
+def test_a_slow_replica_and_failures_cost_time_and_lose_nothing(tmp_path: Path) -> None:
+    given = ("num_generations=4", "generator.replicas=2", "generator.slots=32", "steps=30")
+    calm, _ = run(tmp_path / "calm", costs_of(1.0, 0.3), *given)
+    slow, _ = run(tmp_path / "slow", costs_of(1.0, 0.3), *given, conditions=Conditions(slow={"generator-1": 10.0}))
+    assert slow["step_seconds"] > 1.4 * calm["step_seconds"]
+    faults = Conditions(failures=120.0, restart_seconds=5.0)
+    _, summary = run(tmp_path / "faults", costs_of(1.0, 0.3), *given, "generator.max_restarts=1000", conditions=faults)
+    assert summary["exit_reason"] == "done" and summary["ledger"]["adds_up"]
+    assert summary["ledger"]["trained"] == 30 * 64
+
+
+def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) -> None:
+    """The local runtime's own costs are known: 0.05 s an iteration, 0.2 s a step."""
+    done = loop.run(
+        tmp_path / "real",
+        "generator.engine=hf",
+        "steps=40",
+        "batch_size=16",
+        "num_generations=4",
+        "generator.slots=16",
+        "generator.virtual_step_seconds=0.05",
+        "learner.virtual_step_seconds=0.2",
+    )
+    costs = costs_of_run(done.folder)
+    assert costs.decode(16, 8.0) == pytest.approx(0.05, rel=0.1)
+    assert costs.train([10] * 16) == pytest.approx(0.2, rel=0.02)
+    assert main(["profile", "--from", str(done.folder), "--out", str(tmp_path / "profile.json")]) == 0
+    assert Fitted.read(tmp_path / "profile.json") == costs
+    assert main(["simulate", "--from", str(done.folder), "--out", str(tmp_path / "simulated")]) == 0
+    real, simulated = (
+        figures(read_metrics(folder / "metrics.jsonl"), 2) for folder in (done.folder, tmp_path / "simulated")
+    )
+    assert simulated["step_seconds"] == pytest.approx(real["step_seconds"], rel=0.1)
+    assert simulated["learner_idle"] == pytest.approx(real["learner_idle"], abs=0.05)
+    assert simulated["staleness"] == pytest.approx(real["staleness"], abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["simulate"], "give one of --from and --profile"),
+        (["simulate", "--from", "nowhere"], "nowhere holds no metrics.jsonl"),
+        (["simulate", "--profile", "nowhere.json", "--mean-length", "9"], "nowhere.json is no profile"),
+        (["simulate", "--profile", "x", "--mean-length", "nan"], "is too small"),
+        (["profile"], "the following arguments are required: --from"),
+    ],
+)
+def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1

@@ -1,0 +1,171 @@
+"""Every worked number that the planner's design and the papers print, and the closed forms behind them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, broadcast, forward_flops
+from asyncrlhf.planner.memory import generator_bytes, layout_bytes, learner_bytes, slots_that_fit, textbook_bytes
+from asyncrlhf.planner.queueing import balanced, least_bound, steady
+from asyncrlhf.planner.resharding import reshard
+from asyncrlhf.planner.schedules import Pair, bound, consolidate, greedy, one_after_another
+from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload, longest_of
+
+LLAMA_2_7B = ModelShape(32, 4096, 11008, 32000, 32, 32, 128)
+LLAMA_3_8B = ModelShape(32, 4096, 14336, 128256, 32, 8, 128)
+H100 = Device("H100", 989e12, 3.35e12, 80e9)
+NODES = Cluster(H100, 8, 8, Link(5e-6, 2e11), Link(1e-5, 4e10))
+
+
+def test_parameters_and_cache_of_published_models() -> None:
+    assert LLAMA_2_7B.parameters == 6_738_415_616
+    assert LLAMA_3_8B.parameters == 8_030_261_248
+    assert LLAMA_2_7B.kv_bytes == 524_288
+    assert LLAMA_3_8B.kv_bytes == 131_072
+
+
+def test_shape_of_a_checkpoint_counts_its_own_parameters(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    assert ModelShape.from_config(tiny_model_path).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_collectives() -> None:
+    assert all_reduce(Link(5e-6, 2e11), 8, 1e9) == pytest.approx(8.82e-3, rel=1e-3)
+    assert all_reduce(Link(5e-6, 2e11), 1, 1e9) == 0
+    assert broadcast(Link(1e-3, 1e9), 5, 2e9) == pytest.approx(2.003)
+
+
+@pytest.mark.parametrize(("cv", "count", "ratio"), [(0.5, 256, 3.46), (1.0, 512, 9.4)])
+def test_the_longest_of_many_responses(cv: float, count: int, ratio: float) -> None:
+    assert longest_of(1.0, cv, count) == pytest.approx(ratio, rel=0.01)
+    s = math.sqrt(math.log1p(cv**2))
+    drawn = np.exp(s * np.random.default_rng(0).standard_normal((4000, count)) - s**2 / 2).max(axis=1).mean()
+    assert longest_of(1.0, cv, count) == pytest.approx(drawn, rel=0.02)
+
+
+def test_recorded_lengths_give_the_same_longest_as_their_law() -> None:
+    law = Workload(10, 200, 0.5, 10_000)
+    seen = Workload.from_lengths(10, law.draw(np.random.default_rng(1), 20_000).tolist())
+    assert seen.longest_of(8) == pytest.approx(law.longest_of(8), rel=0.03)
+
+
+def test_memory_of_our_learner_and_of_the_textbook() -> None:
+    assert layout_bytes(70e9, "3", 16) == pytest.approx(78.75e9)
+    assert [layout_bytes(1.0, layout, 4, "float32") for layout in ("0", "1", "2", "3", "fsdp2")] == [16, 11, 8, 5, 4]
+    assert [layout_bytes(1.0, layout, 4) for layout in ("0", "1", "2", "3", "fsdp2")] == [16, 9, 6, 4.5, 4]
+    assert [textbook_bytes(1.0, stage, 4) for stage in "0123"] == [16, 7, 5.5, 4]
+
+
+def test_a_layout_that_is_too_large_is_refused_with_its_largest_part() -> None:
+    held = learner_bytes(LLAMA_3_8B, "2", 8, 16_384)
+    assert held.refusal(80e9, "A rank") is None
+    said = learner_bytes(LLAMA_3_8B, "0", 8, 16_384).refusal(80e9, "A rank")
+    assert said is not None and "weights and optimizer is the largest part" in said and "73.6 usable GB" in said
+    assert generator_bytes(LLAMA_2_7B, 1000, 2).total == LLAMA_2_7B.parameters + 1000 * 524_288 / 2
+    fits = slots_that_fit(LLAMA_3_8B, 80e9, 2048)
+    assert generator_bytes(LLAMA_3_8B, fits * 2048).refusal(80e9, "A replica") is None
+    assert generator_bytes(LLAMA_3_8B, (fits + 1) * 2048).refusal(80e9, "A replica") is not None
+
+
+def test_a_forward_pass_counts_attention_by_the_square() -> None:
+    assert forward_flops(LLAMA_2_7B, [100, 200]) == 2 * 6_738_415_616 * 300 + 2 * 32 * 4096 * 50_000
+
+
+def test_decode_is_bound_by_memory_and_then_by_compute() -> None:
+    model = CostModel(LLAMA_3_8B, NODES, fitted=Coefficients(compute=0.5, memory=0.8, layer=0))
+    read = (2 * LLAMA_3_8B.parameters + 1024 * 131_072) / (0.8 * 3.35e12)
+    assert model.decode(1, 1024) == pytest.approx(read)
+    flops = 2.0 * LLAMA_3_8B.parameters * 4096 + 4 * 32 * 4096 * 4096 * 10
+    assert model.decode(4096, 10) == pytest.approx(flops / (0.5 * 989e12))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "eta", "siblings", "step", "idle", "staleness"),
+    [
+        (0.6, 16, 1.0, 1.227, 0.400, (1.60, 1.60)),
+        (0.3, 16, 1.0, 1.227, 0.700, (1.30, 1.30)),
+        (0.6, 16, 1.89, 1.227, 0.400, (2.49, 2.49)),
+        (1.6, 8, 1.0, 1.964, 0.0, (7.5, 8.0)),
+        (1.6, 3, 1.0, 1.964, 0.0, (2.5, 3.0)),
+    ],
+)
+def test_closed_forms_of_asynchrony(
+    ratio: float, eta: int, siblings: float, step: float, idle: float, staleness: tuple[float, float]
+) -> None:
+    """Batches and slots of 64. Generation takes 1.227 s a batch; where it is the faster side, the learner 1.964 s."""
+    generation = 64 / 1.227 if ratio < 1 else 64 / (1.964 / ratio)
+    found = steady(generation, generation / ratio, 64, 64, eta, siblings)
+    assert found.step == pytest.approx(step, rel=1e-3)
+    assert found.learner_idle == pytest.approx(idle, abs=1e-3)
+    assert found.staleness == pytest.approx(staleness, abs=0.01)
+
+
+def test_least_bound_and_balance() -> None:
+    assert least_bound(64, 64, 0.6) == 2 and least_bound(64, 64, 0.6, 1.89) == 3
+    assert balanced(16, 1.0, 3.0) == (12, 4)
+
+
+@pytest.mark.parametrize(
+    ("p", "t", "d", "to_p", "to_t", "received", "ungrouped", "ours", "peak", "holders"),
+    [
+        (1, 8, 2, 1, 2, 0.9375, 0.875, 0.375, 0.5, 4),
+        (4, 8, 2, 1, 8, 0.984375, 0.96875, 0.09375, 0.125, 28),
+        (8, 8, 1, 1, 4, 0.984375, 0.984375, 0.234375, 0.25, 48),
+    ],
+)
+def test_resharding_is_that_of_the_paper(
+    p: int,
+    t: int,
+    d: int,
+    to_p: int,
+    to_t: int,
+    received: float,
+    ungrouped: float,
+    ours: float,
+    peak: float,
+    holders: None,
+) -> None:
+    assert float(reshard("ds-chat", p, t, d, to_p, to_t).received) == received
+    plain = reshard("ungrouped", p, t, d, to_p, to_t)
+    assert (float(plain.received), plain.holders) == (ungrouped, holders)
+    found = reshard("hybridflow", p, t, d, to_p, to_t)
+    assert (float(found.received), float(found.peak), found.redundant) == (ours, peak, Fraction(0))
+
+
+PUBLISHED = {  # RLHFuse's table: the bound, and both pipelines one after the other
+    (8, 4, 32, 16, 5, 4): (708, 813),
+    (8, 4, 16, 8, 5, 4): (372, 477),
+    (8, 4, 8, 4, 5, 4): (225, 309),
+    (8, 8, 32, 32, 5, 2): (702, 819),
+    (16, 8, 64, 32, 2, 2): (618, 708),
+    (16, 16, 64, 64, 2, 1): (606, 711),
+}
+
+
+@pytest.mark.parametrize("given", PUBLISHED, ids=lambda given: "-".join(map(str, given)))
+def test_fused_training_is_bound_as_published(given: Sequence[int]) -> None:
+    p0, p1, m0, m1, f0, f1 = given
+    pair = Pair((p0, p1), (m0, m1), (f0, f1))
+    assert (bound(pair), one_after_another(pair)) == PUBLISHED[tuple(given)]  # type: ignore[index]
+
+
+def test_a_greedy_schedule_stands_between_the_bound_and_one_after_the_other() -> None:
+    for given in itertools.islice(PUBLISHED, 3):
+        p0, p1, m0, m1, f0, f1 = given
+        pair = Pair((p0, p1), (m0, m1), (f0, f1))
+        assert bound(pair) <= greedy(pair) <= one_after_another(pair)
+
+
+def test_a_tail_is_moved_where_that_pays_and_never_where_it_does_not() -> None:
+    ends = [10.0] * 60 + [40.0] * 4
+    moved = consolidate(ends, instances=8, keep=1, move_seconds=0.1, infer_seconds=20.0)
+    assert moved.remaining == 4 and moved.seconds < 41.0
+    assert consolidate(ends, 8, 1, move_seconds=100.0, infer_seconds=20.0).remaining == 0
