@@ -78,7 +78,7 @@ def test_help_has_every_setting_with_default_and_meaning() -> None:
 
 def test_help_finds_by_word_and_refuses_what_is_nowhere() -> None:
     assert "generator.min_p" in settings_help(["share of the largest probability"])
-    assert settings_help(["async.lag=3"]).startswith("  async.lag=1  (a whole number >= 0)")
+    assert settings_help(["async.lag=3"]).startswith("  async.lag=null  (a whole number >= 0 or null)")
     with pytest.raises(ConfigError, match=r"max_stale_ness is in no setting \(did you mean .*max_staleness"):
         settings_help(["max_stale_ness"])
 
