@@ -196,7 +196,7 @@ class ReplayBuffer:
         ``untrained``: groups that were taken and come back, before all others; ``uses``: trainings that count, by
         rollout id, 0 where it names none."""
         groups = {group.group_id: group for group in (*untrained, *self._groups)}
-        self.discard(list(self._groups))
+        self._remove(list(self._groups))
         for group in groups.values():
             rollouts = tuple(replace(r, weight=1.0, masked_before_version=0) for r in group.rollouts)
             used = uses.get(rollouts[0].rollout_id, 0)

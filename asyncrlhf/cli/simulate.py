@@ -150,8 +150,10 @@ ROWS = (
 
 
 def _show(summary: dict[str, Any], measured: dict[str, float] | None) -> None:
-    columns = ["", Column("simulated", justify="right"), *([Column("measured", justify="right")] if measured else [])]
-    table = Table(*columns, title=f"{summary['steps']} steps on the virtual clock")
+    names = ["simulated", "measured"] if measured else ["simulated"]
+    table = Table(
+        "", *(Column(name, justify="right") for name in names), title=f"{summary['steps']} steps on the virtual clock"
+    )
     for key, name, form in ROWS:
         cells = [form.format(summary["figures"][key]), *([form.format(measured[key])] if measured else [])]
         table.add_row(name, *cells)

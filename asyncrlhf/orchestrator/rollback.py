@@ -29,6 +29,7 @@ from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved, list_checkpoints, newest_whole, read_checkpoint
 from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.types import RolloutGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a start; each is twice as long as the one before
 
@@ -136,7 +137,7 @@ class Rollback:
         taken = [group for group in self.learn.taken if group.group_id not in held]
         undone = [group for group in (*taken, *held.values()) if group.max_version > to]
         state.buffer.discard({group.group_id for group in undone} & held.keys())
-        back, room = [], state.buffer.free
+        back, room = list[RolloutGroup](), state.buffer.free
         for group in taken:
             if group.max_version <= to:
                 room -= len(group)
@@ -175,7 +176,7 @@ class Rollback:
         """In a scheduled run: all is as the checkpoint has it, and everything in flight then is issued again. Anything
         else would be another schedule."""
         state, elapsed = self.state, self.state.elapsed
-        saved = await completed(saved, state.config, self.runtime)
+        saved = await completed(saved, state.config, self.runtime, state.progressed)
         telling = []
         for replica in (r for r in state.replicas if r.alive):
             held = sorted(replica.in_flight)

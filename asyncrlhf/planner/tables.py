@@ -63,14 +63,14 @@ class Fitted:
             given = json.loads(path.read_text(encoding="utf-8"))
             if given["format"] != FORMAT:
                 raise ValueError(f"format {given['format']}; this version reads {FORMAT}")
-            costs = {key: tuple(v) if isinstance(v, list) else v for key, v in given["costs"].items()}
+            costs: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["costs"].items()}
             costs["score_terms"] = {kind: tuple(terms) for kind, terms in costs["score_terms"].items()}
             return cls(**costs)
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is no profile of `asyncrlhf profile`: {error}.") from error
 
 
-def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+def fit(rows: Any, seconds: Any) -> tuple[float, ...]:
     """Non-negative coefficients of ``rows`` that give ``seconds``, by least squares."""
     found, _ = nnls(np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float))
     return tuple(float(value) for value in found)

@@ -109,8 +109,8 @@ class Journal:
 
     def begin(self, step: int, config: RunConfig) -> None:
         """Note that the run begins (``step`` 0) or goes on, with the settings that decide over what may train."""
-        sizes = {"steps": config.steps, "batch_size": config.batch_size, "num_generations": config.num_generations}
-        sections = {"async": asdict(config.async_), "buffer": asdict(config.buffer)}
+        sizes: dict[str, Any] = {name: getattr(config, name) for name in ("steps", "batch_size", "num_generations")}
+        sections: dict[str, Any] = {"async": asdict(config.async_), "buffer": asdict(config.buffer)}
         every = config.weights.publish_every
         self.note("begin", step=step, **sizes, publish_every=every, **sections)
         self.mark()

@@ -112,7 +112,7 @@ class RunRecorder:
         self._pending: deque[Future[None]] = deque()
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
-        self.journal.full = lambda: self._pool.submit(self.journal.write)
+        self.journal.full = self._write_journal
         self._submit: SubmitPart = lambda target, rows, _: self._pool.submit(write_part, target, rows)
         self._spans = SpanParts(spans, logging.flush_every, resume_from.span_parts, self._pool.submit)
 
@@ -178,6 +178,9 @@ class RunRecorder:
         """Keep spans for the next Parquet part, which holds none that ended after ``elapsed``, seconds of the run."""
         self._elapsed = elapsed
         self._pending += self._spans.add(rows, elapsed)
+
+    def _write_journal(self) -> None:
+        self._pool.submit(self.journal.write)
 
     def unwritten(self, allowed: int = 0) -> list[Future[None]]:
         """The parts that must be written before at most ``allowed`` are not."""

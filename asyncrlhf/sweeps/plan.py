@@ -100,7 +100,7 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
     check(re.fullmatch(r"[\w.+-]+", name), f"sweep.name={name} must be a folder's name: letters, digits and . + - _.")
     if settings.search != "none":
         search = _search(fixed, axes, folder, first)
-        return SweepPlan(name, (), settings, tuple(overrides), folder, (first,), search)
+        return SweepPlan(name, (), settings, tuple(overrides), folder, (first,), search=search)
     for axis in axes:
         check(
             not axis.interval, f"{axis.key}=interval(...) has no end of values; give sweep.search=optuna, or choices."
