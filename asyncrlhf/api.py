@@ -198,7 +198,8 @@ def _target(part: Reward, given: Mapping[str, Any], name: str) -> str:
 def _own_folder(given: Mapping[str, Any]) -> Path:
     """The run directory, made here where something must lie in it before the run starts."""
     from asyncrlhf.orchestrator.run import new_run_dir
-    from asyncrlhf.records.recorder import refuse_used_folder, writing_to
+    from asyncrlhf.records.record_marker import refuse_used_folder
+    from asyncrlhf.records.recorder import writing_to
 
     folder = Path(given.get("run_dir") or new_run_dir(str(given.get("name", "arithmetic"))))
     if given.get("checkpoint.resume", "no") == "no":

@@ -91,7 +91,7 @@ def simulate(arguments: Sequence[str]) -> int:
 
 def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, float] | None]:
     """The simulated run's summary with its figures, and those of the real run where nothing was changed."""
-    from asyncrlhf.cluster.cost_runtime import Conditions
+    from asyncrlhf.cluster.cost_parts import Conditions
     from asyncrlhf.orchestrator.run import new_run_dir
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
     from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run

@@ -78,7 +78,7 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(config: RunConfig) -> int:
     first_look(config)
     if config.run_dir and config.checkpoint.resume == "no":
-        from asyncrlhf.records.recorder import refuse_used_folder
+        from asyncrlhf.records.record_marker import refuse_used_folder
 
         refuse_used_folder(Path(config.run_dir))
     say(config, "Loading PyTorch, transformers and Ray, then checking model, data and rewards.")

@@ -21,10 +21,10 @@ from asyncrlhf.config.run_config import (
     RunConfig,
     conf_folder,
     from_hydra,
-    omegaconf_sentence,
     register_schema,
-    unknown_key,
+    to_plain,
 )
+from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, did_you_mean
 
@@ -134,9 +134,9 @@ def hydra_sentence(error: Exception) -> str:
     inner = next((e for e in _chain(error) if isinstance(e, OmegaConfBaseException)), None)
     if isinstance(inner, ConfigKeyError | ConfigAttributeError):
         match = re.search(r"Could not override '([^']+)'", text)
-        return unknown_key(match.group(1) if match else str(inner.full_key or inner.key))
+        return unknown_key(match.group(1) if match else str(inner.full_key or inner.key), to_plain(RunConfig()))
     if inner is not None:
-        return omegaconf_sentence(inner)
+        return omegaconf_sentence(inner, to_plain(RunConfig()))
     return " ".join(text.partition("Config search path")[0].split()).rstrip(".") + "."
 
 

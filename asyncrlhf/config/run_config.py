@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,13 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
     OmegaConfBaseException,
 )
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.config.environment_config import ClusterConfig, LoggingConfig, RayConfig
+from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
@@ -268,13 +264,13 @@ def from_hydra(config: DictConfig) -> RunConfig:
     known = {_yaml_name(f.name) for f in fields(RunConfig)}
     unknown = [str(key) for key in config if str(key) not in known]
     if unknown:
-        raise ConfigError(unknown_key(unknown[0]))
+        raise ConfigError(unknown_key(unknown[0], to_plain(RunConfig())))
     learn_secrets(config)
     try:
         raw = {"async_" if key == "async" else str(key): config[key] for key in config}
         built = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     except OmegaConfBaseException as error:
-        raise ConfigError(omegaconf_sentence(error)) from error
+        raise ConfigError(omegaconf_sentence(error, to_plain(RunConfig()))) from error
     assert isinstance(built, RunConfig)
     return built
 
@@ -285,66 +281,6 @@ def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:
     plain["async_"] |= config.async_.in_force
     named = {_yaml_name(str(key)): value for key, value in plain.items()}
     return named if whole else redacted(named)  # type: ignore[no-any-return]
-
-
-def unknown_key(key: str) -> str:
-    """The sentence for a setting that does not exist: what is near it, and what its group holds."""
-    tree: Any = to_plain(RunConfig())
-    node, parts = tree, key.split(".")
-    for depth, part in enumerate(parts):
-        if isinstance(node, dict) and part in node:
-            node = node[part]
-            continue
-        parent, wrong = ".".join(parts[:depth]), ".".join(parts[: depth + 1])
-        if node is not None and not isinstance(node, dict):
-            return f"{key} is not a setting; {parent} holds a single value."
-        if not node:
-            return f"{key} is a new entry of {parent}; write it with two plus signs in front: ++{key}=VALUE."
-        prefix, where = (f"{parent}.", f"in {parent}") if parent else ("", "here")
-        close = [f"{prefix}{name}" for name in difflib.get_close_matches(part, node, n=1)]
-        close = [name for name in _leaves(tree) if f".{name}".endswith(f".{parts[-1]}")] or close
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        return f"{wrong} is not a setting{hint}; allowed {where}: {', '.join(sorted(map(str, node)))}."
-    return f"{key} cannot be set in this way."
-
-
-def _leaves(tree: Any, prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for name, value in tree.items():
-        found += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [f"{prefix}{name}"]
-    return found
-
-
-_KINDS = {  # what a setting takes, by the type of its default
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "one text",
-    list: "a list such as [a,b]",
-    dict: "settings of its own, such as KEY.NAME=VALUE",
-}
-
-
-def omegaconf_sentence(error: OmegaConfBaseException) -> str:
-    """OmegaConf's several lines as one sentence that names the key, the value and what is allowed."""
-    first = str(error).strip().splitlines()[0].rstrip(".")
-    key = str(getattr(error, "full_key", None) or "the configuration").replace("async_", "async")
-    if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return unknown_key(key)
-    if isinstance(error, InterpolationResolutionError):
-        return f"{key} refers to something that cannot be found: {first}."
-    default: Any = to_plain(RunConfig())
-    for part in key.split("."):
-        default = default.get(part) if isinstance(default, dict) else None
-    kind = type(default)
-    if default is None and (wanted := re.search("converted to (Integer|Float)|valid (bool)", first)):
-        kind = {"Integer": int, "Float": float}.get(wanted[1], bool)
-    if kind not in _KINDS:
-        return f"{key}: {first}."
-    match = re.search(r"[Vv]alue '(.*)' (?:of type|is not)|value: (.*)$", first)
-    given = "null" if re.search("not Optional|'None'", first) else (match.group(1) or match.group(2)) if match else None
-    shown = f"{key}={given}" if given is not None else f"The value of {key}"
-    return f"{shown} is of the wrong kind; allowed: {_KINDS[kind].replace('KEY', key)}."
 
 
 def conf_folder() -> Path:

@@ -23,7 +23,8 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import CheckpointWriter
 from asyncrlhf.records.progress import RunView
-from asyncrlhf.records.recorder import RecordMarker, RunRecorder
+from asyncrlhf.records.record_marker import RecordMarker
+from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Prompt, Rollout, SamplingParams
 
 WRITE_OUT_SECONDS = 10.0  # for a checkpoint that is being written when the run fails

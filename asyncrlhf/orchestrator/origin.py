@@ -13,7 +13,7 @@ from asyncrlhf.config.inputs import digests
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.records.attempts import add_attempt, exit_reason, read_attempts
 from asyncrlhf.records.checkpoint import Saved
-from asyncrlhf.records.recorder import RecordMarker, is_used, recorded_steps
+from asyncrlhf.records.record_marker import RecordMarker, is_used, recorded_steps
 from asyncrlhf.validation import check
 
 

@@ -28,7 +28,7 @@ from asyncrlhf.orchestrator.state import GroupInProgress, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved, list_checkpoints, newest_whole, read_checkpoint
-from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.records.record_marker import RecordMarker
 from asyncrlhf.types import RolloutGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a start; each is twice as long as the one before

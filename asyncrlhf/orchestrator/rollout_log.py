@@ -10,7 +10,8 @@ from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime, within
 from asyncrlhf.orchestrator.spans import SpanLog
 from asyncrlhf.orchestrator.state import RunState
-from asyncrlhf.records.recorder import MAX_WAITING, RecordMarker, RunRecorder
+from asyncrlhf.records.record_marker import RecordMarker
+from asyncrlhf.records.recorder import MAX_WAITING, RunRecorder
 from asyncrlhf.records.rollout_rows import RolloutRow
 from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
 

@@ -24,7 +24,6 @@ from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
-from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import check_loss
@@ -32,13 +31,15 @@ from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state, failure_sentence
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.orchestrator.origin import Origin, find_origin
+from asyncrlhf.orchestrator.preflight import check_penalties, check_truncation
 from asyncrlhf.orchestrator.resume import try_on
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.attempts import attempts
 from asyncrlhf.records.callbacks import Callbacks
 from asyncrlhf.records.checkpoint import Saved, find_checkpoints, newest_whole, read_checkpoint, sweep_unfinished
 from asyncrlhf.records.progress import RunView
-from asyncrlhf.records.recorder import RunRecorder, check_records
+from asyncrlhf.records.record_marker import check_records
+from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.status import StatusFile
 from asyncrlhf.records.summary import build_summary
@@ -52,8 +53,6 @@ from asyncrlhf.validation import check
 RUNS = Path("runs")
 ERROR_FILE = "error.txt"
 CLOSE_SECONDS = 60.0  # for records on their way, beyond the limit of what must move
-# Of vLLM's SamplingParams, those that leave every token a chance.
-WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -163,39 +162,6 @@ def _flatten_hint(config: RunConfig, gpus: int) -> str:
         return ""
     fits = shortage(plan, [this_machine(plan, gpus)]) is None
     return " With cluster.placement=flatten generators and learner would take turns on them." if fits else ""
-
-
-def check_truncation(generator: GeneratorConfig) -> None:
-    """Training needs the set that was kept at each token, whatever the algorithm: a gradient of E[R] needs
-    E[grad log pi] = 0, and every step's metrics compare with the sampler. Other stages only sample."""
-    told = generator.top_p == 1 and generator.min_p == 0 and generator.top_k <= VLLM_MAX_TOP_K
-    check(
-        told or all(kind.config.engine != "vllm" for kind in replica_kinds(generator)),
-        f"generator.top_p={generator.top_p:g} generator.top_k={generator.top_k} generator.min_p={generator.min_p:g} "
-        "leave out tokens that generator.engine=vllm does not name, so that the learner could not renormalise its "
-        f"policy on those that were kept; allowed: top_p=1 min_p=0 top_k<={VLLM_MAX_TOP_K}, or generator.engine=hf.",
-    )
-
-
-def check_penalties(config: RunConfig) -> None:
-    """A penalty makes the sampler another policy than the model's. Its log-probs are recorded as they were, so that
-    training is right where the loss weighs pi / mu, and wrong where it takes the samples for the policy's own."""
-    generator, algorithm = config.generator, config.algorithm
-    asked = {"repetition_penalty": generator.repetition_penalty} if generator.repetition_penalty != 1 else {}
-    more = generator.generation_kwargs or {}
-    given = {**asked, **{f"generation_kwargs.{name}": value for name, value in more.items()}}
-    said = ", ".join(f"generator.{name}={value}" for name, value in given.items())
-    strange = [name for name in more if name not in WEIGHABLE]
-    check(
-        not strange,
-        f"generator.generation_kwargs.{strange and strange[0]} may leave tokens without a chance that the learner does "
-        f"not hear of; allowed in training: {', '.join(WEIGHABLE)}.",
-    )
-    check(
-        not given or algorithm.correction != "none" or algorithm.anchor == "mu",
-        f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
-        "weigh the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
-    )
 
 
 def new_run_dir(name: str) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.cost_runtime import Conditions, CostRuntime, Costs, Lengths, World
+from asyncrlhf.cluster.cost_parts import Conditions, Costs, Lengths, World
+from asyncrlhf.cluster.cost_runtime import CostRuntime
 from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.checkpoint_folder import load_tokenizer

@@ -16,7 +16,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Fitted:
-    """Linear costs in seconds; satisfies ``cluster.cost_runtime.Costs``.
+    """Linear costs in seconds; satisfies ``cluster.cost_parts.Costs``.
 
     Args:
         decode: an iteration, each sequence in it, each token of context.

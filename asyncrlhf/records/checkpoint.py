@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest, fsync, read_json, write_manifest
 from asyncrlhf.errors import CheckpointError, ConfigError
-from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.records.record_marker import RecordMarker
 from asyncrlhf.records.saved_rollouts import read_rollouts
 from asyncrlhf.types import Rollout
 from asyncrlhf.validation import check

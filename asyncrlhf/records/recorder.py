@@ -14,56 +14,36 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import yaml
 
 from asyncrlhf.config.environment_config import LoggingConfig
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.records.journal import JOURNAL_FILE, Journal
+from asyncrlhf.records.record_marker import (
+    METRICS_FILE,
+    ROLLOUTS_FOLDER,
+    RecordMarker,
+    cut_metrics,
+    cut_parts,
+    part_name,
+    refuse_used_folder,
+)
 from asyncrlhf.records.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.rollout_tokens import cut_tokens
 from asyncrlhf.records.run_lock import RunLock
 from asyncrlhf.records.spans import SPANS_FOLDER, SpanParts, SpanRow
 from asyncrlhf.types import Payload
 
-METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-ROLLOUTS_FOLDER = "rollouts"
 MAX_WAITING = 4  # parts that may wait for the disk before the run waits with them
 
 # Writes (file, rows, where each row's rollout lies or None): see :func:`write_part`.
 SubmitPart = Callable[[Path, Sequence[RolloutRow], Sequence[Payload | None]], Future[None]]
-
-
-@dataclass(frozen=True)
-class RecordMarker:
-    """How much of the records belongs to a checkpoint; the zeros of the default are a run's beginning.
-
-    ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
-    """
-
-    metrics_lines: int = 0
-    parts: int = 0
-    span_parts: int = 0
-    journal: int = 0  # lines
-
-    @classmethod
-    def of(cls, counts: Any, where: Path) -> RecordMarker:
-        """Raises CheckpointError, naming ``where`` they stood, for ``counts`` that are no marker's."""
-        try:
-            marker = cls(**counts)
-        except TypeError:
-            raise CheckpointError(f"{where} holds no marker of records: {counts!r:.80}.") from None
-        for name, count in vars(marker).items():
-            if type(count) is not int or count < 0:
-                raise CheckpointError(f"{where} has {name}={count!r:.80}; a count of 0 or more was written.")
-        return marker
 
 
 class RunRecorder:
@@ -94,10 +74,10 @@ class RunRecorder:
         with writing_to(self.run_dir):
             self._folder.mkdir(parents=True, exist_ok=True)
             spans = self.run_dir / SPANS_FOLDER
-            _cut_parts(spans, resume_from.span_parts)
+            cut_parts(spans, resume_from.span_parts)
             cut_tokens(self.run_dir, resume_from.metrics_lines)
-            _cut_metrics(metrics_path, resume_from.metrics_lines)
-            _cut_parts(self._folder, resume_from.parts)
+            cut_metrics(metrics_path, resume_from.metrics_lines)
+            cut_parts(self._folder, resume_from.parts)
             (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
             text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
             write_atomically(self.run_dir / CONFIG_FILE, text)
@@ -157,7 +137,7 @@ class RunRecorder:
         keeps its lines, and spans say what was: time does not go back."""
         self._rows, self._payloads = [], []
         self._cut_steps(marker)
-        _cut_parts(self._folder, marker.parts)
+        cut_parts(self._folder, marker.parts)
         self._parts = marker.parts
 
     def undo_training(self, marker: RecordMarker, version: int, returned: Collection[int]) -> None:
@@ -165,13 +145,13 @@ class RunRecorder:
         rows of those that ``returned`` to the buffer."""
         self._cut_steps(marker)
         for number in range(marker.parts, self._parts):
-            undo_uses(self._folder / _part_name(number), version, returned)
+            undo_uses(self._folder / part_name(number), version, returned)
 
     def _cut_steps(self, marker: RecordMarker) -> None:
         wait(self._pending)
         self.raise_if_failed()
         cut_tokens(self.run_dir, marker.metrics_lines)
-        _cut_metrics(self.run_dir / METRICS_FILE, marker.metrics_lines)
+        cut_metrics(self.run_dir / METRICS_FILE, marker.metrics_lines)
         self._lines = marker.metrics_lines
 
     def record_spans(self, rows: Sequence[SpanRow], elapsed: float) -> None:
@@ -247,7 +227,7 @@ class RunRecorder:
         if not count:
             return
         self.raise_if_failed()
-        target = self._folder / _part_name(self._parts)
+        target = self._folder / part_name(self._parts)
         self._pending.append(self._submit(target, self._rows[:count], self._payloads[:count]))
         self._parts += 1
         self._rows, self._payloads = self._rows[count:], self._payloads[count:]
@@ -290,74 +270,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     raise TypeError(f"cannot record a {type(value).__name__}: {value!r}")
-
-
-def _part_name(number: int) -> str:
-    return f"part-{number:05d}.parquet"
-
-
-def is_used(run_dir: Path) -> bool:
-    """Whether the folder holds records of a run."""
-    metrics = run_dir / METRICS_FILE
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(run_dir.glob(f"{ROLLOUTS_FOLDER}/*.parquet"))
-
-
-def recorded_steps(run_dir: Path) -> int:
-    """Learner steps in metrics.jsonl, a torn last line left out."""
-    path = run_dir / METRICS_FILE
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def refuse_used_folder(run_dir: Path) -> None:
-    """Raise ConfigError for a folder that already holds a run."""
-    if is_used(run_dir):
-        raise ConfigError(
-            f"run_dir={run_dir} already holds a run; give another run_dir, or checkpoint.resume=auto to go on with it."
-        )
-
-
-def check_records(run_dir: Path, marker: RecordMarker) -> None:
-    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that a checkpoint with ``marker``
-    counts on: lines of JSON, and parts that have their end. Changes nothing."""
-    metrics = run_dir / METRICS_FILE
-    try:
-        for number, line in enumerate(_counted_lines(metrics, marker.metrics_lines)[1], start=1):
-            if not isinstance(json.loads(line), dict):
-                raise CheckpointError(f"{metrics} line {number}, which the checkpoint counts on, is no JSON object.")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{metrics}, which the checkpoint counts on, cannot be read: {error}.") from error
-    counted = {ROLLOUTS_FOLDER: marker.parts, SPANS_FOLDER: marker.span_parts}
-    for path in (run_dir / folder / _part_name(i) for folder, parts in counted.items() for i in range(parts)):
-        try:
-            pq.read_metadata(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
-
-
-def _counted_lines(path: Path, lines: int) -> tuple[int, list[bytes]]:
-    """The size of the file, and its first ``lines``; raises CheckpointError where it has fewer whole ones."""
-    content = path.read_bytes() if path.exists() else b""
-    kept = content.splitlines(keepends=True)[:lines]
-    if len(kept) < lines or not all(line.endswith(b"\n") for line in kept):
-        raise CheckpointError(f"{path} has {len(kept)} lines but the checkpoint was made after {lines}.")
-    return len(content), kept
-
-
-def _cut_metrics(path: Path, lines: int) -> None:
-    whole, kept = _counted_lines(path, lines)
-    size = sum(len(line) for line in kept)
-    if size < whole:
-        os.truncate(path, size)
-
-
-def _cut_parts(folder: Path, parts: int) -> None:
-    keep = {_part_name(number) for number in range(parts)}
-    missing = sorted(name for name in keep if not (folder / name).exists())
-    if missing:
-        raise CheckpointError(f"{folder} lacks {missing[0]}, which the checkpoint counts on.")
-    for path in [*folder.glob("part-*.parquet"), *folder.glob("part-*.tmp")]:
-        if path.name not in keep:
-            path.unlink()
 
 
 def write_atomically(path: Path, text: str) -> None:

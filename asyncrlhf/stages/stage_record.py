@@ -21,14 +21,8 @@ from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.checkpoint_manifest import check_manifest, read_json, write_manifest
 from asyncrlhf.orchestrator.run import new_run_dir
 from asyncrlhf.records.checkpoint import FOLDER
-from asyncrlhf.records.recorder import (
-    METRICS_FILE,
-    ROLLOUTS_FOLDER,
-    RecordMarker,
-    RunRecorder,
-    check_records,
-    read_metrics,
-)
+from asyncrlhf.records.record_marker import RecordMarker, check_records
+from asyncrlhf.records.recorder import METRICS_FILE, ROLLOUTS_FOLDER, RunRecorder, read_metrics
 from asyncrlhf.records.sinks import Sinks, check_sinks
 from asyncrlhf.records.summary import environment
 from asyncrlhf.redaction import redact, redacted

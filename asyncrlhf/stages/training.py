@@ -22,7 +22,8 @@ from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer, res
 from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.orchestrator.run import RUNS
 from asyncrlhf.records.checkpoint import FOLDER, find_checkpoints, newest_whole
-from asyncrlhf.records.recorder import refuse_used_folder, writing_to
+from asyncrlhf.records.record_marker import refuse_used_folder
+from asyncrlhf.records.recorder import writing_to
 from asyncrlhf.stages.stage_record import (
     LEFT_OUT,
     MARKER_FILE,

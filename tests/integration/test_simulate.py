@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.cluster.cost_runtime import Conditions
+from asyncrlhf.cluster.cost_parts import Conditions
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
 from asyncrlhf.planner.fit import costs_of_run

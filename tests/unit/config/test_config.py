@@ -18,7 +18,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.orchestrator.run import check_penalties
+from asyncrlhf.orchestrator.preflight import check_penalties
 from asyncrlhf.validation import check_range
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,7 +21,7 @@ from asyncrlhf.learner.companions import ReferencePolicy
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.records.checkpoint import CheckpointWriter, read_checkpoint
-from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.records.record_marker import RecordMarker
 from asyncrlhf.records.saved_rollouts import write_rollouts
 from asyncrlhf.types import Rollout, SamplingParams, TrainBatch
 from tests.truncated import TRUNCATED, hf_rollouts, renormalised, scored, sets_of

@@ -13,7 +13,7 @@ import pytest
 from asyncrlhf.data.checkpoint_manifest import check_manifest, write_manifest
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.checkpoint import FOLDER, _pieces, find_checkpoints, newest_whole
-from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.records.record_marker import RecordMarker
 from asyncrlhf.stages.stage_record import MARKER_FILE, whole
 
 

@@ -18,7 +18,8 @@ import yaml
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
-from asyncrlhf.records.recorder import RecordMarker, RunRecorder, read_metrics
+from asyncrlhf.records.record_marker import RecordMarker
+from asyncrlhf.records.recorder import RunRecorder, read_metrics
 from asyncrlhf.records.rollout_rows import ROLLOUT_SCHEMA, RolloutRow
 from asyncrlhf.records.summary import (
     _moved,

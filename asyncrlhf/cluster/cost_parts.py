@@ -1,0 +1,322 @@
+"""Parts that only let virtual time pass: a generator, a learner and annotators over costs and lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncrlhf.actors.annotator import AnnotatorSpec
+from asyncrlhf.actors.learner import LearnerSpec
+from asyncrlhf.actors.messages import Offer, annotated
+from asyncrlhf.actors.worker import GeneratorSpec, Outbox
+from asyncrlhf.engines.engine import CacheMode, StepOutput
+from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.types import Annotation, GenerationRequest, Rollout
+
+TOLERANCE = 1e-9  # seconds and iterations
+
+
+class Costs(Protocol):
+    """Seconds of everything that takes time in a run; ``planner.costs.CostModel`` and ``planner.tables.Fitted`` give
+    them. Lengths are tokens of prompt and response."""
+
+    @property
+    def snapshot(self) -> float: ...
+
+    @property
+    def transfer(self) -> float: ...
+
+    @property
+    def load(self) -> float: ...
+
+    @property
+    def submit(self) -> float: ...
+
+    @property
+    def collect(self) -> float: ...
+
+    def decode(self, running: float, context: float) -> float:
+        """One iteration of a replica with so many sequences of this mean length."""
+        ...
+
+    def prefill(self, tokens: int) -> float: ...
+
+    def train(self, lengths: Sequence[int]) -> float: ...
+
+    def score(self, kind: str, rollouts: int, tokens: int) -> float:
+        """``kind``: reward, reference or critic."""
+        ...
+
+
+class Lengths(Protocol):
+    """Response lengths in tokens; ``planner.shapes.Workload``."""
+
+    def length(self, seed: int) -> int:
+        """That of the request with this seed: a world is one whatever the policy of admission."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What disturbs a run.
+
+    Args:
+        slow: factor on the seconds of single replicas, by name.
+        failures: deaths of a replica an hour; it is back after ``restart_seconds``.
+        hiccups: stops of the learner an hour, of ``hiccup_seconds`` each.
+        interference: factors on the seconds of (learner, generators) while the other side works too.
+        cohort: how many equal replicas one of the simulated stands for.
+    """
+
+    slow: dict[str, float] = field(default_factory=dict)
+    failures: float = 0.0
+    restart_seconds: float = 30.0
+    hiccups: float = 0.0
+    hiccup_seconds: float = 0.2
+    interference: tuple[float, float] = (1.0, 1.0)
+    cohort: int = 1
+
+
+class World:
+    """What the parts share: costs, lengths, conditions, and which side is at work."""
+
+    def __init__(self, costs: Costs, lengths: Lengths, conditions: Conditions, seed: int) -> None:
+        self.costs, self.lengths, self.conditions = costs, lengths, conditions
+        self.random = random.Random(seed)
+        self.training = False
+        self.generators: dict[str, CostGenerator] = {}
+
+    def learner_factor(self) -> float:
+        return self.conditions.interference[0] if any(g.running for g in self.generators.values()) else 1.0
+
+    def set_training(self, training: bool) -> None:
+        """The learner begins or ends a step: from now on replicas that share the machine take longer, or no longer."""
+        if self.conditions.interference[1] == 1.0:
+            self.training = training
+            return
+        for generator in self.generators.values():
+            generator.catch_up()
+        self.training = training
+
+
+class CostGenerator:
+    """A replica by processor sharing: a heap of the iterations in which sequences end; between two ends the number that
+    runs is constant, so the next end is known and no token is an event."""
+
+    def __init__(self, world: World, spec: GeneratorSpec, clock: Callable[[], float]) -> None:
+        self.name, self.clock, self.outbox = spec.name, clock, Outbox()
+        self.tokens, self.busy_seconds, self.version = 0, 0.0, -1
+        self._world, self._slots = world, spec.generator.slots
+        self._limit = spec.generator.max_completion_length
+        self._factor = world.conditions.slow.get(spec.name, 1.0)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._arriving: deque[tuple[float, GenerationRequest]] = deque()  # (when, request): messages under way
+        self._ends: list[tuple[float, int]] = []  # heap of (iteration, rollout id)
+        self._held: dict[int, tuple[GenerationRequest, float, int]] = {}  # by id: request, first iteration, length
+        self._lengths = 0.0  # of prompts less first iterations, added up: with the iterations the sum of all contexts
+        self._iteration, self._at, self._debt = 0.0, clock(), 0.0
+        self._versions: list[tuple[float, int]] = []  # (iteration, version) of each load
+        self._late: deque[tuple[float, float, Rollout]] = deque()  # (seen, ended, rollout): messages under way
+        self._asleep = False
+        world.generators[spec.name] = self
+
+    @property
+    def running(self) -> int:
+        return len(self._ends)
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._ends or self._late or self._arriving) and not self._asleep
+
+    def submit(self, items: Sequence[GenerationRequest]) -> None:
+        due = self.clock() + self._world.costs.submit
+        self._arriving.extend((due, item) for item in items)
+
+    def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
+        self.catch_up()
+        gone = set(rollout_ids)
+        waiting = [*self._waiting, *(item for _, item in self._arriving)]
+        held = [i.rollout_id for i in waiting if i.rollout_id in gone] + [i for i in self._held if i in gone]
+        self._waiting = deque(item for item in self._waiting if item.rollout_id not in gone)
+        self._arriving = deque(entry for entry in self._arriving if entry[1].rollout_id not in gone)
+        for rollout_id in gone & self._held.keys():
+            request, first, _ = self._held.pop(rollout_id)
+            self._lengths -= len(request.prompt_ids) - first
+        self._ends = [entry for entry in self._ends if entry[1] not in gone]
+        heapq.heapify(self._ends)
+        late = [r.rollout_id for _, _, r in self._late if r.rollout_id in gone]
+        self._late = deque(entry for entry in self._late if entry[2].rollout_id not in gone)
+        self._fill()
+        return held + late + self.outbox.withdraw(rollout_ids)
+
+    def step(self) -> StepOutput:
+        before = self.tokens
+        done = self.catch_up()
+        now = self.clock()
+        while self._late and self._late[0][0] <= now + TOLERANCE:
+            _, ended, rollout = self._late.popleft()
+            self.outbox.put([rollout], ended)
+        events = [self._next_end()] if self._ends else []
+        events += [entries[0][0] for entries in (self._late, self._arriving) if entries]
+        return StepOutput(list(done), self.tokens - before, wake_at=max(now, min(events, default=now)))
+
+    def _seconds(self, iterations: float) -> float:
+        """Of one of the next so many iterations, at the mean context on the way."""
+        running = len(self._ends)
+        context = (self._lengths + running * (self._iteration + iterations / 2)) / running
+        shared = self._world.conditions.interference[1] if self._world.training else 1.0
+        return self._world.costs.decode(running / self._world.conditions.cohort, context) * self._factor * shared
+
+    def _next_end(self) -> float:
+        left = self._ends[0][0] - self._iteration
+        return self._at + self._debt + left * self._seconds(left)
+
+    def catch_up(self) -> list[Rollout]:
+        """Bring the replica to the present; returns what ended."""
+        now, done = self.clock(), list[Rollout]()
+        while self._arriving and self._arriving[0][0] <= now + TOLERANCE:
+            due, request = self._arriving.popleft()
+            self._advance(due, done)
+            self._waiting.append(request)
+            self._fill()
+        self._advance(now, done)
+        return done
+
+    def _advance(self, now: float, done: list[Rollout]) -> None:
+        """Let time pass up to ``now``."""
+        while True:
+            spent = max(0.0, min(now - self._at, self._debt))  # prefills and loads come before the next token
+            self._debt, self._at = self._debt - spent, self._at + spent
+            if not self._ends or self._debt > 0:
+                break
+            left = self._ends[0][0] - self._iteration
+            seconds = self._seconds(left)
+            if self._at + left * seconds > now + TOLERANCE:
+                if self._at < now:
+                    self._iteration += (now - self._at) / seconds
+                break
+            self._at, self._iteration = self._at + left * seconds, self._ends[0][0]
+            while self._ends and self._ends[0][0] <= self._iteration + TOLERANCE:
+                done.append(self._finish(heapq.heappop(self._ends)[1]))
+            self._fill()
+        self._at = max(self._at, now)
+
+    def _finish(self, rollout_id: int) -> Rollout:
+        request, first, length = self._held.pop(rollout_id)
+        self._lengths -= len(request.prompt_ids) - first
+        self.tokens += length
+        rollout = Rollout(
+            rollout_id,
+            request.group_id,
+            request.prompt,
+            np.zeros(length, np.int64),
+            np.zeros(length, np.float32),
+            self._stamps(first, length),
+            "length" if length == self._limit else "stop",
+            generator_id=self.name,
+        )
+        self._late.append((self._at + self._world.costs.collect, self._at, rollout))
+        return rollout
+
+    def _stamps(self, first: float, length: int) -> np.ndarray:
+        """[length] the version that each token was sampled with."""
+        stamps = np.zeros(length, np.int64)
+        for since, version in self._versions:
+            stamps[max(0, round(since - first)) :] = version
+        return stamps
+
+    def _fill(self) -> None:
+        """Give free slots to what waits; siblings share one prefill."""
+        groups = set()
+        while self._waiting and len(self._ends) < self._slots:
+            request = self._waiting.popleft()
+            length = min(self._world.lengths.length(request.seed), self._limit)
+            self._held[request.rollout_id] = (request, self._iteration, length)
+            self._lengths += len(request.prompt_ids) - self._iteration
+            heapq.heappush(self._ends, (self._iteration + length, request.rollout_id))
+            if request.group_id not in groups:
+                groups.add(request.group_id)
+                self._debt += self._world.costs.prefill(len(request.prompt_ids)) * self._factor
+
+    def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
+        """Nothing is sent."""
+
+    def receive(self, ticket: Any) -> None:
+        """The learner's transfer has taken the time."""
+
+    async def load(self, version: int, cache: CacheMode) -> None:
+        self.catch_up()
+        seconds = self._world.costs.load * self._factor
+        if cache == "recompute" and self._ends:
+            context = round(self._lengths + len(self._ends) * self._iteration)
+            seconds += self._world.costs.prefill(context) * self._factor
+        self._debt += seconds
+        await asyncio.sleep(seconds)
+        self.catch_up()
+        self.version = version
+        oldest = min((first for _, first, _ in self._held.values()), default=self._iteration)
+        kept = [i for i, (since, _) in enumerate(self._versions) if since <= oldest][-1:]
+        self._versions = [*self._versions[kept[0] if kept else 0 :], (self._iteration, version)]
+
+    def sleep(self) -> None:
+        self.catch_up()
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._asleep, self._at = False, self.clock()
+
+
+class CostLearner:
+    """Takes the costs' seconds a step, by the batch's real tokens."""
+
+    def __init__(self, world: World, spec: LearnerSpec) -> None:
+        self.version = 0
+        self._world = world
+
+    def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
+        """Nothing is sent."""
+
+    async def snapshot(self, probe: Any) -> Offer:
+        await asyncio.sleep(self._world.costs.snapshot)
+        return Offer(self._world.costs.snapshot)
+
+    def ticket(self) -> Any:
+        return SimpleNamespace(version=self.version)
+
+    async def transfer(self, ticket: Any) -> None:
+        await asyncio.sleep(self._world.costs.transfer)
+
+    async def train(self, chosen: Sequence[Any], *bundles: Any, **recorded: Any) -> StepResult:
+        world, conditions = self._world, self._world.conditions
+        lengths = [len(r.prompt.token_ids) + len(r.response_ids) for bundle in bundles for r in bundle]
+        seconds = world.costs.train(lengths) * world.learner_factor()
+        if conditions.hiccups and world.random.random() < conditions.hiccups * seconds / 3600:
+            seconds += conditions.hiccup_seconds
+        world.set_training(True)
+        await asyncio.sleep(seconds)
+        world.set_training(False)
+        self.version += 1
+        return StepResult({"loss": 0.0})
+
+
+class CostAnnotator:
+    """A reward, reference or critic worker; rewards are right or wrong at random."""
+
+    def __init__(self, world: World, spec: AnnotatorSpec) -> None:
+        self._world, self._kind = world, spec.kind
+
+    async def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], Any]:
+        tokens = sum(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
+        await asyncio.sleep(self._world.costs.score(self._kind, len(rollouts), tokens))
+        if self._kind == "reward":
+            return [Annotation(r.rollout_id, float(self._world.random.random() < 0.5)) for r in rollouts], []
+        name = "ref_logprobs" if self._kind == "reference" else "values"
+        answers = [np.zeros(len(r.response_ids), np.float32) for r in rollouts]
+        return annotated(name, rollouts, answers, None if ticket is None else ticket.version)

@@ -1,0 +1,43 @@
+"""Checks of what training needs of its sampler: the learner must know every token's chance."""
+
+from __future__ import annotations
+
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
+from asyncrlhf.validation import check
+
+# Of vLLM's SamplingParams, those that leave every token a chance.
+WEIGHABLE = ("frequency_penalty", "presence_penalty")
+
+
+def check_truncation(generator: GeneratorConfig) -> None:
+    """Training needs the set that was kept at each token, whatever the algorithm: a gradient of E[R] needs
+    E[grad log pi] = 0, and every step's metrics compare with the sampler. Other stages only sample."""
+    told = generator.top_p == 1 and generator.min_p == 0 and generator.top_k <= VLLM_MAX_TOP_K
+    check(
+        told or all(kind.config.engine != "vllm" for kind in replica_kinds(generator)),
+        f"generator.top_p={generator.top_p:g} generator.top_k={generator.top_k} generator.min_p={generator.min_p:g} "
+        "leave out tokens that generator.engine=vllm does not name, so that the learner could not renormalise its "
+        f"policy on those that were kept; allowed: top_p=1 min_p=0 top_k<={VLLM_MAX_TOP_K}, or generator.engine=hf.",
+    )
+
+
+def check_penalties(config: RunConfig) -> None:
+    """A penalty makes the sampler another policy than the model's. Its log-probs are recorded as they were, so that
+    training is right where the loss weighs pi / mu, and wrong where it takes the samples for the policy's own."""
+    generator, algorithm = config.generator, config.algorithm
+    asked = {"repetition_penalty": generator.repetition_penalty} if generator.repetition_penalty != 1 else {}
+    more = generator.generation_kwargs or {}
+    given = {**asked, **{f"generation_kwargs.{name}": value for name, value in more.items()}}
+    said = ", ".join(f"generator.{name}={value}" for name, value in given.items())
+    strange = [name for name in more if name not in WEIGHABLE]
+    check(
+        not strange,
+        f"generator.generation_kwargs.{strange and strange[0]} may leave tokens without a chance that the learner does "
+        f"not hear of; allowed in training: {', '.join(WEIGHABLE)}.",
+    )
+    check(
+        not given or algorithm.correction != "none" or algorithm.anchor == "mu",
+        f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
+        "weigh the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
+    )
