@@ -51,7 +51,7 @@ def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
     parts = sorted((run_dir / ROLLOUTS_FOLDER).glob("part-*.parquet"))
     _check_numbers(parts, found)
     pieces: dict[str, list[np.ndarray]] = {}
-    files, names, rows = [], dict[str, int](), 0
+    files, names, rows = list[str](), dict[str, int](), 0
     for path in parts:
         name = f"{ROLLOUTS_FOLDER}/{path.name}"
         try:

@@ -269,8 +269,8 @@ class _Examination:
             except (OSError, pa.ArrowException, ValueError) as error:
                 self.found.add(f"{name} cannot be read: {' '.join(str(error).split())[:200]}")
                 continue
-            start, end, error = (table[key].to_numpy() for key in ("start", "end", "clock_error"))
-            outside = (start < -error) | (end < start) | (end > limit + error)
+            start, end, off = (table[key].to_numpy() for key in ("start", "end", "clock_error"))
+            outside = (start < -off) | (end < start) | (end > limit + off)
             if outside.any():
                 parts = sorted(set(np.array(table["part"].to_pylist())[outside]))
                 self.found.add(f"{name}: spans of {{ids}} lie outside of the run.", *parts)
