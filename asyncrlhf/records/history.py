@@ -50,9 +50,9 @@ class Rules:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Rules:
         """From a ``begin`` line, or a run's config with ``publish_every`` beside it; strange keys are passed by."""
-        known = (_known(AsyncConfig, given["async"]), _known(BufferConfig, given["buffer"]))
-        sizes = {name: given[name] for name in ("steps", "batch_size", "num_generations", "publish_every")}
-        return cls(asynchrony=AsyncConfig(**known[0]), buffer=BufferConfig(**known[1]), **sizes)
+        asynchrony = AsyncConfig(**_known(AsyncConfig, given["async"]))
+        numbers = {name: given[name] for name in ("steps", "batch_size", "num_generations", "publish_every")}
+        return cls(**numbers, asynchrony=asynchrony, buffer=BufferConfig(**_known(BufferConfig, given["buffer"])))
 
     @property
     def groups_per_step(self) -> int:

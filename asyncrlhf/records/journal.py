@@ -79,7 +79,7 @@ class Journal:
         """``kept``: lines of the file that hold; what follows them is marked as undone at once. Raises CheckpointError
         where the file has fewer."""
         self.clock: Callable[[], float] = time.monotonic
-        self.full: Callable[[], None] = lambda: None  # told now and then that there is something to write
+        self.full: Callable[[], object] = lambda: None  # told now and then that there is something to write
         self._path = path
         self._written = 0 if path is None else whole_lines(path)
         if self._written < kept:
@@ -109,10 +109,15 @@ class Journal:
 
     def begin(self, step: int, config: RunConfig) -> None:
         """Note that the run begins (``step`` 0) or goes on, with the settings that decide over what may train."""
-        sizes: dict[str, Any] = {name: getattr(config, name) for name in ("steps", "batch_size", "num_generations")}
-        sections: dict[str, Any] = {"async": asdict(config.async_), "buffer": asdict(config.buffer)}
-        every = config.weights.publish_every
-        self.note("begin", step=step, **sizes, publish_every=every, **sections)
+        facts: dict[str, Any] = {
+            "steps": config.steps,
+            "batch_size": config.batch_size,
+            "num_generations": config.num_generations,
+            "publish_every": config.weights.publish_every,
+            "async": asdict(config.async_),
+            "buffer": asdict(config.buffer),
+        }
+        self.note("begin", step=step, **facts)
         self.mark()
 
     def mark(self) -> int:
