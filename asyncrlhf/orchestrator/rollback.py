@@ -29,6 +29,7 @@ from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import Saved, list_checkpoints, read_checkpoint
 from asyncrlhf.records.recorder import RecordMarker
+from asyncrlhf.types import RolloutGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a start; each is twice as long as the one before
 
@@ -135,7 +136,7 @@ class Rollback:
         taken = [group for group in self.learn.taken if group.group_id not in held]
         undone = [group for group in (*taken, *held.values()) if group.max_version > to]
         state.buffer.discard(group for group in undone if group.group_id in held)
-        back, room = [], state.buffer.free
+        back, room = list[RolloutGroup](), state.buffer.free
         for group in taken:
             if group.max_version <= to:
                 room -= len(group)
