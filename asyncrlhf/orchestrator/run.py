@@ -23,7 +23,7 @@ from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, DiskFullError, full_disk
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import load_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
@@ -224,6 +224,9 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
         raise KeyboardInterrupt from error
     except BaseException as error:
         cause = error
+        if full := full_disk(error, prepared.run_dir):
+            summary = job.summary(f"failed: {full}", None)
+            raise DiskFullError(full) from error
         summary = job.summary(f"failed: {failure_sentence(error)}", None)
         raise
     finally:

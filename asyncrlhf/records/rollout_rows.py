@@ -73,5 +73,9 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
             row.fill(rollout)
     temporary = target.with_suffix(".tmp")
     columns = {name: [getattr(row, name) for row in rows] for name in ROLLOUT_SCHEMA.names}
-    pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
-    os.replace(temporary, target)
+    try:
+        pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
+        raise

@@ -219,7 +219,8 @@ def admit(
     try:
         while (now := time.monotonic()) < deadline:
             until = min([deadline, *callers.values()])
-            ready = select.select([server, *callers], [], [], max(0.0, until - now))[0]
+            waiting: list[socket.socket | Line] = [server, *callers]
+            ready = select.select(waiting, [], [], max(0.0, until - now))[0]
             for line in [line for line in callers if line in ready]:
                 try:
                     hello = line.poll(0.0)
