@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 
 class AsyncRLHFError(Exception):
     """Base of every error this package raises on purpose."""
@@ -49,3 +52,31 @@ class RewardError(AsyncRLHFError):
 
 class StallError(AsyncRLHFError):
     """Nothing moved for too long; names the waiting part and the rollout ids it waits for."""
+
+
+# As Python, Arrow, and Rust (safetensors) say it; torch says nothing of it.
+_FULL = re.compile(r"No space left on device|Disk quota exceeded|StorageFull")
+
+
+class DiskFullError(AsyncRLHFError):
+    """Nothing more can be written; names the file or the folder."""
+
+
+def full_disk(error: BaseException | None, folder: object = None) -> str:
+    """The sentence for an error that a full disk caused, however other errors are wrapped around it; else empty. It
+    names ``folder`` where the error does not know its file."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, DiskFullError):
+            return str(error)
+        code = error.errno if isinstance(error, OSError) else None
+        # Others of ours may quote a reward function, whose disk is not the run's.
+        quotes = isinstance(error, AsyncRLHFError) and not isinstance(error, CheckpointError)
+        if code in (errno.ENOSPC, errno.EDQUOT) or (not quotes and _FULL.search(str(error))):
+            file = error.filename if isinstance(error, OSError) else None
+            named = file or folder
+            where = f": {named} could not be written" if named else f" ({' '.join(str(error).split())})"
+            return f"The disk is full{where}. What was written is kept; with room, checkpoint.resume=auto goes on."
+        error = error.__cause__ or error.__context__
+    return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from asyncrlhf import __version__
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean
 
@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(importlib.import_module(module), function)(arguments[1:]))
     except AsyncRLHFError as error:
         # Messages of other libraries, quoted in ours, may have several lines.
-        print(f"asyncrlhf: {printable(redact(' '.join(str(error).split())))}", file=sys.stderr)
+        said = full_disk(error) or " ".join(str(error).split())
+        print(f"asyncrlhf: {printable(redact(said))}", file=sys.stderr)
         return error.exit_code
     except SystemExit as end:  # argparse and Hydra answer --help so
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -119,6 +120,9 @@ def printable(text: str) -> str:
 
 def _unforeseen(error: Exception) -> int:
     """One sentence for an unforeseen error, of ours or of a user's own code; the trace goes to a file."""
+    if full := full_disk(error):
+        print(f"asyncrlhf: {redact(full)}", file=sys.stderr)
+        return 1
     where = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
     if where is None:
         with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:

@@ -23,7 +23,7 @@ from asyncrlhf.config.compose import (
     sweep_jobs,
 )
 from asyncrlhf.config.run_config import RunConfig, conf_folder, from_hydra, register_schema
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, ContradictionError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, ContradictionError, full_disk
 from asyncrlhf.redaction import redact
 
 # What only Hydra's own command line answers; SHOW_FLAGS take a word behind them.
@@ -100,7 +100,8 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> str:
         return f"Report: {build_report(folders, out)}"
     except REPORT_TROUBLE as error:
         shown = " ".join(map(str, folders))
-        return f"The report could not be drawn ({type(error).__name__}: {error}); try: asyncrlhf report {shown}"
+        cause = full_disk(error) or f"{type(error).__name__}: {error}"
+        return f"The report could not be drawn ({redact(cause)}); try: asyncrlhf report {shown}"
 
 
 def _check_jobs(overrides: Sequence[str], folder: Path | None) -> None:

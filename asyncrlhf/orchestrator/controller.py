@@ -45,7 +45,7 @@ from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.generator_config import replica_kinds
-from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, StallError
+from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, StallError, full_disk
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping, HeldOut
@@ -314,6 +314,8 @@ class Controller:
 
 def failure_sentence(error: BaseException) -> str:
     """One line for the summary and the terminal: the cause first."""
+    if full := full_disk(error):
+        return full
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     return first if isinstance(error, AsyncRLHFError) else f"{type(error).__name__}: {first}"

@@ -24,7 +24,7 @@ from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, DiskFullError, full_disk
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import check_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
@@ -212,6 +212,9 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
         raise KeyboardInterrupt from error
     except BaseException as error:
         cause = error
+        if full := full_disk(error, prepared.run_dir):
+            summary = job.summary(f"failed: {full}", None)
+            raise DiskFullError(full) from error
         summary = job.summary(f"failed: {failure_sentence(error)}", None)
         raise
     finally:

@@ -173,6 +173,7 @@ class RunView(Progress):
     def __init__(self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks) -> None:
         super().__init__(total, mode, start_step=start_step)
         self._sinks = sinks
+        sinks.tell = self.message  # when it happens, and not when the next step is done
         self._callbacks = callbacks
         self._resumed = start_step > 0
 

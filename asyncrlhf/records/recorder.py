@@ -109,9 +109,13 @@ class RunRecorder:
         """Append one line to metrics.jsonl; NaN and infinity become null. Raises ValueError without a ``step``."""
         if "step" not in metrics:
             raise ValueError(f"a line of {METRICS_FILE} needs a step; got {sorted(metrics)}")
+        line = json.dumps(plain(metrics), allow_nan=False) + "\n"
         self.journal.write()  # first, so that no step is recorded of which the journal knows nothing
-        self._metrics.write(json.dumps(plain(metrics), allow_nan=False) + "\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(line)
+            self._metrics.flush()
+        except OSError as error:
+            raise naming(error, self.run_dir / METRICS_FILE) from error
         self._lines += 1
 
     def record(self, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None] | None = None) -> None:
@@ -169,8 +173,8 @@ class RunRecorder:
     def raise_if_failed(self) -> None:
         """Forget the parts that are written; raises AsyncRLHFError if any part ever could not be."""
         while self._pending and self._pending[0].done():
-            error = self._pending.popleft().exception()
-            self._error = self._error or error
+            ended = self._pending.popleft().exception()
+            self._error = self._error or ended
         if self._error is not None:
             raise AsyncRLHFError(
                 f"rollout records could not be written to {self.run_dir}: {self._error}"
@@ -196,8 +200,10 @@ class RunRecorder:
             self._end_writing()
         finally:
             text = json.dumps(plain(summary), indent=2, allow_nan=False)
-            write_atomically(self.run_dir / SUMMARY_FILE, text + "\n")
-            self._lock.release()
+            try:
+                write_atomically(self.run_dir / SUMMARY_FILE, text + "\n")
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Bring everything to disk and end the writer; a second call does nothing."""
@@ -209,7 +215,12 @@ class RunRecorder:
     def _end_writing(self) -> None:
         if self._metrics.closed:
             return
-        self._metrics.close()
+        try:
+            self._metrics.close()  # a full disk keeps the last line, and nothing else, from being written
+        finally:
+            self._end_parts()
+
+    def _end_parts(self) -> None:
         try:
             self._before_closing()
             self._put(len(self._rows))
@@ -275,8 +286,17 @@ def plain(value: Any) -> Any:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that appears whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
+        raise naming(error, path) from None
+
+
+def naming(error: OSError, path: Path) -> OSError:
+    """The error with its file's name, which a failed write does not have."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 @contextmanager

@@ -100,5 +100,9 @@ def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
 def _write(target: Path, columns: dict[str, list[Any]]) -> None:
     """Whole or not at all."""
     temporary = target.with_suffix(".tmp")
-    pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
-    os.replace(temporary, target)
+    try:
+        pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk others may need its room
+        raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -97,15 +98,22 @@ class Sinks:
         seconds: float = FINISH_SECONDS,
     ) -> None:
         self._seconds = seconds
+        self._one = threading.Lock()
         self._said: list[tuple[str, str]] = []  # (sink, sentence); its end is appended to by several threads
         self._shown = 0
+        self.tell: Callable[[str], None] | None = None  # for the user, from any thread; without it ``news`` keeps all
         self._totals = _totals_before(Path(run_dir)) if start_step else dict.fromkeys(TOTALS, 0.0)
 
         def facts(name: str) -> RunFacts:
-            say = lambda sentence: self._said.append((name, sentence))  # noqa: E731
-            return RunFacts(Path(run_dir), plain(config), stage, start_step, say)
+            return RunFacts(Path(run_dir), plain(config), stage, start_step, partial(self._say, name))
 
         self._followers = [_Follower(name, logging, facts(name)) for name in logging.active_sinks]
+
+    def _say(self, name: str, sentence: str) -> None:
+        self._said.append((name, sentence))
+        if self.tell is not None:
+            for new in self.news():
+                self.tell(new)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Hand one line to every sink."""
@@ -121,8 +129,9 @@ class Sinks:
 
     def news(self) -> list[str]:
         """What the sinks have said since the last call."""
-        new = self._said[self._shown :]
-        self._shown += len(new)
+        with self._one:
+            new = self._said[self._shown :]
+            self._shown += len(new)
         return [sentence for _, sentence in new]
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, list[str]]:

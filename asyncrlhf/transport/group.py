@@ -219,8 +219,8 @@ def admit(
     try:
         while (now := time.monotonic()) < deadline:
             until = min([deadline, *callers.values()])
-            watched: list[Any] = [server, *callers]
-            ready = select.select(watched, [], [], max(0.0, until - now))[0]
+            waiting: list[socket.socket | Line] = [server, *callers]
+            ready = select.select(waiting, [], [], max(0.0, until - now))[0]
             for line in [line for line in callers if line in ready]:
                 try:
                     hello = line.poll(0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -82,6 +83,15 @@ def test_a_sink_that_hangs_holds_nobody_up(tmp_path: Path, mine: list[Mine]) -> 
     said = sinks.finish({})
     HANGING.set()
     assert said[MINE] == [f"The sink {MINE} was not through 0.05 s after the run's end and was left."]
+
+
+def test_the_loss_of_a_sink_is_told_when_it_happens_and_not_again(tmp_path: Path, mine: list[Mine]) -> None:
+    sinks, told = Sinks(tmp_path, {"trouble": "raises"}, LoggingConfig(sinks=[MINE])), Queue[str]()
+    sinks.tell = told.put
+    sinks.log({"step": 0})
+    sinks.log({"step": 1})
+    assert "stopped recording" in told.get(timeout=30), "no further step, and no end, had to come first"
+    assert sinks.news() == [] and len(sinks.finish({})[MINE]) == 1 and told.empty()
 
 
 def test_what_a_sink_says_stands_in_the_summary(
