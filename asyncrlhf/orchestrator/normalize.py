@@ -55,13 +55,18 @@ class RewardNormalizer:
         self.moments = RunningMoments()
 
     def of_batch(self, rollouts: Sequence[RolloutInfo]) -> tuple[Sequence[RolloutInfo], dict[str, float]]:
-        """The rollouts with the rewards to train on, and the mean and standard deviation of these as metrics where they
-        were normalised."""
+        """The rollouts with the rewards to train on, and where they were normalised, as metrics, the mean and
+        standard deviation of these and of what was scored."""
         if self._kind == "none":
             return rollouts, {}
         rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
         normal = self.normalize(rewards, [r.group_id for r in rollouts])
-        figures = {"normalized_reward_mean": float(normal.mean()), "normalized_reward_std": float(normal.std())}
+        figures = {
+            "reward_mean": float(rewards.mean()),  # as it was scored; the learner's own are of what it got
+            "reward_std": float(rewards.std()),
+            "normalized_reward_mean": float(normal.mean()),
+            "normalized_reward_std": float(normal.std()),
+        }
         return [replace(r, reward=float(value)) for r, value in zip(rollouts, normal, strict=True)], figures
 
     def normalize(self, rewards: np.ndarray, group_ids: Sequence[int]) -> np.ndarray:

@@ -109,8 +109,8 @@ def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> t
     """The checkpoint, tried before anything starts, and what differs from it. Raises CheckpointError when it is
     damaged, does not hold together, or counts on records that are not there; ConfigError when it does not fit."""
     saved = read_checkpoint(folder)
-    check_records(run_dir, saved.marker)
     origin = find_origin(config, run_dir, saved)
+    check_records(run_dir, saved.marker)
     try_on(saved, build_state(config), task.train_source(config.seed))
     return saved, origin
 

@@ -190,6 +190,9 @@ class Learner:
         uses = [list(vars(use).values()) for use in self._world.trained]
         (folder / TRAINED_FILE).write_text(json.dumps([self.version, uses]))
 
+    def saved(self) -> dict[str, Any]:
+        return {}
+
     async def load(self, folder: Path) -> None:
         await asyncio.sleep(self._world.train)
         self.version, uses = json.loads((folder / TRAINED_FILE).read_text())

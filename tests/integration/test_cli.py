@@ -62,6 +62,8 @@ COLUMNS = [
     "generated_at",
     "scored_at",
     "consumed_at",
+    "epoch",
+    "extra",
 ]
 TINY = ("runtime=local", "batch_size=16", "learner.learning_rate=1e-4", "task.heldout_size=8", "logging.progress=none")
 BARE = (*TINY, "logging.wandb=disabled", "logging.report=false")
@@ -111,7 +113,7 @@ BAD_INPUT = [
     ("reward.kind=python reward.target=cli_rewards:number", ["not a function"]),
     ("reward.kind=python reward.target=cli_rewards:raises", ["cli_rewards:raises", "no such luck and a second line"]),
     ("reward.kind=python reward.target=cli_rewards:nan", ["cli_rewards:nan", "not a finite number"]),
-    ("reward.kind=python reward.target=cli_rewards:short", ["0 scores for 1 completions"]),
+    ("reward.kind=python reward.target=cli_rewards:short", ["0 scores for 2 completions"]),
     ("run_dir=used", ["run_dir=used already holds a run", "checkpoint.resume=auto"]),
     ("run_dir=good.jsonl", ["run_dir=good.jsonl cannot be written"]),
     ("checkpoint.resume=empty_run", ["checkpoint.resume=empty_run holds no checkpoint", "auto"]),

@@ -17,8 +17,11 @@ from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.cluster import local_runtime
 from asyncrlhf.cluster.local_runtime import LocalLearner, LocalRuntime, Workers
+from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import ReplicaError
+from asyncrlhf.learner.checkpoint import MODEL, TRAINER
 from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.state_file import STATE, split, write_file
 from asyncrlhf.records.verify import verify
 from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.protocol import Ticket
@@ -54,6 +57,13 @@ class Imitation:
 
     def save(self, folder: Path) -> None:
         (folder / "version").write_text(str(self.version))
+        (folder / MODEL).mkdir()
+        head = {"layout": "torch", "version": self.version, "critic": None, "ema": None}
+        plain, tensors = split(head)
+        write_file(folder / TRAINER, tensors, {STATE: json.dumps(plain)})
+
+    def saved(self) -> Seals:
+        return {}
 
     def load(self, folder: Path) -> None:
         self.version = int((folder / "version").read_text())

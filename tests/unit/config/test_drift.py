@@ -62,8 +62,8 @@ def test_the_documentation_shows_every_rule() -> None:
         ((), ("reward.workers=2",), "reward.workers", "note"),
         ((), ("weights.transport=disk",), "weights.transport", "note"),
         (
-            ("++task.dataset_options.a.b=1",),
-            ("++task.dataset_options.a.b=2",),
+            ("task.datasets=[a]", "++task.dataset_options.a.b=1"),
+            ("task.datasets=[a]", "++task.dataset_options.a.b=2"),
             "task.dataset_options.a.b",
             "refuse",
         ),

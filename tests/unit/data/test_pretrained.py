@@ -128,7 +128,7 @@ def test_smollm2_is_converted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_keywords_that_transformers_would_refuse_later_are_refused_before_any_weight_is_read() -> None:
-    fine = {"attn_implementation": "eager", "attention_dropout": 0.25, "use_safetensors": True}
+    fine = {"attn_implementation": "eager", "attention_dropout": 0.25}
     check_model(ModelConfig(model_init_kwargs=fine))
     assert load_model(ModelConfig(model_init_kwargs=fine)).config.attention_dropout == 0.25
     said = r"model.model_init_kwargs.atention_dropout is known neither .* LlamaConfig \(did you mean attention_dropout"
