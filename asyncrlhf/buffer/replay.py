@@ -41,6 +41,7 @@ class ReplayBuffer:
         self._closed: Counter[int] = Counter()  # groups of a scheduled step that will never come
         self._reserved = 0
         self._last_taken = -1
+        self._batch: frozenset[int] = frozenset()  # ids of the groups that were taken last
         self._replayed = 0
         self._resumed_at = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
@@ -114,14 +115,15 @@ class ReplayBuffer:
         ``drop`` removes groups over the bound; ``mask`` only those without one token inside it; ``wait`` only those
         that were trained before and wait for another use. With ``replay_fraction`` no trained group stays over
         ``max_age``, and trained groups leave, the one with the oldest token first, where they fill over half the
-        buffer: fresh ones need the other half.
+        buffer: fresh ones need the other half. The batch taken at ``version`` stays: its step is under way.
         """
         gone = self._all(version, "over", *(() if self._over_stale == "wait" else ("late",)))
         if self._config.replays:
             kept = sorted(reversed(self._all(version, "replay")), key=lambda group: -group.min_version)
             filled = itertools.accumulate(map(len, kept))
             gone += [group for group, places in zip(kept, filled, strict=True) if places > self.capacity // 2]
-        return self._remove(gone)
+        under_way = self._batch if version <= self._last_taken else frozenset()
+        return self._remove([group for group in gone if group.group_id not in under_way])
 
     def surplus(self, version: int, unfinished: Mapping[int, int]) -> set[int]:
         """Ids of groups that no order of training could keep inside the bound of the settings, from ``version`` on:
@@ -176,6 +178,7 @@ class ReplayBuffer:
         if chosen is None:
             return None
         self._last_taken = version
+        self._batch = frozenset(group.group_id for group, _ in chosen)
         taken = [self._use(group, weight, version) for group, weight in chosen]
         self._replayed += sum(group.replayed for group in taken) if self._config.replays else 0
         return sorted(taken, key=lambda group: group.group_id)

@@ -176,21 +176,24 @@ class Bookkeeping:
         await self.settle()
         state = self.state
         rests = not state.scheduled and state.config.runtime == "local" and not state.stopping
-        rested = await self._rest() if rests else 0.0
-        if state.scheduled:
-            await self.publisher.idle()
-            await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
-        folder, keep = Path(self.recorder.run_dir), state.config.checkpoint.keep
-        writer = await off_loop(partial(CheckpointWriter, folder, state.version, keep))
-        await self.runtime.learner.save(writer.learner)
-        await off_loop(partial(self.normalizer.save, writer.learner))
-        # No await between these two: what the document counts as ended is what the records hold.
-        document, payloads = snapshot_state(state, self.source, self.log)
+        try:
+            rested = await self._rest() if rests else 0.0
+            if state.scheduled:
+                await self.publisher.idle()
+                await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
+            folder, keep = Path(self.recorder.run_dir), state.config.checkpoint.keep
+            writer = await off_loop(partial(CheckpointWriter, folder, state.version, keep))
+            await self.runtime.learner.save(writer.learner)
+            await off_loop(partial(self.normalizer.save, writer.learner))
+            # No await between these two: what the document counts as ended is what the records hold.
+            document, payloads = snapshot_state(state, self.source, self.log)
+        finally:
+            state.resting = False  # also where the learner died
         document["heldout_before"] = self.accuracies[:1]
         document["elapsed"] += rested
         marker = self.log.mark()
+        state.taken_version = state.version
         self._writing = asyncio.create_task(self._write(writer, document, payloads, marker), name="checkpoint")
-        state.resting = False
         state.rests += rests
         state.progressed()
 

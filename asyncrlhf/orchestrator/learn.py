@@ -40,8 +40,8 @@ class LearnLoop:
     training: bool = False
     taken: Sequence[RolloutGroup] = ()  # the batch of the step under way
     # Groups that had their last use since the newest checkpoint and no token since then, with their entries in the
-    # ledger: a learner that dies gives them back. They all began before the checkpoint, so the buffer's capacity bounds
-    # their number.
+    # ledger: a learner that dies gives them back. While a checkpoint is being written it may become the newest or not,
+    # so both count. They all began before a checkpoint, so the buffer's capacity bounds their number.
     ended: list[tuple[RolloutGroup, list[LedgerEntry]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class LearnLoop:
             entries = [entry for info in group.rollouts if (entry := state.ledger.get(info.rollout_id)) is not None]
             for info in group.rollouts:
                 state.ledger.train(info.rollout_id, version, last_use=group.uses_left == 0)
-            if not (group.uses_left or state.scheduled) and group.max_version <= state.saved_version:
+            if not (group.uses_left or state.scheduled) and group.max_version <= state.taken_version:
                 self.ended.append((group, entries))
 
     def _retire(self) -> None:

@@ -70,7 +70,7 @@ class Meters:
         metrics: dict[str, float] = {
             "step": version + 1,
             "policy_version": version + 1,
-            "epoch": self._state.epoch,
+            "learner_deaths": self._state.epoch,
             "wall_time": now - self._started,
             **self._staleness(version, taken),
             **_reward_parts(taken),

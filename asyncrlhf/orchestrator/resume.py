@@ -139,7 +139,7 @@ def _take_up(state: RunState, saved: Saved, source: PromptSource, payloads: Mapp
     """``payloads`` by rollout id."""
     document = saved.state
     source.restore(document["cursor"])
-    state.version = state.saved_version = document["version"]
+    state.version = state.saved_version = state.taken_version = document["version"]
     state.epoch = max(state.epoch, document.get("epoch", 0))
     state.groups.clear()
     state.requeue.clear()

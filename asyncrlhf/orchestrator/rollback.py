@@ -160,7 +160,7 @@ class Rollback:
         if isinstance(state.gate, StalenessGate):
             owed = len(state.groups) * state.config.buffer.places + state.buffer.owed()
             state.gate.rewind(to * state.config.batch_size // state.config.num_generations - replayed, owed)
-        state.version = to
+        state.version = state.saved_version = state.taken_version = to
         state.journal.note("bound", bound=state.bound)
         state.follow()
         state.ledger.check()

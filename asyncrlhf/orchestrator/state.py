@@ -129,6 +129,7 @@ class RunState:
     dead: asyncio.Queue[Replica] = field(default_factory=asyncio.Queue)  # to be started again
     version: int = 0
     saved_version: int = 0  # of the newest checkpoint; 0 also without one
+    taken_version: int = 0  # the same, or of the checkpoint that is being written
     epoch: int = 0  # times that the learner died and ``version`` went back to a checkpoint's
     published_version: int = -1
     next_group_id: int = 0

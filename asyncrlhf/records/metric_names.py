@@ -51,7 +51,12 @@ FAMILIES: tuple[Family, ...] = (
         "Where in the run the line stands.",
         ("step", "steps", "step", "Learner steps done."),
         ("policy_version", "versions", "policy version", "The policy's version after the step: completed steps."),
-        ("epoch", "count", "epoch", "Times that the learner died and the run went back to a checkpoint; 0 at first."),
+        (
+            "learner_deaths",
+            "count",
+            "learner deaths",
+            "Times that the learner died and the run went back to a checkpoint; 0 at first.",
+        ),
         ("wall_time", "s", "wall-clock", "Seconds since the run's loops began; goes on after a resume."),
     ),
     _family(

@@ -30,7 +30,11 @@ def sentences(results: Results) -> list[str]:
     timed = [cell for cell in results.cells if cell.speedup is not None]
     said += [_speed(cell) for cell in timed if cell not in told]
     if not timed:
-        said.append("Nothing is said of speed: no two jobs had the machine alone (sweep.timing=exclusive).")
+        said.append(
+            "Nothing is said of speed: of the jobs that had the machine alone none has async.mode=sync to compare with."
+            if sum(cell.exclusive for cell in results.cells) > 1
+            else "Nothing is said of speed: no two jobs had the machine alone (sweep.timing=exclusive)."
+        )
     if results.left_out:
         names = ", ".join(f"{name} ({state})" for name, state in results.left_out.items())
         said.append(f"Without {len(results.left_out)} of the jobs: {names}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, DiskFullError
 from asyncrlhf.learner import state_writer
 from asyncrlhf.orchestrator.bookkeeping import WRITE_OUT_SECONDS
 from asyncrlhf.orchestrator.learn import LearnLoop
@@ -25,8 +26,8 @@ SETTINGS = (*FAKE, "eval_every=0", "checkpoint.every=2", "checkpoint.keep=9", "a
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[int, int]]:
     """Have the learner's part reach the disk only after ``seconds`` of the run's clock; returns (step of a checkpoint,
     the learner's version when it is committed)."""
-    written, commit, learners = [], CheckpointWriter.commit, []
-    saved = LocalLearner.saved
+    written, commit, saved = [], CheckpointWriter.commit, LocalLearner.saved
+    learners: list[LocalLearner] = []
 
     async def late(self: LocalLearner) -> Any:
         learners[:] = [self]
@@ -46,6 +47,15 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in list_checkpoints(folder)]
 
 
+def contents(checkpoint: Path) -> tuple[Any, Any]:
+    """Size and digest of each file, and the controller's part, which names the folder of its run and is read for it."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    del manifest["files"]["controller.json"]
+    controller = json.loads((checkpoint / "controller.json").read_text())
+    del controller["config"]["run_dir"]
+    return manifest, controller
+
+
 def test_a_checkpoint_is_of_its_step_though_it_is_written_steps_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,11 +68,8 @@ def test_a_checkpoint_is_of_its_step_though_it_is_written_steps_later(
     with monkeypatch.context() as patched:
         slow(patched, 0.01)
         run(tmp_path / "hardly late", *SETTINGS, "steps=6", "learner.virtual_step_seconds=5")
-    first, late = (
-        json.loads((tmp_path / name / "checkpoints/step-00000002" / MANIFEST).read_text())
-        for name in ("hardly late", "late")
-    )
-    assert first == late, "every file of it is the same"
+    first, late = (tmp_path / name / "checkpoints/step-00000002" for name in ("hardly late", "late"))
+    assert contents(first) == contents(late), "every file of it is the same"
     for checkpoint in list_checkpoints(tmp_path / "late"):
         check_manifest(checkpoint)
     resume = f"checkpoint.resume={tmp_path}/late/checkpoints/step-00000002"
@@ -104,10 +111,13 @@ def test_a_full_disk_ends_the_run_in_one_sentence_and_the_checkpoint_before_goes
         return write_file(path, *rest)
 
     monkeypatch.setattr(state_writer, "write_file", full)
-    with pytest.raises(CheckpointError, match=r"step-00000004.*could not be written: .*No space left on device"):
+    with pytest.raises(DiskFullError, match="^The disk is full: ") as failed:
         run(tmp_path, *SETTINGS, "steps=8")
+    cause = failed.value.__cause__
+    assert isinstance(cause, CheckpointError)
+    assert re.search(r"step-00000004.*could not be written: .*No space left on device", str(cause))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert "No space left" in summary["exit_reason"]
+    assert summary["exit_reason"] == f"failed: {failed.value}"
     assert names(tmp_path) == ["step-00000002"] and (tmp_path / "checkpoints/.step-00000004.tmp").exists()
     monkeypatch.undo()
     again = run(tmp_path, *SETTINGS, "steps=4", "checkpoint.resume=auto")

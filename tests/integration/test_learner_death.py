@@ -37,6 +37,7 @@ class Imitation:
 
     def __init__(self, spec: LearnerSpec) -> None:
         self.version, self._weight = 0, {"w": torch.zeros(1)}
+        self._layout = spec.learner.layout
         self.sender = build_sender(spec.weights, "local", self._weight)
 
     def train(self, chosen: Any, *bundles: Any, **recorded: Any) -> StepResult:
@@ -58,7 +59,7 @@ class Imitation:
     def save(self, folder: Path) -> None:
         (folder / "version").write_text(str(self.version))
         (folder / MODEL).mkdir()
-        head = {"layout": "torch", "version": self.version, "critic": None, "ema": None}
+        head = {"layout": self._layout, "version": self.version, "critic": None, "ema": None}
         plain, tensors = split(head)
         write_file(folder / TRAINER, tensors, {STATE: json.dumps(plain)})
 

@@ -46,7 +46,7 @@ def settings(url: str) -> list[str]:
         "reward.http.token_env=PLANTED_TOKEN",
         "reward.http.retries=0",
         "logging.wandb_notes='by ${oc.env:PLANTED_PATH}'",
-        f"generator.vllm.engine_kwargs={{service_key:{OPTION}}}",
+        f"task.chat_template_kwargs={{service_key:{OPTION}}}",
     ]
 
 
@@ -67,7 +67,7 @@ def test_no_file_of_a_run_and_no_line_shows_a_planted_secret(
 
     with serving(some) as server:
         words = [*FAKE, "runtime=local", "steps=8", *settings(server.url), "task.heldout_size=8", f"run_dir={tmp_path}"]
-        words = [word for word in words if "wandb_notes" not in word]
+        words = [word for word in words if "wandb_notes" not in word and "chat_template" not in word]
         monkeypatch.setattr("sys.argv", ["asyncrlhf", "train", *words])
         assert main(["train", *words, "logging.wandb=offline", "logging.progress=plain"]) == 1, "its rewards fail"
     assert server.paths[0] == f"/{PATH_PART}/score?api_key={QUERY}"
@@ -90,10 +90,10 @@ def test_a_config_that_is_shown_hides_what_is_secret_and_nothing_else() -> None:
     shown = to_plain(config)
     assert shown["reward"]["http"]["url"] == f"http://{HIDDEN}@host:80/${{oc.env:PLANTED_PATH}}/score?api_key={HIDDEN}"
     assert shown["logging"]["wandb_notes"] == "by ${oc.env:PLANTED_PATH}"
-    assert shown["generator"]["vllm"]["engine_kwargs"] == {"service_key": HIDDEN}
-    del shown["reward"], shown["logging"]["wandb_notes"], shown["generator"]["vllm"]
+    assert shown["task"]["chat_template_kwargs"] == {"service_key": HIDDEN}
+    del shown["reward"], shown["logging"]["wandb_notes"], shown["task"]["chat_template_kwargs"]
     plain = to_plain(load_config([]))
-    del plain["reward"], plain["logging"]["wandb_notes"], plain["generator"]["vllm"]
+    del plain["reward"], plain["logging"]["wandb_notes"], plain["task"]["chat_template_kwargs"]
     assert shown == plain
 
 
@@ -104,7 +104,7 @@ def test_what_was_hidden_is_not_read_back_as_a_value(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001" / "controller.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"does not show the value of \S+, which is secret; give \S+=VALUE again"):
         config_of_run(tmp_path, [])
-    given = ["reward.http.url=http://other:81/", "generator.vllm.engine_kwargs.service_key=new"]
+    given = ["reward.http.url=http://other:81/", "task.chat_template_kwargs.service_key=new"]
     config = config_of_run(tmp_path, given)
     assert config.reward.http.url == "http://other:81/"
     assert config.logging.wandb_notes == f"by {PATH_PART}", "what came out of the environment does so again"

@@ -319,6 +319,15 @@ def test_mask_keeps_groups_with_a_fresh_token() -> None:
     buffer.check_batch(5, taken)
 
 
+def test_a_batch_whose_step_is_under_way_is_not_evicted() -> None:
+    """Once taken, a group is measured by ``max_age``; the stragglers of ``mask`` come in while it is being trained."""
+    flow = {"max_staleness": 2, "over_stale": "mask"}
+    buffer = make_buffer(1, replay_fraction=1.0, max_reuse=3, max_age=1, flow=flow)
+    fill(buffer, make_group(0, low=0, high=3))
+    assert take_ids(buffer, 3) == [0] and buffer.evict(3) == []
+    assert [e.group_id for e in buffer.evict(4)] == [0]
+
+
 def test_downweight_shrinks_with_the_staleness_over_the_bound() -> None:
     buffer = make_buffer(3, flow={"max_staleness": 1, "over_stale": "downweight"})
     fill(buffer, make_group(0, low=0), make_group(1, low=4), make_group(2, low=5))

@@ -15,6 +15,7 @@ from asyncrlhf.data.pretrained import check_model, load_model, load_policy
 from asyncrlhf.engines.engine import AdapterMerge, named_weights
 from asyncrlhf.errors import ConfigError, WeightSyncError
 from asyncrlhf.learner.checkpoint import export_model
+from asyncrlhf.learner.state_writer import StateWriter
 from tests.numeric import assert_close
 
 TEXT = torch.arange(3, 15)[None]
@@ -79,7 +80,10 @@ def test_versions_are_made_from_the_base_and_leave_it_alone(adapted: PreTrainedM
 
 
 def test_the_export_is_the_plain_model_with_the_adapter_merged(adapted: PreTrainedModel, tmp_path: Path) -> None:
-    export_model(adapted, tmp_path, None, 0)
+    writer = StateWriter(torch.device("cpu"))
+    writer.begin(tmp_path)
+    export_model(adapted, tmp_path, None, 0, writer)
+    writer.end()
     saved, keys = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not keys["missing_keys"] and not keys["unexpected_keys"]
     assert_close(saved(TEXT).logits, adapted(TEXT).logits, rtol=0, atol=1e-4)

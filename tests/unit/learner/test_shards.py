@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.checkpoint import export_model
 from asyncrlhf.learner.distributed import gathered, on_host, pieces
+from asyncrlhf.learner.state_writer import StateWriter
 from tests.unit.learner.worlds import llama
 
 
@@ -51,12 +53,20 @@ def test_what_is_gathered_is_copied_before_it_is_let_go() -> None:
     assert [name for name, _ in gathered(parts)] == list(parts.tensors)
 
 
+def exported(model: Any, folder: Path, parts: Any, rank: int) -> None:
+    """Export, and wait for the disk."""
+    writer = StateWriter(torch.device("cpu"))
+    writer.begin(folder)
+    export_model(model, folder, parts, rank, writer)
+    writer.end()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_export_is_written_file_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 20_000)
     model = llama(tie_word_embeddings=tied)
     parts = Parts(model)
-    export_model(model, tmp_path, parts, rank=0)
+    exported(model, tmp_path, parts, rank=0)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 1 and (tmp_path / "model.safetensors.index.json").is_file()
     assert parts.largest <= 20_000
@@ -68,5 +78,5 @@ def test_the_export_is_written_file_by_file(tmp_path: Path, monkeypatch: pytest.
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     model = llama()
-    export_model(model, tmp_path / "model", Parts(model), rank=1)
+    exported(model, tmp_path / "model", Parts(model), rank=1)
     assert not list(tmp_path.rglob("*.*"))
