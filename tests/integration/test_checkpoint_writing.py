@@ -111,7 +111,7 @@ def test_a_full_disk_ends_the_run_in_one_sentence_and_the_checkpoint_before_goes
         return write_file(path, *rest)
 
     monkeypatch.setattr(state_writer, "write_file", full)
-    with pytest.raises(DiskFullError, match="^The disk is full: ") as failed:
+    with pytest.raises(DiskFullError, match=r"^The disk is full: ") as failed:
         run(tmp_path, *SETTINGS, "steps=8")
     cause = failed.value.__cause__
     assert isinstance(cause, CheckpointError)
