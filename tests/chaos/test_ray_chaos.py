@@ -153,6 +153,7 @@ def test_the_only_generator_comes_back_until_its_restarts_are_used_up(
     assert summary["ledger"]["adds_up"] and summary["ledger"]["trained"] == 5 * 16
 
 
+@pytest.mark.thorough  # test_frozen_parts_are_named_and_replaced freezes one as well
 @pytest.mark.usefixtures("ray_local")
 def test_a_generator_that_hangs_is_named_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -31,7 +31,7 @@ def assert_versions_agree(done: Finished) -> None:
         assert (np.diff(row.policy_versions) >= 0).all()
 
 
-@pytest.mark.parametrize("transport", ["collective", "object_store"])
+@pytest.mark.parametrize("transport", ["collective", pytest.param("object_store", marks=pytest.mark.thorough)])
 def test_weights_travel_while_sequences_go_on(tmp_path: Path, transport: str) -> None:
     done = run(
         tmp_path, *SMALL, "steps=12", "generator.replicas=2", "generator.ignore_eos=true",
@@ -56,6 +56,7 @@ def trained_data(done: Finished) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.thorough  # bit for bit on the local runtime in every run of the tests
 def test_lag_zero_is_synchronous(tmp_path: Path) -> None:
     common = (*SMALL, "steps=4")
     sync = run(tmp_path / "sync", *common, "async.mode=sync")
@@ -67,6 +68,7 @@ def test_lag_zero_is_synchronous(tmp_path: Path) -> None:
     assert_close([row["loss"] for row in sync.metrics], [row["loss"] for row in free.metrics], atol=1e-4)
 
 
+@pytest.mark.thorough  # tests/chaos has two ranks, one of which dies and comes back
 def test_two_learner_ranks_train_as_one_until_one_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     controllers, died_at = watch(monkeypatch), []
 
@@ -101,6 +103,7 @@ def test_fixed_lag_is_exact_and_repeatable(tmp_path: Path) -> None:
         assert set(row.policy_versions) == {max(0, step - 4)}
 
 
+@pytest.mark.thorough  # on the local runtime test_local_loop and the simulated schedules draw tails
 def test_long_tails_keep_the_bound(tmp_path: Path) -> None:
     done = run(
         tmp_path, *FAKE, "steps=100", "generator.replicas=4", "async.max_staleness=2",
