@@ -142,12 +142,13 @@ class Rollback:
             if group.max_version <= to:
                 room -= len(group)
                 (back if room >= 0 else undone).append(group)
-        returned: list[LedgerEntry] = []
+        before, returned = list[RolloutGroup](), list[LedgerEntry]()
         for group, entries in self.learn.ended:
             if entries[0].trained_at[-1] >= to >= group.max_version and len(group) <= room:
                 room -= len(group)
-                back.append(group)
+                before.append(group)
                 returned += entries
+        back = before + back  # as they were trained: another order would keep the oldest waiting beyond the bound
         self.assembly.drop(undone, "rolled_back")
         ids = [entry.rollout_id for entry in returned]
         if ids:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from asyncrlhf.actors.worker import Outbox
+from asyncrlhf.buffer.async_config import MODES
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.types import RolloutInfo
-from tests.chaos.simulation import Result, seeds_of, simulate
+from tests.chaos.simulation import Result, draw_config, seeds_of, simulate
 
 SEEDS = range(200)
 # What each of these seeds once showed; each fails without its repair.
@@ -36,6 +39,12 @@ def test_no_schedule_of_faults_breaks_a_promise() -> None:
     ends = [session.reason for r in results for session in r.sessions]
     assert all(ends.count(reason) > 10 for reason in ("crashed", "failed", "interrupted")), "the faults do nothing"
     assert {f.kind for r in results for f in r.faults} >= {"kill", "hang", "late", "freeze", "duplicate", "unanswered"}
+
+
+def test_every_mode_is_drawn() -> None:
+    """A rule of the settings that refuses all draws of a mode would leave it untried, and nothing else would tell."""
+    drawn = Counter(draw_config(random.Random(seed), seed).async_.mode for seed in range(60))
+    assert drawn.keys() == set(MODES) and drawn["async"] > 15
 
 
 @pytest.mark.parametrize("seed", FOUND, ids=FOUND.get)
