@@ -64,7 +64,12 @@ def test_the_statistics_of_a_checkpoint_go_on_where_they_were(tmp_path: Path) ->
     normalizer, resumed = RewardNormalizer(config), RewardNormalizer(config)
     rollouts, metrics = normalizer.of_batch(scored(1, 3))
     assert [r.reward for r in rollouts] == [-1.0, 1.0]
-    assert metrics == {"normalized_reward_mean": 0.0, "normalized_reward_std": 1.0}
+    assert metrics == {
+        "reward_mean": 2.0,
+        "reward_std": 1.0,
+        "normalized_reward_mean": 0.0,
+        "normalized_reward_std": 1.0,
+    }
     normalizer.save(tmp_path)
     resumed.load(tmp_path)
     assert resumed.of_batch(scored(5, 7)) == normalizer.of_batch(scored(5, 7))
