@@ -86,7 +86,9 @@ class Search:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=self.seed * _SEEDS_APART + len(self.trials))
-        study = optuna.create_study(direction=self.settings.direction, sampler=sampler)
+        study = optuna.create_study(
+            direction="maximize" if self.settings.direction == "maximize" else "minimize", sampler=sampler
+        )
         distributions = self._distributions()
         for trial in self.trials:
             value = self._value(trial, records, folder)
