@@ -152,7 +152,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
     async def close(self) -> None:
         if not self._ended():
             hear(self._told, self._lane.take())
-        self.kill("closed")  # whoever still waits for an answer hears of it
+        self.kill("closed")  # calls that still wait for an answer fail
         await asyncio.gather(self._task, return_exceptions=True)
         await super().close()
 

@@ -26,7 +26,7 @@ def digests(config: RunConfig) -> dict[str, str]:
         try:
             if path.exists():
                 found[key] = _digest(path)
-        except (OSError, ValueError):  # whoever reads it for its own sake says what is wrong with it
+        except (OSError, ValueError):  # the code that uses it says what is wrong with it
             continue
     return found
 
@@ -48,7 +48,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
 def _model(path: str) -> Path:
     try:
         return Path(resolve(path))
-    except ConfigError:  # said by whoever loads it
+    except ConfigError:  # the code that loads it says so
         return NOTHING
 
 

@@ -87,7 +87,7 @@ class Supervisor:
             raise StallError(f"Nothing moved for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
 
     def _feel_beats(self) -> None:
-        """Tokens are movement, whoever asked for them."""
+        """Tokens are movement, those of an evaluation too."""
         now = self.state.now()
         for replica in self.state.replicas:
             beat = replica.handle.beat

@@ -135,7 +135,7 @@ def newest_whole(found: Sequence[Path], read: Callable[[Path], T]) -> tuple[T | 
     """What ``read`` gives of the first of ``found`` that it does not refuse, and a sentence a checkpoint that was
     passed over. Raises ConfigError, with the sentence of the first, where it refuses all; None where there is none.
 
-    ``read`` raises CheckpointError for a checkpoint that is not whole. Whoever names a folder gets that one or none.
+    ``read`` raises CheckpointError for a checkpoint that is not whole. A folder that was named is read, or none is.
     """
     refused: list[str] = []
     for folder in found:
