@@ -28,8 +28,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # A lock needs no resolver: uv installs it in a tenth of pip's time. Where uv cannot (an index or a proxy that only pip's
 # settings know), pip does; see requirements/locked.sh.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
-# In at most three processes, one a core; tests that share Ray run in one of them (tests/conftest.py).
-PARALLEL := --timeout=300 --numprocesses=logical --maxprocesses=3 --dist=loadfile
+# In three processes, also on two cores: one of them runs all tests that share Ray (tests/conftest.py), which wait a lot.
+PARALLEL := --timeout=300 --numprocesses=3 --dist=loadfile
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
