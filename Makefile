@@ -29,7 +29,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # settings know), pip does; see requirements/locked.sh.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 # In three processes, also on two cores: one of them runs all tests that share Ray (tests/conftest.py), which wait a lot.
-PARALLEL := --timeout=300 --numprocesses=3 --dist=loadfile
+# In the order of their names, so that the short files of tests/unit come last and fill the processes evenly.
+PARALLEL := --timeout=300 --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 PACKAGES := asyncrlhf tests experiments
 TYPED := asyncrlhf/algorithms asyncrlhf/buffer asyncrlhf/types.py asyncrlhf/errors.py asyncrlhf/validation.py
 
