@@ -28,6 +28,7 @@ from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
 
 # hidden, layers, intermediate, heads, key-value heads, vocabulary; the first two with SmolLM2's ratios.
 SHAPES = {
+    "1.5b": (1536, 28, 8960, 12, 2, 151936),  # Qwen2.5-1.5B's, as a Llama
     "135m": (576, 30, 1536, 9, 3, 49152),  # SmolLM2-135M's
     "20m": (256, 12, 768, 4, 2, 32768),
     "2m": (128, 4, 384, 4, 2, 4096),
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     ``--steps`` steps with a checkpoint every fourth, where the event loop's lag is that of ``metrics.jsonl``. Other
     arguments are overrides of that run."""
     parser = argparse.ArgumentParser(prog="asyncrlhf bench checkpoint", description=__doc__)
-    parser.add_argument("--shape", default="135m", choices=[*SHAPES], help="the model: 135m, 20m or 2m parameters")
+    parser.add_argument("--shape", default="135m", choices=[*SHAPES], help="the model, by its parameters")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--steps", type=int, default=16, help="of the run on Ray; 0 leaves it out")

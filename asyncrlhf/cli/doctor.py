@@ -31,8 +31,9 @@ HELP = """asyncrlhf doctor [overrides]: what this machine offers, and what would
   asyncrlhf doctor ray.address=auto generator.gpus=1  on a cluster, which it joins to see what is free
 
   asyncrlhf doctor --all                              also imports the packages that the run does not use
+  asyncrlhf doctor --gpu [--out FILE]                 measures this machine's GPUs in ten minutes of runs (docs/gpu.md)
 
-It imports what the run needs in processes of their own, starts nothing and changes nothing.
+But for --gpu it imports what the run needs in processes of their own, starts nothing and changes nothing.
 Exit codes: 0 the run should work here, 1 it would fail, 2 no machine would take these settings."""
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
@@ -48,6 +49,10 @@ def run(arguments: Sequence[str] = ()) -> int:
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
+    if "--gpu" in arguments:
+        from asyncrlhf.bench import gpu_check
+
+        return gpu_check.run(arguments)
     overrides = [argument for argument in arguments if argument != "--all"]
     findings = examine(load_config(overrides), everything="--all" in arguments)
     console = Console()
