@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrlhf.bench.gpu_check import output_file
 from asyncrlhf.bench.run import BENCHMARKS
 from asyncrlhf.cli.main import COMMANDS, main
 from asyncrlhf.cli.settings_help import settings_help
@@ -33,7 +34,7 @@ STARTS = ("asyncrlhf ", "make ", "ray job submit ")
 COMPOSED_ONLY = {
     r"^make ": "installs an environment; CI runs these targets",
     r"ray job submit|ray\.address=": "a cluster",
-    r"gpus[=:]1|DEVICE=gpu": "GPUs",
+    r"gpus[=:]1|DEVICE=gpu|--gpu": "GPUs",
     r"experiment=(tldr|no_robots)": "a model and a dataset of the hub",
     r"experiment=smollm2_reasoning": "a 135M model: minutes a step on two cores",
     r"^asyncrlhf watch": "a terminal; tests/integration/test_watch.py drives it",
@@ -107,6 +108,8 @@ def resolve(words: Sequence[str]) -> None:
         plan_sweep([word for word in rest if not word.startswith("--")])
     elif verb == "bench":
         assert rest[0] in BENCHMARKS
+    elif "--gpu" in rest:
+        output_file(rest)
     elif verb in ("simulate", "profile"):
         load_config([word for word in rest[2:] if "=" in word])
     elif verb in ("schema", "report", "status", "verify", "watch"):

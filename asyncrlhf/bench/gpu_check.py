@@ -30,8 +30,8 @@ STEPS = 8
 State = Literal["passed", "failed", "not run"]
 # Of all runs: learner and generator on a GPU of their own, weights by NCCL, an audit of them in each third step.
 RUN = (
-    f"steps={STEPS}", "batch_size=64", "num_generations=8", "generator.max_completion_length=128", "generator.engine=vllm",
-    "generator.slots=64", "generator.gpus=1", "generator.vllm.max_model_len=512", "learner.gpus=1",
+    f"steps={STEPS}", "batch_size=64", "num_generations=8", "generator.max_completion_length=128",
+    "generator.engine=vllm", "generator.slots=64", "generator.gpus=1", "generator.vllm.max_model_len=512", "learner.gpus=1",
     "learner.mixed_precision=bfloat16", "model.dtype=bfloat16", "learner.token_budget=16384", "logging=quiet",
     "reward.kind=python", "reward.target=asyncrlhf.bench.measure:coin", "task.heldout_size=8", "eval_every=0",
     "weights.audit_every=3", "generator.vllm.enforce_eager=true",
@@ -85,9 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     import torch
 
-    parser = argparse.ArgumentParser(prog="asyncrlhf doctor --gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="where the figures go, as JSON")
-    out: Path = parser.parse_args([word for word in arguments if word != "--gpu"]).out
+    out = output_file(arguments)
     cards = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
@@ -103,6 +101,14 @@ def run(arguments: Sequence[str]) -> int:
         print(sentence)
     print(f"Figures: {out}")
     return int(any(result.state == "failed" for result in results))
+
+
+def output_file(arguments: Sequence[str]) -> Path:
+    """Where the figures go, by the command's options."""
+    parser = argparse.ArgumentParser(prog="asyncrlhf doctor --gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="where the figures go, as JSON")
+    found: Path = parser.parse_args([word for word in arguments if word != "--gpu"]).out
+    return found
 
 
 def examine(

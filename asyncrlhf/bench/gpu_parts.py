@@ -32,7 +32,7 @@ def write_model(shape: str, folder: Path) -> None:
     from asyncrlhf.data.checkpoint_folder import load_tokenizer
     from asyncrlhf.data.data_config import ModelConfig
 
-    build(shape).to(torch.bfloat16).save_pretrained(folder)
+    build(shape).bfloat16().save_pretrained(folder)
     load_tokenizer(ModelConfig()).save_pretrained(folder)
 
 
