@@ -29,6 +29,7 @@ from typing import Any
 os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error",
     TOKENIZERS_PARALLELISM="false", RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0",
+    RAY_process_group_cleanup_enabled="1",
 )  # fmt: skip
 
 import psutil
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "experiments/24_chaos"
 SMALL_DISK = "size=1500k"
 ORPHAN_SECONDS = 15.0
+SCAN_SECONDS = 0.5  # between two looks at the processes, each of which costs some milliseconds of a core
 
 
 @contextmanager
@@ -93,9 +95,38 @@ class Ended:
     hung: bool
     stall: float
     family: set[psutil.Process]
+    seconds: float
 
 
-def attempt(case: Case, run_dir: Path, told: Path, address: str, limit: float, *, faulty: bool) -> Ended:
+@dataclasses.dataclass
+class Processor:
+    """Processor seconds of processes, those that ended meanwhile as of the last look."""
+
+    spent: dict[psutil.Process, float] = dataclasses.field(default_factory=dict)
+
+    def look(self, *roots: psutil.Process | None) -> set[psutil.Process]:
+        """The processes below the roots."""
+        found = set[psutil.Process]()
+        for root in roots:
+            with suppress(psutil.NoSuchProcess):
+                found |= {root, *root.children(recursive=True)} if root is not None else set()
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                self.spent[process] = times.user + times.system
+        return found
+
+    @property
+    def total(self) -> float:
+        return sum(self.spent.values())
+
+
+PROCESSOR = Processor()
+
+
+def attempt(
+    case: Case, run_dir: Path, told: Path, address: str, keeper: psutil.Process | None, limit: float, *, faulty: bool
+) -> Ended:
     """One process of the run, from its start to its end."""
     given = (str(run_dir), str(told), address, limit, faulty)
     if case.runtime == "ray":  # a process that holds a Ray must not be forked
@@ -103,16 +134,21 @@ def attempt(case: Case, run_dir: Path, told: Path, address: str, limit: float, *
         number = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).pid
     elif (number := os.fork()) == 0:
         child(case, *given)
-    began, moved, stall, hung, family = time.monotonic(), time.monotonic(), 0.0, False, set[psutil.Process]()
+    began = moved = looked = time.monotonic()
+    stall, hung, family = 0.0, False, set[psutil.Process]()
     struck = not (faulty and case.part == "driver")
     seen = -1
     while True:
         done, status = os.waitpid(number, os.WNOHANG)
         if done:
-            return Ended(os.waitstatus_to_exitcode(status), hung, stall, family)
+            return Ended(os.waitstatus_to_exitcode(status), hung, stall, family, time.monotonic() - began)
         now = time.monotonic()
-        with suppress(psutil.NoSuchProcess):
-            family |= set(psutil.Process(number).children(recursive=True))
+        if now - looked > SCAN_SECONDS:
+            looked = now
+            with suppress(psutil.NoSuchProcess):
+                own = psutil.Process(number)
+                family |= PROCESSOR.look(own) - {own}
+            PROCESSOR.look(keeper)
         size = sum(path.stat().st_size for path in run_dir.glob("*.jsonl"))
         if size != seen:
             seen, moved = size, now
@@ -154,15 +190,16 @@ def strike_driver(case: Case, number: int, told: Path) -> None:
 
 def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None, limit: float) -> dict[str, Any]:
     """One seed: the run under its fault, again by the same command until it is done, and what it left."""
-    case, began = draw_case(seed, runtime), time.monotonic()
+    case, began, cpu_before = draw_case(seed, runtime), time.monotonic(), PROCESSOR.total
     with folder_of(case) as place:
         run_dir, told = place / "run", Path(tempfile.gettempdir()) / f"chaos-{os.getpid()}.json"
         told.unlink(missing_ok=True)
         told.with_suffix(".txt").unlink(missing_ok=True)
-        codes, reasons, stall, hung, orphans, untrue = [], [], 0.0, False, 0, ""
+        codes, reasons, lasted, stall, hung, orphans, untrue = [], [], [], 0.0, False, 0, ""
         for number in range(4):
-            ended = attempt(case, run_dir, told, address, limit, faulty=number == 0)
+            ended = attempt(case, run_dir, told, address, keeper, limit, faulty=number == 0)
             codes.append(ended.code)
+            lasted.append(round(ended.seconds, 1))
             reasons.append(reason_of(run_dir))
             stall, hung = max(stall, ended.stall), hung or ended.hung
             orphans += left_over(ended.family, keeper)
@@ -181,7 +218,8 @@ def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None
         "seed": seed, "runtime": runtime, "kind": case.kind, "part": case.part, "struck": struck.get("struck", []),
         "exit": codes, "reasons": reasons, "cause_true": not untrue, "finished": again, "verify": broken[:3], **found,
         "hung": hung, "orphans": orphans, "longest_stall": round(stall, 1),
-        "seconds": round(time.monotonic() - began, 1),
+        "runs_seconds": lasted, "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(PROCESSOR.total - cpu_before, 1),
     }  # fmt: skip
     row["held"] = not (broken or untrue or hung or orphans or not again or any(found.values()))
     for mark in ("Traceback", "Timeout ("):
@@ -239,15 +277,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         by_kind[row["kind"]].append(row)
     lines = [
-        "| fault | runs | struck | done at once | ended by its cause | promises broken | hung | orphans | stall s | s |"
+        "| fault | runs | struck | done at once | ended by its cause | broken | hung | orphans | stall s | s | CPU s |"
     ]
-    lines.append("|---" * 10 + "|")
+    lines.append("|---" * 11 + "|")
     for kind, own in [*sorted(by_kind.items()), ("all", list(rows))]:
         first = Counter(r["exit"][0] == 0 for r in own)
         cells = [
             kind, len(own), sum(bool(r["struck"]) for r in own), first[True], first[False],
             sum(not r["held"] for r in own), sum(r["hung"] for r in own), sum(r["orphans"] for r in own),
-            max(r["longest_stall"] for r in own), max(r["seconds"] for r in own),
+            max(r["longest_stall"] for r in own), max(max(r["runs_seconds"]) for r in own),
+            round(sum(r["cpu_seconds"] for r in own) / len(own), 1),
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     sums = {k: sum(r[k] for r in rows) for k in ("lost", "trained_twice", "over_bound")}
