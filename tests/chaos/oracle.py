@@ -135,8 +135,6 @@ def untrue(error: BaseException, faults: Sequence[Fault], failures_planned: bool
     struck = [f for f in faults if not isinstance(error, StallError) or f.kind in LONG_ENOUGH]
     if any(f.part in text or f.part.rpartition("-")[0] + " worker" in text for f in struck):
         return None
-    if any(f.part.startswith("learner") and ("learner is in its step" in text or "in a call" in text) for f in struck):
-        return None
     if any(f.verb == "connect" and "learner-0" in text for f in struck):  # which forms the group
         return None
     if failures_planned and ("max_failure_fraction" in text or "Every rollout of the batch" in text):

@@ -43,6 +43,7 @@ from tests.chaos.simulation import seeds_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "experiments/24_chaos"
+RAY_STARTS = 5
 SMALL_DISK = "size=1500k"
 ORPHAN_SECONDS = 15.0
 SCAN_SECONDS = 0.5  # between two looks at the processes, each of which costs some milliseconds of a core
@@ -52,10 +53,18 @@ SCAN_SECONDS = 0.5  # between two looks at the processes, each of which costs so
 def one_ray() -> Iterator[tuple[str, psutil.Process]]:
     """A Ray that outlives the runs: its address, and this process, which all of its processes descend from."""
     folder = tempfile.mkdtemp(prefix="ray-")
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20, _temp_dir=folder,
-        log_to_driver=False, logging_level="error",
-    )  # fmt: skip
+    for tries_left in reversed(range(RAY_STARTS)):  # Ray gives its node 30 s, which a crowded machine exceeds
+        try:
+            ray.init(
+                address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20,
+                _temp_dir=folder, log_to_driver=False, logging_level="error",
+            )  # fmt: skip
+            break
+        except Exception as error:
+            print(f"Ray did not start: {error}", flush=True)
+            ray.shutdown()
+            if not tries_left:
+                raise
     try:
         yield ray.get_runtime_context().gcs_address, psutil.Process()
     finally:
