@@ -36,6 +36,7 @@ import psutil
 import ray
 
 from asyncrlhf.records.checkpoint import list_checkpoints
+from asyncrlhf.records.journal import JOURNAL_FILE
 from tests.chaos.injection import Case, child, draw_case
 from tests.chaos.promises import broken_promises, figures
 from tests.chaos.simulation import main as simulate
@@ -146,7 +147,7 @@ def attempt(
     began = moved = looked = time.monotonic()
     stall, hung, family = 0.0, False, set[psutil.Process]()
     struck = not (faulty and case.part == "driver")
-    seen = -1
+    seen, begun = -1, False
     while True:
         done, status = os.waitpid(number, os.WNOHANG)
         if done:
@@ -161,16 +162,28 @@ def attempt(
         size = sum(path.stat().st_size for path in run_dir.glob("*.jsonl"))
         if size != seen:
             seen, moved = size, now
-        if size:
+            begun = begun or has_begun(run_dir)
+        if begun:
             stall = max(stall, now - moved)
         if not struck and moment(case, run_dir, now - began):
             struck = True
             strike_driver(case, number, told)
-        if now - began > limit:
+        if now - began > patience(limit):
             hung = True
             with suppress(ProcessLookupError):
                 os.killpg(number, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether its parts are there: a start has a limit of its own."""
+    journal = run_dir / JOURNAL_FILE
+    return journal.exists() and b'"publish"' in journal.read_bytes()
+
+
+def patience(limit: float) -> float:
+    """``limit`` seconds of a free machine, on one that others use as well."""
+    return limit * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def moment(case: Case, run_dir: Path, seconds: float) -> bool:
@@ -307,7 +320,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0-199")
     parser.add_argument("--runtime", default="ray", choices=("ray", "local"))
     parser.add_argument("--simulated", default="", help="seeds of the simulation to run first")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which one process counts as hung")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="seconds of a free machine after which a process hangs"
+    )
     given = parser.parse_args(arguments)
     if given.simulated and simulate(["--seeds", given.simulated]):
         return 1
