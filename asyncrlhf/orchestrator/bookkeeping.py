@@ -101,6 +101,7 @@ class Bookkeeping:
     saved: int | None = None  # the step of the newest checkpoint
     _asking: asyncio.Task[float | None] | None = None  # an evaluation under way
     _writing: asyncio.Task[None] | None = None  # the newest checkpoint
+    _committing: bool = False  # the thread that gives it its name has begun
     _asked_at: float = 0.0
 
     def is_boundary(self, step: int) -> bool:
@@ -206,18 +207,23 @@ class Bookkeeping:
             await self.log.flush()
             await off_loop(rollouts.result)
             seals = await self.runtime.learner.saved()
+            self._committing = True
             await off_loop(partial(writer.commit, document, marker, seals))
         except OSError as error:
             raise CheckpointError(f"the checkpoint {writer.folder} could not be written: {error}.") from error
+        finally:
+            self._committing = False
         self.state.journal.note("checkpoint", step=document["version"])
         self.saved = self.state.saved_version = document["version"]
         self.state.progressed()
 
     async def give_up_writing(self) -> None:
-        """Leave the checkpoint under way without its name: the learner that was to write it is gone."""
+        """Leave the checkpoint under way without its name: the learner that was to write it is gone. One that is about
+        to get its name in a thread, which nothing can stop, gets it: the run may go back to it."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.cancel()
+            if not self._committing:
+                writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
     async def settle(self) -> None:

@@ -278,11 +278,12 @@ class Controller:
         await self._bookkeeping.evaluate_end()
         if self.state.stopping:
             return await self._interrupted()
-        self._assembly.abandon(sorted(self.state.groups), "shutdown")
+        await self._bookkeeping.settle()  # until here the learner may die, and the run go back
+        self._end_loops()
+        self._assembly.cancel(sorted(self.state.groups), "shutdown")
         self._assembly.clear_buffer()
         self._log.mark()
         await self._log.flush()
-        await self._bookkeeping.settle()
         self.state.ledger.check()
         return "done"
 
@@ -291,6 +292,15 @@ class Controller:
         await self._bookkeeping.settle()
         self.state.message(f"Interrupted: a checkpoint of step {self.state.version} is written.")
         return "interrupted"
+
+    def _end_loops(self) -> None:
+        """Nothing is begun, collected or replaced any more; the supervisor watches over the last records."""
+        for task in self._tasks:
+            if task.get_name() not in ("main", "watch"):
+                task.remove_done_callback(self._ended.put_nowait)
+                task.cancel()
+        for replica in self.state.replicas:
+            replica.in_flight.clear()
 
     def _spawn(self, loop: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         task = asyncio.create_task(loop, name=name)

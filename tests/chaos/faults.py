@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, WorkerLostError, within
 from asyncrlhf.cluster.local_runtime import LocalAnnotator, LocalGenerator, LocalLearner, LocalRuntime, fetch_local
+from asyncrlhf.cluster.ranks import a_rank
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.rollout_rows import write_part
 from asyncrlhf.transport.protocol import LostReceiversError
@@ -62,8 +63,7 @@ class Fault:
 @dataclass
 class Faults:
     """One session's. ``kinds`` and ``verbs`` are those allowed, ``rate`` the chance of one at each await, ``most`` how
-    many there may be. ``crash`` is called at await number ``crash_at``. ``endless`` says whether a call may be left
-    without an end now."""
+    many there may be. ``crash`` is called at await number ``crash_at``."""
 
     rng: random.Random
     kinds: Sequence[str] = KINDS
@@ -72,7 +72,6 @@ class Faults:
     most: int = 0
     crash_at: int = -1
     crash: Callable[[], None] = lambda: None
-    endless: Callable[[], bool] = lambda: True
     tell: Callable[[str], None] = lambda text: None
     told_passes: bool = False
     fired: list[Fault] = field(default_factory=list)
@@ -92,7 +91,7 @@ class Faults:
         struck = self.rng.random() < self.rate and len(self.fired) < self.most
         if not struck or (self.parts and not part.startswith(tuple(self.parts))):
             return None
-        able = [k for k in self.kinds if suits(k, verb) and (k in PASSING or self.endless())]
+        able = [k for k in self.kinds if suits(k, verb)]
         if not able:
             return None
         fault = Fault(len(self.fired), self.rng.choice(able), part, verb, now)
@@ -167,6 +166,7 @@ async def for_ever() -> None:
 class Mortal:
     """What may die and freeze."""
 
+    name: str
     _thaw: asyncio.Event | None = None
     carried = 0  # answers that are held back on their way
     worker: Any
@@ -185,6 +185,11 @@ class Mortal:
             self._thaw = None
             if hasattr(getattr(self, "worker", None), "frozen"):
                 self.worker.frozen = False
+
+    async def ping(self, seconds: float) -> None:
+        """A frozen process gives no sign of life."""
+        await within(seconds, self.name, "ping", self.thawed())
+        await super().ping(seconds)  # type: ignore[misc]
 
     async def thawed(self) -> None:
         """Wait while the part is frozen; raises ReplicaError when it was ended meanwhile."""
@@ -289,16 +294,21 @@ class FaultyAnnotator(Mortal, LocalAnnotator):
 
 
 class FaultyLearner(Mortal, LocalLearner):
+    """A rank as on Ray: whatever ends a call without an answer is its death, and with it the group's."""
+
     def __init__(self, faults: Faults, runtime: LocalRuntime, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.faults, self.runtime, self._dead = faults, runtime, ""
+        self.faults, self.runtime = faults, runtime
 
     def die(self, cause: str) -> None:
-        self._dead = cause
+        self.kill(cause)
+        self.thaw()
+
+    def still_there(self) -> None:
+        self._check()
 
     async def _around(self, verb: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        if self._dead:
-            raise ReplicaError(f"{self.name} died: {self._dead}")
+        self._check()
         return await self.faults.around(self, verb, call)
 
     async def call(self, seconds: float, method: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -307,13 +317,16 @@ class FaultyLearner(Mortal, LocalLearner):
         async def real() -> Any:
             return await LocalLearner.call(self, seconds, method, *args, **kwargs)
 
-        return await within(seconds, self.name, verb, self._around(verb, real))
+        with a_rank():
+            return await within(seconds, self.name, verb, self._around(verb, real))
 
     def snapshot(self, probe: Any) -> Awaitable[Any]:
         offer = super().snapshot(probe)  # ordered at once
-        return asyncio.ensure_future(
-            within(LONG_SECONDS, self.name, "snapshot", self._around("snapshot", lambda: offer))
-        )
+        return asyncio.ensure_future(self._offered(offer))
+
+    async def _offered(self, offer: Awaitable[Any]) -> Any:
+        with a_rank():
+            return await within(LONG_SECONDS, self.name, "snapshot", self._around("snapshot", lambda: offer))
 
 
 @dataclass
@@ -331,10 +344,22 @@ class FaultyRuntime(LocalRuntime):
         super().__init__(*arguments)
         self.faults = faults
 
-    async def start(self) -> None:
-        await super().start()
+    def _learner(self) -> LocalLearner:
         spec = self._specs.learner
-        self.learner = FaultyLearner(self.faults, self, spec, self.learner.worker, self.told)
+        return FaultyLearner(self.faults, self, spec, self._workers.learner(spec), self.told)
+
+    async def restart_learner(self) -> None:
+        """Its start may fail, which says so as on Ray."""
+        dead: Any = self.learner
+        dead.die("started again")
+
+        async def real() -> None:
+            self.learner = self._learner()
+
+        try:
+            await self.faults.around(Place(dead.name, self), "restart", real)
+        except PlannedError as error:
+            raise ReplicaError(f"{dead.name} could not start: {error}") from error
 
     def _annotators(self, spec: Any) -> list[AnnotatorHandle]:
         made: Any = super()._annotators(spec)
@@ -345,8 +370,11 @@ class FaultyRuntime(LocalRuntime):
         return FaultyGenerator(self.faults, self, spec, worker, self.told)
 
     async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
+        """The learner's rank 0 forms the group, and is who hangs."""
         place = Place("weight group", self)
-        await self.faults.around(place, "connect", lambda: LocalRuntime.connect(self, receivers))
+        formed = self.faults.around(place, "connect", lambda: LocalRuntime.connect(self, receivers))
+        with a_rank():
+            await within(LONG_SECONDS, self.learner.name, "connect", formed)
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         """A restart that fails says so as on Ray, by a ReplicaError."""
@@ -363,7 +391,8 @@ class FaultyRuntime(LocalRuntime):
         async def real() -> list[Rollout]:
             return fetch_local(payloads)
 
-        return await self.faults.around(Place("rollouts of a checkpoint", self), "fetch", real)
+        place = Place("the object store", self)
+        return await within(LONG_SECONDS, place.name, "fetch", self.faults.around(place, "fetch", real))
 
     def write_part(self, target: Path, rows: Any, payloads: Any) -> Future[None]:
         """In place: with a thread beside the loop no run would be the same again."""

@@ -1,7 +1,8 @@
 """Workers that only let virtual time pass, for whole simulated runs of milliseconds: the loops around them are real.
 
 Each knows the truth that the controller only claims. A generator writes into ``behavior_logprobs`` of each token the
-version that it really held, beside the ``policy_versions`` that it was told; the learner keeps what it really trained.
+version that it really held, and of which life of the learner, beside the ``policy_versions`` that it was told; the
+learner keeps what it really trained.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from asyncrlhf.types import Annotation, GenerationFailure, GenerationRequest, Ro
 
 TOKENS = 3  # of each response
 TRAINED_FILE = "trained.json"
+LIFE = 10_000  # more than a run has versions: a token's truth is the learner's life and the version, in one number
 EARLY = 1e-9  # seconds that a timer of the virtual clock may be early
 
 
@@ -41,6 +43,7 @@ class Trained:
     masked_before: int
     critic_version: int | None
     has_reference: bool
+    undone: bool = False  # a token is of a version that a death of the learner has undone
 
 
 @dataclass
@@ -54,6 +57,7 @@ class World:
     load: float = 0.02
     fails_one_in: int = 0
     trained: list[Trained] = field(default_factory=list)
+    lives: list[int] = field(default_factory=list)  # of the learner: the version at which each began
 
     def fails(self, rollout_id: int, what: int) -> bool:
         """The same of each rollout in every session of a run."""
@@ -133,13 +137,14 @@ class Generator:
     def _finished(self, one: Response) -> Rollout | GenerationFailure:
         item, (told, true) = one.item, zip(*one.versions, strict=True)
         if item.rollout_id >= 0 and self._world.fails(item.rollout_id, 0):
-            return GenerationFailure(item.rollout_id, "a planned failure of generation")
+            return GenerationFailure(item.rollout_id, "a planned failure of generation", item.epoch)
         ids, truth = np.ones(TOKENS, np.int64), np.array(true, np.float32)
-        return Rollout(item.rollout_id, item.group_id, item.prompt, ids, truth, np.array(told), "stop", "", self.name)
+        made = item.rollout_id, item.group_id, item.prompt, ids, truth, np.array(told), "stop", "", self.name
+        return Rollout(*made, epoch=item.epoch)
 
     async def receive(self, ticket: Any) -> None:
         await asyncio.sleep(self._world.transfer)
-        self._staged = ticket.version
+        self._staged = ticket.truth
 
     async def load(self, version: int, cache: str) -> None:
         await asyncio.sleep(self._world.load)
@@ -148,12 +153,15 @@ class Generator:
 
 
 class Learner:
-    """One rank. Its checkpoint is the list of what it trained."""
+    """One rank. Its checkpoint is the list of what it trained. What it did before its death, and did not save, never
+    was: its next life begins at an earlier version."""
 
     def __init__(self, world: World) -> None:
         self.version = 0
         self._world = world
         self._snapshot = -1
+        world.trained.clear()
+        world.lives.append(0)
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         """Nothing is sent."""
@@ -168,7 +176,7 @@ class Learner:
         return offer()
 
     def ticket(self) -> Any:
-        return SimpleNamespace(version=self._snapshot)
+        return SimpleNamespace(version=self._snapshot, truth=(len(self._world.lives) - 1) * LIFE + self._snapshot)
 
     critic_ticket = ticket
 
@@ -178,9 +186,12 @@ class Learner:
     async def train(self, chosen: Sequence[Any], rollouts: Sequence[Rollout], **recorded: Any) -> StepResult:
         await asyncio.sleep(self._world.train)
         for (_, _, _, masked), r in zip(chosen, rollouts, strict=True):
-            true = tuple(int(v) for v in r.behavior_logprobs)
+            stamped = [divmod(int(v), LIFE) for v in r.behavior_logprobs]
+            true = tuple(version for _, version in stamped)
+            undone = any(version > min(self._world.lives[life + 1 :], default=version) for life, version in stamped)
             told = tuple(int(v) for v in r.policy_versions)
-            use = Trained(self.version, r.rollout_id, true, told, masked, r.critic_version, r.ref_logprobs is not None)
+            facts = r.critic_version, r.ref_logprobs is not None, undone
+            use = Trained(self.version, r.rollout_id, true, told, masked, *facts)
             self._world.trained.append(use)
         self.version += 1
         return StepResult({"loss": 0.0, "ess_fraction_seq": 0.9})
@@ -188,14 +199,17 @@ class Learner:
     async def save(self, folder: Path) -> None:
         await asyncio.sleep(self._world.train)
         uses = [list(vars(use).values()) for use in self._world.trained]
-        (folder / TRAINED_FILE).write_text(json.dumps([self.version, uses]))
+        (folder / TRAINED_FILE).write_text(json.dumps([self.version, uses, self._world.lives]))
 
     def saved(self) -> dict[str, Any]:
         return {}
 
     async def load(self, folder: Path) -> None:
         await asyncio.sleep(self._world.train)
-        self.version, uses = json.loads((folder / TRAINED_FILE).read_text())
+        self.version, uses, lives = json.loads((folder / TRAINED_FILE).read_text())
+        if len(self._world.lives) == 1:  # the first of a process that resumes the run
+            self._world.lives[:0] = lives
+        self._world.lives[-1] = self.version
         self._world.trained[:] = [Trained(a, b, tuple(c), tuple(d), *rest) for a, b, c, d, *rest in uses]
 
 

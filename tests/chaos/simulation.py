@@ -76,7 +76,11 @@ def draw_config(rng: random.Random, seed: int) -> RunConfig:
             config = _draw_config(rng, seed)
         except ConfigError:
             continue
-        return replace(config, logging=replace(config.logging, flush_every=more.choice((5, 20, 1000))))
+        return replace(
+            config,
+            logging=replace(config.logging, flush_every=more.choice((5, 20, 1000))),
+            learner=replace(config.learner, max_restarts=more.choice((0, 1, 3, 3))),
+        )
 
 
 def _draw_config(rng: random.Random, seed: int) -> RunConfig:
@@ -264,9 +268,8 @@ class SessionRun:
         heldout: Any = HeldOut([_prompt(-1), _prompt(-2)], sampling, runtime)
         source = PromptSource(_prompt, None, config.seed)
         controller = Controller(config, runtime, source, sampling, heldout, recorder, self._view(), 10, saved)
-        # Before the first step nobody watches over a call without a limit.
-        self.faults.endless = lambda: bool(controller._annotators)
         running = asyncio.create_task(self._run(controller), name="run")
+        controller.state.settings = {}  # a copy of them costs as much as the run, and nobody here reads it
         self.faults.crash = lambda: self._crash(running)
         checking = asyncio.create_task(self._check(controller, runtime, running), name="check")
         if self.stop_at is not None:

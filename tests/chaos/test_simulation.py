@@ -14,6 +14,7 @@ from asyncrlhf.buffer.async_config import MODES
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.learn import LearnLoop
+from asyncrlhf.orchestrator.rollback import Rollback
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.types import RolloutInfo
@@ -24,6 +25,7 @@ SEEDS = range(200)
 FOUND = {
     61: "an evaluation waited for a frozen generator that had no restart left",
     221: "under over_stale=mask a group that came over the bound kept its place in the last batch",
+    482: "after the last step a finished rollout made room, and new groups were begun while the run was ending",
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # calls that the end of a run left unmade
@@ -148,9 +150,14 @@ def result_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Outbox, "put", put)
 
 
+def undone_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a version sampled that the learner's death has undone is kept."""
+    monkeypatch.setattr(Rollback, "_sampled_beyond", lambda *arguments: False)
+
+
 BUGS = (
     leaked_slot, scored_twice, late_result_accepted, version_off_by_one, lost_wake_up, forgotten_rollout,
-    bound_ignored, result_lost,
+    bound_ignored, result_lost, undone_trained,
 )  # fmt: skip
 
 

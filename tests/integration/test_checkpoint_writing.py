@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, DiskFullError
 from asyncrlhf.learner import state_writer
-from asyncrlhf.orchestrator.bookkeeping import WRITE_OUT_SECONDS
+from asyncrlhf.orchestrator.bookkeeping import WRITE_OUT_SECONDS, Bookkeeping
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.records.checkpoint import CheckpointWriter, list_checkpoints
 from tests.loop import FAKE, run
@@ -124,3 +126,35 @@ def test_a_full_disk_ends_the_run_in_one_sentence_and_the_checkpoint_before_goes
     again.assert_ledger_whole()
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
     assert not list((tmp_path / "checkpoints").glob(".*.tmp"))
+
+
+async def test_a_rollback_awaits_the_checkpoint_that_is_about_to_get_its_name() -> None:
+    """Its thread cannot be stopped: looked for too early, the newest checkpoint would be the one before."""
+    begun, go_on, written = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def commit(*_: Any) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(60)
+        written.append("step-00000004")
+
+    async def nothing() -> dict[str, Any]:
+        return {}
+
+    state: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), progressed=lambda: None)
+    runtime: Any = SimpleNamespace(learner=SimpleNamespace(saved=nothing))
+    runtime.save_rollouts = lambda *_: SimpleNamespace(result=lambda: None)
+    log: Any = SimpleNamespace(flush=nothing)
+    writer: Any = SimpleNamespace(rollouts=Path(), folder=Path(), commit=commit)
+    rest: Any = [None] * 6
+    bookkeeping = Bookkeeping(state, runtime, rest[0], rest[1], rest[2], rest[3], log, rest[4], rest[5])
+    document: Any = {"version": 4}
+    bookkeeping._writing = asyncio.create_task(bookkeeping._write(writer, document, [], rest[0]))
+    await asyncio.wait_for(begun.wait(), 60)
+    given_up = asyncio.create_task(bookkeeping.give_up_writing())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not given_up.done(), "the rollback goes on although the checkpoint is being named"
+    go_on.set()
+    await asyncio.wait_for(given_up, 60)
+    assert written == ["step-00000004"] and state.saved_version == 4
