@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -39,7 +40,7 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
         try:
             confine(limits)
             # A function that hangs would outlive a parent that was killed.
-            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="watch").start()
+            threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True, name="watch").start()
             end_a_second_after_the_parent()
             function = load_target(target, key)
         except ConfigError as error:
@@ -64,10 +65,11 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
                 tell(scores=plain, metrics=log.metrics, extras=log.extras)
 
 
-def _end_with(parent: int) -> None:
-    """End this process, and all that the function started, as soon as the parent is gone."""
+def _end_with(parent: int, folder: str) -> None:
+    """End this process, its folder and all that the function started, as soon as the parent is gone."""
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +88,11 @@ def test_the_processes_that_a_function_left_end_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["leaves_a_process", "keeps_the_lock"])
-def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path, function: str) -> None:
+def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent is killed while the function hangs: nobody is left to end the child and what it started; nor does a
-    thread of the child run where the function keeps Python's lock."""
-    note = tmp_path / "process"
+    thread of the child run where the function keeps Python's lock. Its folder goes with it, or at the next start."""
+    note, place = tmp_path / "process", tmp_path / "temporary"
+    place.mkdir()
     program = f"""
 import numpy as np
 from asyncrlhf.rewards.sandbox import SandboxSource
@@ -100,14 +103,21 @@ source = SandboxSource("tests.reward_functions:{function}", "reward.target", 60.
 print(source._child._process.pid, flush=True)
 source.scores([Rollout(1, 1, prompt, one, one, one, "stop", "x", "g")])
 """
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    command, env = [sys.executable, "-c", program], {**os.environ, "TMPDIR": str(place)}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     wait_until(lambda: note.is_file() and note.read_text(), "the function's beginning")
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    sandbox.remove_abandoned()
+    assert len(list(place.iterdir())) == 1, "that of a living worker stays"
     parent.kill()
     parent.wait()
     wait_until(lambda: not is_alive(child), "the end of the orphan", 5.0)
     wait_until(lambda: not psutil.pid_exists(int(note.read_text())), "the end of what the function started", 5.0)
+    assert (function == "keeps_the_lock") == any(place.iterdir())
+    sandbox.remove_abandoned()
+    assert not any(place.iterdir())
 
 
 @pytest.mark.parametrize(
