@@ -34,6 +34,7 @@ from asyncrlhf.types import Rollout
 START_SECONDS = 120.0  # for the imports of the user's module
 STANDARD_ERROR = 2
 LOOK_SECONDS = 0.05  # between two counts of a function's processes
+GUARDS = 1  # processes of ours below it
 ANSWER_BYTES = 64 << 20
 FOLDER = "asyncrlhf-reward-"  # in the temporary folder, what the names of functions' own folders begin with
 MOST_ENDED = 10_000  # processes looked for at an end; a function that starts them without end must not keep it
@@ -164,7 +165,8 @@ class _Child:
         while not self._connection.poll(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise TimeoutError
-            if len(list(islice(descendants(self._process.pid), allowed + 1))) > allowed:
+            started = len(list(islice(descendants(self._process.pid), allowed + GUARDS + 1))) - GUARDS
+            if started > allowed:
                 raise TooMuchError(f"The reward function started more than reward.sandbox.processes={allowed}.")
         with suppress(ValueError, RecursionError):
             message = json.loads(self._connection.recv_bytes(ANSWER_BYTES))

@@ -39,6 +39,7 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
 
         try:
             confine(limits)
+            guard(descriptor, folder)
             # A function that hangs would outlive a parent that was killed.
             threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True, name="watch").start()
             end_a_second_after_the_parent()
@@ -63,6 +64,15 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
             else:
                 plain = [{"error": str(s)} if isinstance(s, RewardError) else s for s in scores]
                 tell(scores=plain, metrics=log.metrics, extras=log.extras)
+
+
+def guard(descriptor: int, folder: str) -> None:
+    """Start a process that ends what the function left, should this one alone be killed, as Ray does with the children
+    of an actor that it ends. Call it before there are threads."""
+    watched = os.getpid()
+    if os.fork() == 0:
+        os.close(descriptor)  # or the other end would not see this process's end
+        _end_with(watched, folder)
 
 
 def _end_with(parent: int, folder: str) -> None:
