@@ -106,6 +106,10 @@ class RewardWorker:
         answers = [reader.prefill(released, chunks) for reader in self.readers]
         return Prefilled(bool(answers), sorted({i for answer in answers for i in answer.evicted}))
 
+    def close(self) -> None:
+        """End what the scorer started: processes of reward functions and their folders."""
+        self.scorer.close()
+
 
 def build_annotator(spec: AnnotatorSpec, name: str) -> AnnotatorWorker:
     return spec.build(name)

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "overlap": "asyncrlhf.bench.overlap",
     "pacing": "experiments.23_pacing.bench",
     "replicas": "experiments.18_slow_replica.bench",
+    "soak": "asyncrlhf.bench.soak",
     "straggler": "experiments.15_stragglers.bench",
     "trl": "experiments.13_against_trl.bench",
     "weights": "experiments.14_weight_publish.bench",

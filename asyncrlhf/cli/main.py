@@ -10,6 +10,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -18,6 +19,7 @@ from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean
 
+TRACES = 4  # of errors outside a run, in the temporary folder
 USAGE = """asyncrlhf: asynchronous off-policy RLHF
 
   asyncrlhf train [overrides]      one run, such as: asyncrlhf train steps=50 async.max_staleness=4
@@ -36,7 +38,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
   asyncrlhf profile --from RUN     what this machine and model cost, out of a run's records
-  asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
+  asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, soak, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
 Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupted."""
@@ -125,12 +127,23 @@ def _unforeseen(error: Exception) -> int:
         return 1
     where = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
     if where is None:
-        with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
-            file.write(redact("".join(traceback.format_exception(error))))
-        where = file.name
+        where = _trace_file("".join(traceback.format_exception(error)))
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     print(f"asyncrlhf: {type(error).__name__}: {redact(first)}. The trace is in {where}.", file=sys.stderr)
     return 1
+
+
+def _trace_file(trace: str) -> str:
+    """A new file in the temporary folder, which keeps the newest ``TRACES`` of this user's."""
+    with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
+        file.write(redact(trace))
+    with suppress(OSError):
+        found = [
+            path for path in Path(file.name).parent.glob("asyncrlhf-error-*.txt") if path.stat().st_uid == os.getuid()
+        ]
+        for old in sorted(found, key=lambda path: path.stat().st_mtime_ns)[:-TRACES]:
+            old.unlink()
+    return file.name
 
 
 class Unbreakable:

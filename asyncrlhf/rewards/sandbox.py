@@ -5,6 +5,7 @@ It keeps accidents away, not malice: the function runs with the worker's rights 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from asyncrlhf.errors import ConfigError, RewardError
@@ -32,7 +34,9 @@ from asyncrlhf.types import Rollout
 START_SECONDS = 120.0  # for the imports of the user's module
 STANDARD_ERROR = 2
 LOOK_SECONDS = 0.05  # between two counts of a function's processes
+GUARDS = 1  # processes of ours below it
 ANSWER_BYTES = 64 << 20
+FOLDER = "asyncrlhf-reward-"  # in the temporary folder, what the names of functions' own folders begin with
 MOST_ENDED = 10_000  # processes looked for at an end; a function that starts them without end must not keep it
 
 
@@ -114,7 +118,8 @@ class _Child:
     def __init__(self, target: str, key: str, limits: SandboxConfig) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         self._limits = limits
-        folder = tempfile.mkdtemp(prefix="asyncrlhf-reward-")
+        remove_abandoned()
+        folder, lock = _own_folder()
         # What this process can import, the child can.
         paths = os.pathsep.join(path for path in sys.path if path)
         variables = {**environment(limits, os.environ), "PYTHONPATH": paths, "TMPDIR": folder}
@@ -128,7 +133,7 @@ class _Child:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that it can be ended with all that it started, and Ctrl-C passes it by
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, folder)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._connection, folder, lock)
         try:
             started = self.receive(START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
@@ -160,7 +165,8 @@ class _Child:
         while not self._connection.poll(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise TimeoutError
-            if len(list(islice(descendants(self._process.pid), allowed + 1))) > allowed:
+            started = len(list(islice(descendants(self._process.pid), allowed + GUARDS + 1))) - GUARDS
+            if started > allowed:
                 raise TooMuchError(f"The reward function started more than reward.sandbox.processes={allowed}.")
         with suppress(ValueError, RecursionError):
             message = json.loads(self._connection.recv_bytes(ANSWER_BYTES))
@@ -182,7 +188,39 @@ class _Child:
         self._finalizer()
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str) -> None:
+def remove_abandoned() -> None:
+    """Remove the folders of functions whose worker was killed together with them: nobody else has their locks."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with suppress(OSError):
+            lock = _lock(folder)
+            if os.fstat(lock).st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _own_folder() -> tuple[str, int]:
+    """A new folder, and the open file whose lock says that its owner lives: the lock goes with a killed one."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=FOLDER)
+        with suppress(BlockingIOError, FileNotFoundError):  # another process found it before it had its lock
+            lock = _lock(folder)
+            if os.path.isdir(folder):
+                return folder, lock
+            os.close(lock)
+
+
+def _lock(folder: str | Path) -> int:
+    """Raises BlockingIOError where another has the lock."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str, lock: int) -> None:
     connection.close()
     if process.poll() is None:
         # Those that left its group first, while they are still to be found below it.
@@ -193,3 +231,4 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str) 
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

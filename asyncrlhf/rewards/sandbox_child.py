@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -38,8 +39,9 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
 
         try:
             confine(limits)
+            guard(descriptor, folder)
             # A function that hangs would outlive a parent that was killed.
-            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="watch").start()
+            threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True, name="watch").start()
             end_a_second_after_the_parent()
             function = load_target(target, key)
         except ConfigError as error:
@@ -64,10 +66,20 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
                 tell(scores=plain, metrics=log.metrics, extras=log.extras)
 
 
-def _end_with(parent: int) -> None:
-    """End this process, and all that the function started, as soon as the parent is gone."""
+def guard(descriptor: int, folder: str) -> None:
+    """Start a process that ends what the function left, should this one alone be killed, as Ray does with the children
+    of an actor that it ends. Call it before there are threads."""
+    watched = os.getpid()
+    if os.fork() == 0:
+        os.close(descriptor)  # or the other end would not see this process's end
+        _end_with(watched, folder)
+
+
+def _end_with(parent: int, folder: str) -> None:
+    """End this process, its folder and all that the function started, as soon as the parent is gone."""
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

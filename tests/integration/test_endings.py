@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrlhf.cli.main import main
+from asyncrlhf.cli.main import COMMANDS, TRACES, main
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
@@ -162,6 +163,19 @@ def test_the_first_cause_is_told_and_every_trace_kept(
     monkeypatch.undo()
     assert run(tmp_path, *FAKE, "steps=1").summary["exit_reason"] == "done"
     assert not trace.exists(), "a run that is done shows no error of the attempt before"
+
+
+def test_traces_of_errors_outside_a_run_stay_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(COMMANDS, "verify", ("operator", "truediv"))  # called with one argument: a TypeError
+    for _ in range(TRACES + 3):
+        assert main(["verify"]) == 1
+    left = [str(path) for path in tmp_path.iterdir()]
+    assert len(left) == TRACES
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert any(last.endswith(f"The trace is in {name}.") for name in left), last
 
 
 def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:

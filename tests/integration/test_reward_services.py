@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import ray
 from transformers import LlamaModel
 
-from asyncrlhf.actors.annotator import RewardSpec
+from asyncrlhf.actors.annotator import AnnotatorActor, RewardSpec
+from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.cluster.ray_handles import RayAnnotator
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
@@ -338,3 +341,35 @@ def test_a_function_with_a_wrong_number_of_scores_ends_the_run(tmp_path: Path) -
     ):
         loop.run(tmp_path, *FAKE, *function, "steps=4", "fusion.max_batch=8")
     assert summary_of(tmp_path)["exit_reason"].startswith("failed: reward: The reward function returned 1 scores")
+
+
+def actor_around(function: str) -> RewardSpec:
+    settings = RewardConfig(kind="python", target=f"tests.reward_functions:{function}", threads=0)
+    return RewardSpec(settings, TaskConfig(), ModelConfig(), 16)
+
+
+def test_a_reward_workers_end_is_that_of_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed, and not left to be killed: a killed worker's function keeps its folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    actor = AnnotatorActor(actor_around("process_ids"), "reward-0")
+    told, _ = actor.annotate([((0, 0),)], None, RolloutBundle([rollout(1, "x")]))
+    child = psutil.Process(int(told.answer[0].reward))
+    assert ray_run.is_alive(child) and any(tmp_path.iterdir())
+    actor.close()
+    assert not ray_run.is_alive(child) and not any(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
+async def test_what_a_function_started_ends_with_its_killed_worker(ray_local: Any, tmp_path: Path) -> None:
+    """The worker is ended as one that hangs: its function is at work, and has a process of its own."""
+    handle = RayAnnotator(actor_around("leaves_a_process"), 0, {"num_cpus": 0}, 60.0)
+    await handle.ready()
+    (child,) = psutil.Process(await ray_run.process_id(handle.actor)).children()
+    note = tmp_path / "process"
+    asked = RolloutBundle([rollout(1, "x", metadata={"file": str(note)})])
+    answer = handle.actor.annotate.options(num_returns=2).remote([((0, 0),)], None, asked)
+    await ray_run.until(lambda: note.is_file() and note.read_text(), "the function's beginning")
+    started = [child, psutil.Process(int(note.read_text()))]
+    ray_local.kill(handle.actor)
+    await ray_run.until(lambda: not any(map(ray_run.is_alive, started)), "the end of what the worker started", 10)
+    del answer

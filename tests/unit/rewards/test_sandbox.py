@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +89,11 @@ def test_the_processes_that_a_function_left_end_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["leaves_a_process", "keeps_the_lock"])
-def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path, function: str) -> None:
+def test_a_child_ends_when_its_parent_is_gone(tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent is killed while the function hangs: nobody is left to end the child and what it started; nor does a
-    thread of the child run where the function keeps Python's lock."""
-    note = tmp_path / "process"
+    thread of the child run where the function keeps Python's lock. Its folder goes with it, or at the next start."""
+    note, place = tmp_path / "process", tmp_path / "temporary"
+    place.mkdir()
     program = f"""
 import numpy as np
 from asyncrlhf.rewards.sandbox import SandboxSource
@@ -100,14 +104,43 @@ source = SandboxSource("tests.reward_functions:{function}", "reward.target", 60.
 print(source._child._process.pid, flush=True)
 source.scores([Rollout(1, 1, prompt, one, one, one, "stop", "x", "g")])
 """
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    command, env = [sys.executable, "-c", program], {**os.environ, "TMPDIR": str(place)}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     wait_until(lambda: note.is_file() and note.read_text(), "the function's beginning")
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    sandbox.remove_abandoned()
+    assert len(list(place.iterdir())) == 1, "that of a living worker stays"
     parent.kill()
     parent.wait()
     wait_until(lambda: not is_alive(child), "the end of the orphan", 5.0)
     wait_until(lambda: not psutil.pid_exists(int(note.read_text())), "the end of what the function started", 5.0)
+    wait_until(lambda: not any(place.iterdir()), "the end of its folder", 5.0)
+
+
+def test_what_a_function_started_ends_where_its_process_alone_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray does with the children of an actor that it ends. What is left where all was killed goes at the next
+    start, and nothing of those that live."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    note, made = tmp_path / "process", scorer("leaves_a_process", 60.0)
+    asked = rollout(1, "x", metadata={"file": str(note)})
+    waiting = threading.Thread(target=made.score, args=([asked],))
+    (source,) = (part.source for part in made.sources.values())
+    waiting.start()
+    wait_until(lambda: note.is_file() and note.read_text(), "the function's beginning")
+    started = psutil.Process(int(note.read_text()))
+    source._child._process.kill()
+    wait_until(lambda: not is_alive(started), "the end of what the function started", 5.0)
+    waiting.join()
+    abandoned = tmp_path / f"{sandbox.FOLDER}1"
+    abandoned.mkdir()
+    live, _ = sandbox._own_folder()
+    sandbox.remove_abandoned()
+    assert Path(live).is_dir() and not abandoned.exists()
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +195,7 @@ def test_what_takes_too_much_fails_alone_and_leaves_nothing(
     assert results[0].error and cause in results[0].error and "\n" not in results[0].error
     assert not (tmp_path / "made").exists(), "what the function sends runs nothing here"
     assert [r.reward for r in greedy.score([rollout(4, "four")])] == [4.0]
-    wait_until(lambda: len({p.pid for p in psutil.Process().children(recursive=True)} - before) <= 1, "the forks' end")
+    wait_until(lambda: len({p.pid for p in psutil.Process().children(recursive=True)} - before) <= 2, "the forks' end")
 
 
 def test_a_process_that_left_the_group_ends_all_the_same(tmp_path: Path) -> None:
