@@ -36,6 +36,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf verify RUN...          whether runs kept what they promised, recomputed from their records
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
+  asyncrlhf plan --from RUN        the best layout for this machine, or for --gpus 16 --device H100, as an experiment
   asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
   asyncrlhf profile --from RUN     what this machine and model cost, out of a run's records
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, soak, straggler, trl, weights
@@ -74,6 +75,7 @@ COMMANDS = {
     "report": ("asyncrlhf.cli.main", "_report"),
     "verify": ("asyncrlhf.cli.verify", "main"),
     "schema": ("asyncrlhf.cli.reference", "schema"),
+    "plan": ("asyncrlhf.cli.plan", "plan"),
     "simulate": ("asyncrlhf.cli.simulate", "simulate"),
     "profile": ("asyncrlhf.cli.simulate", "profile"),
     "bench": ("asyncrlhf.bench.run", "main"),

@@ -20,22 +20,23 @@ from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, read_metrics
 
 USAGE = {
     "profile": "asyncrlhf profile --from RUN [--out FILE]",
+    "plan": "asyncrlhf plan (--from RUN | --profile FILE | --gpus N --device NAME) [--out FOLDER/NAME] [overrides]",
     "simulate": "asyncrlhf simulate (--from RUN | --profile FILE) [--out FOLDER] [overrides]",
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one sentence instead of a usage text."""
         raise ConfigError(f"{self.prog.split()[-1]}: {message}; write {USAGE[self.prog.split()[-1]]}.")
 
 
 def profile(arguments: Sequence[str]) -> int:
-    parser = _Parser(prog="asyncrlhf profile", description="Costs of this machine and model, out of a run's records.")
+    parser = Parser(prog="asyncrlhf profile", description="Costs of this machine and model, out of a run's records.")
     parser.add_argument("--from", dest="run", type=Path, required=True, metavar="RUN", help="directory of a real run")
     parser.add_argument("--out", type=Path, default=None, help="file to write (RUN/profile.json)")
     options = parser.parse_args(list(arguments))
-    costs, made = _fitted(options.run)
+    costs, made = fitted_costs(options.run)
     target = options.out or options.run / "profile.json"
     costs.save(target, made)
     base, each, _ = costs.decode_terms
@@ -46,11 +47,11 @@ def profile(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _fitted(run: Path) -> tuple[Any, dict[str, Any]]:
+def fitted_costs(run: Path) -> tuple[Any, dict[str, Any]]:
     """Costs of a run, and where they come from."""
     from asyncrlhf.planner.fit import costs_of_run
 
-    _check_run(run)
+    check_run(run)
     try:
         costs = costs_of_run(run)
     except ValueError as error:
@@ -60,7 +61,7 @@ def _fitted(run: Path) -> tuple[Any, dict[str, Any]]:
     return costs, {"run": str(run), **{key: known[key] for key in ("git_commit", "versions", "seed") if key in known}}
 
 
-def _check_run(run: Path) -> None:
+def check_run(run: Path) -> None:
     if not (run / METRICS_FILE).is_file():
         raise ConfigError(f"{run} holds no {METRICS_FILE}; give the directory of a run.")
     summary = run / "summary.json"
@@ -69,7 +70,7 @@ def _check_run(run: Path) -> None:
 
 
 def simulate(arguments: Sequence[str]) -> int:
-    parser = _Parser(prog="asyncrlhf simulate", description="What a config would do, on the virtual clock.")
+    parser = Parser(prog="asyncrlhf simulate", description="What a config would do, on the virtual clock.")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="take config, costs and lengths of a run")
     parser.add_argument("--profile", type=Path, help="costs of `asyncrlhf profile`; lengths of the run that it names")
     parser.add_argument("--out", type=Path, default=None, help="folder of the simulated run's records")
@@ -102,8 +103,8 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
     lengths = None
     try:
         if options.run is not None:
-            costs, _ = _fitted(options.run)
-            config = _config_of_run(options.run, overrides)
+            costs, _ = fitted_costs(options.run)
+            config = config_of_run(options.run, overrides)
             lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
         else:
             costs = Fitted.read(options.profile)
@@ -126,16 +127,28 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
     return {**summary, "run_dir": str(folder), "figures": found}, measured
 
 
-def _config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
+def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     """The run's own config as a simulated run, with changes."""
     from asyncrlhf.orchestrator.simulate import OVERRIDES
 
+    return changed(settings_of_run(run, overrides), *OVERRIDES)
+
+
+def settings_of_run(run: Path, overrides: Sequence[str]) -> DictConfig:
+    """What the run was configured with, with changes, as a new run that shows nothing."""
     check_words(overrides)
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"{run} holds no {CONFIG_FILE}; give the directory of a run.")
     saved = yaml.safe_load((run / CONFIG_FILE).read_text())
     own = {"run_dir": "", "checkpoint": {"resume": "no"}, "logging": {"progress": "none", "report": False}}
-    merged = OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides)), own, OmegaConf.from_dotlist([*OVERRIDES]))
+    merged = OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides)), own)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def changed(settings: DictConfig, *overrides: str) -> RunConfig:
+    """The config of these settings with changes; raises ConfigError with one sentence."""
+    merged = OmegaConf.merge(settings, OmegaConf.from_dotlist(list(overrides)))
     assert isinstance(merged, DictConfig)
     return from_hydra(merged)
 

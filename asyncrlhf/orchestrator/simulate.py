@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncrlhf.records.sinks import Sinks
 from asyncrlhf.records.summary import build_summary
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import SamplingParams
+from asyncrlhf.validation import check
 
 # What a simulated run is beside the settings under study: parts in one process, nothing evaluated, saved or sent.
 OVERRIDES = (
@@ -41,15 +43,23 @@ OVERRIDES = (
 
 
 def simulate(
-    config: RunConfig, costs: Costs, lengths: Lengths, run_dir: Path, conditions: Conditions | None = None
+    config: RunConfig,
+    costs: Costs,
+    lengths: Lengths,
+    run_dir: Path,
+    conditions: Conditions | None = None,
+    *,
+    take_turns: bool = False,
 ) -> dict[str, Any]:
     """Run ``config`` on the virtual clock and write its records to ``run_dir``; returns the summary, whose
     ``controller_ms_per_rollout`` is what the real controller took of this machine.
 
-    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` each replica stands for so many, with as many slots.
+    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` each simulated replica stands for so many of the
+    config's. ``take_turns``: all replicas share their devices with the learner, whose ranks the overrides leave out.
     Raises ConfigError for a folder that holds a run, and what a loop of the controller raised.
     """
     conditions = conditions or Conditions()
+    config = _merged(config, conditions.cohort)
     tokenizer = load_tokenizer(config.model)
     task = build_task(config.task, tokenizer)
     world = World(costs, lengths, conditions, config.seed)
@@ -64,7 +74,9 @@ def simulate(
     controllers: list[Controller] = []
 
     async def main() -> Outcome:
-        runtime = CostRuntime(specs(config, config.weights), placement_plan(config).sharing, world)
+        parts = specs(config, config.weights)
+        sharing = {spec.name for spec in parts.generators} if take_turns else placement_plan(config).sharing
+        runtime = CostRuntime(parts, sharing, world)
         heldout = HeldOut([], sampling, runtime)
         source = task.train_source(config.seed)
         controller = Controller(config, runtime, source, sampling, heldout, recorder, view, vocab_size=len(tokenizer))
@@ -89,6 +101,20 @@ def simulate(
     summary |= {"simulated": True, "controller_ms_per_rollout": 1e3 * seconds / max(1, counts["admitted_total"])}
     recorder.finish(summary)
     return summary
+
+
+def _merged(config: RunConfig, cohort: int) -> RunConfig:
+    """The config with one replica of the slots of ``cohort`` in place of so many."""
+    given = config.generator
+    if cohort == 1:
+        return config
+    check(
+        given.groups is None and given.replicas % cohort == 0,
+        f"A cohort of {cohort} replicas does not divide generator.replicas={given.replicas}; replicas of a cohort are "
+        "alike, and allowed are its divisors.",
+    )
+    merged = replace(given, replicas=given.replicas // cohort, slots=given.slots * cohort)
+    return replace(config, generator=merged)
 
 
 def settled(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) -> list[dict[str, Any]]:
@@ -116,4 +142,6 @@ def figures(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) ->
         "generator_idle": mean("generator_idle_fraction"),
         "staleness": mean("staleness_mean"),
         "dropped_share": dropped / trained if trained else 0.0,
+        "train_seconds": mean("train_seconds"),
+        "weight_sync_seconds": mean("weight_sync_seconds"),
     }

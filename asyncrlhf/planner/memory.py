@@ -80,12 +80,13 @@ def learner_bytes(
     )
 
 
-def generator_bytes(shape: ModelShape, context_tokens: float, tensor_parallel: int = 1, pipeline: int = 1) -> Bytes:
+def generator_bytes(
+    shape: ModelShape, context_tokens: float, tensor_parallel: int = 1, pipeline: int = 1, *, dtype: str = "bfloat16"
+) -> Bytes:
     """One device of a replica that holds ``context_tokens`` of context in its cache."""
-    shards = tensor_parallel * pipeline
-    return Bytes(
-        {"weights": 2.0 * shape.parameters / shards, "key-value cache": context_tokens * shape.kv_bytes / shards}
-    )
+    shards, width = tensor_parallel * pipeline, 2 if dtype == "bfloat16" else 4
+    cache = context_tokens * shape.kv_bytes * width / 2
+    return Bytes({"weights": width * shape.parameters / shards, "key-value cache": cache / shards})
 
 
 def slots_that_fit(

@@ -1,0 +1,204 @@
+"""``asyncrlhf plan``: the best layout for so many devices, and a file that ``train`` runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from asyncrlhf.cli.plan_space import clusters_of, layout_of, shape_of, space_of
+from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run
+from asyncrlhf.config.compose import check_words, compose_config, split_config_dir
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.validation import check, check_folder_name
+
+if TYPE_CHECKING:
+    from asyncrlhf.planner.choose import Chosen, Space
+    from asyncrlhf.planner.layout import Layout
+    from asyncrlhf.planner.ranking import Subject
+
+MEASURED_STEPS = 12  # of a simulated run, after its beginning and before its end
+HANDLES = 16  # simulated replicas at least; more stand for several each
+# What the user may write in an override, and what of a layout it decides; such a decision is kept.
+DECIDES = {
+    "cluster": "placement", "cluster.placement": "placement", "generator.replicas": "replicas",
+    "generator.vllm.tensor_parallel_size": "tensor", "generator.vllm.pipeline_parallel_size": "pipeline",
+    "generator.slots": "slots", "learner.ranks": "ranks", "learner": "sharding", "learner.zero_stage": "sharding",
+    "learner.sharding": "sharding", "learner.sequence_parallel_size": "sequence_parallel",
+    "learner.zero_offload": "offload", "learner.gradient_checkpointing": "checkpointing", "async": "max_staleness",
+    "async.mode": "max_staleness", "async.max_staleness": "max_staleness", "weights.publish_every": "publish_every",
+}  # fmt: skip
+
+
+def plan(arguments: Sequence[str]) -> int:
+    rest, folder = split_config_dir(arguments)
+    options, overrides = _parser().parse_known_args(rest)
+    if options.compare is not None:
+        from asyncrlhf.cli.plan_files import compare
+
+        check(not overrides, f"plan --compare takes a plan and a run, and no {' '.join(overrides)}.")
+        compare(*options.compare)
+        return 0
+    check_words(overrides)
+    task = _task(options, overrides, folder)
+    chosen = _choose(task, options.simulate)
+    _write(task, chosen, options.out, overrides)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="asyncrlhf plan", description="The best layout for devices, simulated before it is run.")
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan for this machine, by a run's costs")
+    parser.add_argument("--profile", type=Path, help="plan for this machine, by costs of `asyncrlhf profile`")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="of this machine that a plan may use")
+    parser.add_argument("--gpus", help="devices of the catalogue, such as 16; of several groups: 8,16")
+    parser.add_argument("--device", help="their names, such as H100; of several groups: H100,L4")
+    parser.add_argument("--per-node", type=int, default=0, help="devices of a node (those of the catalogue)")
+    parser.add_argument("--prompt-length", type=float, default=None, help="tokens a prompt")
+    parser.add_argument("--mean-length", type=float, default=None, help="tokens a response, log-normal")
+    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of these lengths")
+    parser.add_argument(
+        "--keep", action="append", default=[], help="[WHY=]NAME<=VALUE of a decision, as max_staleness<=2"
+    )
+    parser.add_argument("--free", action="append", default=[], choices=["batch_size"], help="what else may be changed")
+    parser.add_argument("--simulate", type=int, default=32, help="layouts that are simulated")
+    parser.add_argument("--out", type=Path, default=Path("plans/plan"), help="FOLDER/NAME of the files (plans/plan)")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("PLAN", "RUN"), help="predicted beside measured")
+    return parser
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned: the settings that stay, the space of layouts, and what they cost."""
+
+    settings: DictConfig
+    subject: Subject
+    space: Space
+    gpus: bool
+    hiccups: tuple[float, float] = (0.0, 0.0)
+    source: str = ""
+
+    def overrides(self, layout: Layout) -> list[str]:
+        from asyncrlhf.planner.layout import overrides
+
+        return overrides(layout, gpus=self.gpus, kinds=self.subject.kinds)
+
+
+def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | None) -> Task:
+    """Raises ConfigError with one sentence for input from which nothing can be planned."""
+    from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
+    from asyncrlhf.planner.ranking import Subject
+    from asyncrlhf.planner.shapes import Workload
+    from asyncrlhf.planner.tables import Fitted
+
+    given = [name for name in ("run", "profile", "gpus") if getattr(options, name) is not None]
+    say = _parser().error
+    if len(given) != 1:
+        say("give one of --from, --profile and --gpus")
+    if (options.gpus is None) != (options.device is None):
+        say("--gpus and --device belong together, as in --gpus 16 --device H100")
+    for name, least in (
+        ("cores", 1),
+        ("simulate", 1),
+        ("per_node", 0),
+        ("mean_length", 1.0),
+        ("prompt_length", 1.0),
+        ("cv", 0.0),
+    ):
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            say(f"--{name.replace('_', '-')} {value:g} is too small; at least {least:g}")
+    settings = settings_of_run(options.run, overrides) if options.run else compose_config(overrides, folder)
+    config = changed(settings)
+    lengths, hiccups, costs = None, (0.0, 0.0), None
+    try:
+        if options.run is not None:
+            costs, _ = fitted_costs(options.run)
+            lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
+        elif options.profile is not None:
+            costs = Fitted.read(options.profile)
+        if options.mean_length is not None:
+            longest = config.generator.max_completion_length
+            lengths = Workload(options.prompt_length or 0.0, min(options.mean_length, longest), options.cv, longest)
+        clusters = clusters_of(options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if lengths is None:
+        say("no response lengths are known; give --mean-length TOKENS (and --cv, --prompt-length), or --from RUN")
+    kinds = tuple(kind for kind in ("reference", "critic") if getattr(config.algorithm, f"needs_{kind}"))
+    subject = Subject(
+        shape_of(config),
+        lengths,
+        config.num_generations,
+        clusters,
+        layout_of(config, costs is not None),
+        costs,
+        kinds,
+        config.learner.token_budget,
+        "float32" if costs is not None and config.learner.mixed_precision == "none" else "bfloat16",
+    )
+    space = space_of(subject, options, config, {DECIDES.get(word.partition("=")[0].lstrip("+~")) for word in overrides})
+    return Task(settings, subject, space, costs is None, hiccups, str(options.run or options.profile or options.device))
+
+
+def _choose(task: Task, simulated: int) -> Chosen:
+    from asyncrlhf.planner.choose import choose
+
+    def valid(layout: Layout) -> str | None:
+        try:
+            changed(task.settings, *task.overrides(layout))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def run(layout: Layout, seed: int) -> Mapping[str, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            return simulated_run(task, layout, seed, Path(folder) / "run")
+
+    try:
+        return choose(task.space, task.subject, valid, run, simulated)
+    except ValueError as error:
+        raise ConfigError(f"plan: {str(error).rstrip('.')}.") from error
+
+
+def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[str, float]:
+    """The figures of a run of this layout, whose records are written to ``folder``."""
+    from asyncrlhf.cluster.cost_parts import Conditions
+    from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+    from asyncrlhf.planner.ranking import costs_of
+
+    start = 6 + layout.max_staleness
+    quiet = (f"seed={seed}", f"steps={start + MEASURED_STEPS + layout.max_staleness + 2}", "logging.progress=none")
+    config = changed(task.settings, *task.overrides(layout), *OVERRIDES, *quiet)
+    alike = config.generator.groups is None
+    cohort = max(
+        k
+        for k in range(1, layout.replicas + 1)
+        if not layout.replicas % k and (k == 1 or (alike and layout.replicas // k >= HANDLES))
+    )
+    conditions = Conditions(hiccups=task.hiccups[0], hiccup_seconds=task.hiccups[1], cohort=cohort)
+    costs = costs_of(layout, task.subject)
+    simulate(config, costs, task.subject.workload, folder, conditions, take_turns=layout.placement == "flatten")
+    return figures(read_metrics(folder / METRICS_FILE), layout.max_staleness, start)
+
+
+def _write(task: Task, chosen: Chosen, out: Path, overrides: Sequence[str]) -> None:
+    from asyncrlhf.cli.plan_files import write_plan
+    from asyncrlhf.planner.explain import sentences
+
+    check_folder_name("plan --out", out.name)
+    config = changed(task.settings, *task.overrides(chosen.best.layout), f"name={out.name}")
+    with tempfile.TemporaryDirectory() as folder:
+        simulated_run(task, chosen.best.layout, 0, Path(folder) / "run")
+        written = write_plan(out, config, chosen, task.subject, Path(folder) / "run", (task.source, *overrides))
+    for sentence in sentences(chosen, task.subject):
+        print(sentence)
+    print(f"Plan: {', '.join(map(str, written))}")
+    print(f"Run it: asyncrlhf train --config-dir={out.parent} experiment={out.name}")

@@ -1,0 +1,137 @@
+"""What ``asyncrlhf plan`` chooses from: the machine, the model's shape, and the layouts that both allow."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.planner.layout import Layout, catalogue, counts, keeps
+from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape
+from asyncrlhf.validation import check
+
+if TYPE_CHECKING:
+    from asyncrlhf.planner.choose import Space
+    from asyncrlhf.planner.ranking import Subject
+
+BOUNDS, PUBLISHES = (0, 1, 2, 4, 8, 16), (1, 2, 4)
+SLOTS = (32, 64, 128, 256, 512)
+
+
+def shape_of(config: RunConfig) -> Any:
+    from asyncrlhf.data.checkpoint_folder import resolve
+
+    path = Path(resolve(config.model.path))
+    check(
+        path.is_dir(),
+        f"plan: model.path={config.model.path} is no folder here; give one that holds the model's config.json "
+        "(its weights are not needed).",
+    )
+    try:
+        return ModelShape.from_config(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def clusters_of(options: argparse.Namespace) -> tuple[Any, ...]:
+    """The groups of devices; this machine's cores are one."""
+    if options.gpus is None:
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        here = Device("this machine", 1.0, 1.0, memory, "measured")
+        return (Cluster(here, 1, options.cores, Link(0.0, 1.0), Link(0.0, 1.0)),)
+    counts, names = options.gpus.split(","), options.device.split(",")
+    if len(counts) != len(names) or not all(count.isdigit() and int(count) > 0 for count in counts):
+        raise ValueError(
+            f"plan: --gpus {options.gpus} --device {options.device} are no groups; write as many numbers "
+            "of at least 1 as names, such as --gpus 8,16 --device H100,L4."
+        )
+    return tuple(catalogue(name, int(count), options.per_node) for count, name in zip(counts, names, strict=True))
+
+
+def layout_of(config: RunConfig, here: bool) -> Layout:
+    """The config's own."""
+    own, vllm = config.learner, config.generator.vllm
+    stage = str(own.zero_stage) if own.backend == "deepspeed" else ("fsdp2" if own.sharding == "fsdp2" else "0")
+    return Layout(
+        config.cluster.placement if here or config.cluster.placement != "auto" else "separate",
+        config.generator.replicas if config.generator.groups is None else 1,
+        *((1, 1) if here else (vllm.tensor_parallel_size, vllm.pipeline_parallel_size)),
+        config.generator.slots,
+        own.ranks,
+        stage,
+        own.sequence_parallel_size,
+        own.zero_offload != "none",
+        own.gradient_checkpointing,
+        max_staleness=config.async_.bound,
+        publish_every=config.weights.publish_every,
+        batch_size=config.batch_size,
+    )
+
+
+def space_of(subject: Subject, options: argparse.Namespace, config: RunConfig, kept: set[str | None]) -> Space:
+    """What may be chosen; decisions that the user wrote as overrides stay."""
+    from asyncrlhf.planner.choose import Space
+
+    base, here = subject.base, subject.measured is not None
+
+    def values(name: str, *of: Any) -> tuple[Any, ...]:
+        return (getattr(base, name),) if name in kept else of
+
+    threads = max(config.generator.threads, config.learner.threads, 1) if here else 1
+    devices = [
+        cluster.devices // threads if here else int(n)
+        for cluster, n in zip(subject.clusters, [0] if here else options.gpus.split(","), strict=True)
+    ]
+    most = max(devices)
+    slots = {max(1, round(base.slots * f)) for f in (0.25, 0.5, 1, 2)} if here else SLOTS
+    batches = [base.batch_size] if not options.free else [base.batch_size // 2, base.batch_size, 2 * base.batch_size]
+    axes = {
+        "placement": values("placement", *(("auto", "flatten") if here else ("separate", "flatten"))),
+        "max_staleness": values("max_staleness", *BOUNDS),
+        "publish_every": values("publish_every", *PUBLISHES),
+        "batch_size": batches,
+    }
+    generators = [
+        replace(base, replicas=replicas, tensor=tensor, pipeline=pipeline, slots=size, generators_on=group)
+        for group, cluster in enumerate(subject.clusters)
+        for tensor in values("tensor", *([1] if here else _tensors(subject, cluster.per_node)))
+        for pipeline in values("pipeline", *([1] if here or tensor < cluster.per_node else [1, 2, 4]))
+        for replicas in values("replicas", *counts(devices[group] // (tensor * pipeline)))
+        for size in values("slots", *sorted(slots))
+    ]
+    learners = [
+        replace(base, ranks=ranks, learner_on=group, **more)
+        for group in range(len(devices))
+        for ranks in values("ranks", *counts(min(most, config.batch_size // config.num_generations)))
+        if ranks <= devices[group]
+        for more in ([{}] if here else _learners(subject, ranks, values))
+    ]
+    try:
+        return Space(learners, generators, devices, axes, [keeps(said) for said in options.keep])
+    except ValueError as error:
+        raise ConfigError(f"plan: --keep {error}.") from error
+
+
+def _tensors(subject: Subject, per_node: int) -> list[int]:
+    shape = subject.shape
+    return [t for t in (1, 2, 4, 8) if t <= per_node and not shape.heads % t and not shape.kv_heads % t]
+
+
+def _learners(subject: Subject, ranks: int, values: Callable[..., tuple[Any, ...]]) -> list[Mapping[str, Any]]:
+    """What a rank may hold, of so many ranks."""
+    return [
+        {"sharding": sharding, "sequence_parallel": parallel, "offload": offload, "checkpointing": checkpointing,
+         "services": services}
+        for sharding in values("sharding", *(("0",) if ranks == 1 else ("0", "1", "2", "3", "fsdp2")))
+        for parallel in values("sequence_parallel", 1, 2, 4)
+        if parallel == 1 or (sharding in "123" and not ranks % parallel and not subject.shape.heads % parallel)
+        for offload in values("offload", False, True)
+        if not offload or sharding in "123"
+        for checkpointing in values("checkpointing", False, True)
+        for services in ((0, 1, 2) if subject.kinds else (0,))
+    ]  # fmt: skip

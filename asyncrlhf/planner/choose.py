@@ -1,0 +1,156 @@
+"""Which layout: memory refuses, closed forms rank, the controller on the virtual clock decides among the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+from asyncrlhf.planner.layout import MAX_LAYOUTS, Layout, enumerate_layouts
+from asyncrlhf.planner.ranking import Estimate, Subject, bytes_of, costs_of, estimate, rank_refusal, refusal
+
+Figures = Mapping[
+    str, float
+]  # of a simulated run: step_seconds, learner_idle, generator_idle, staleness, dropped_share
+SEEDS = (0, 1, 2)
+FINALISTS = 6  # that all seeds are tried of
+VARIANTS = 3  # of a learner on so many ranks: the fastest that fit
+HOPELESS = 1.5  # times the least step by the closed forms
+TIE = 0.01  # of a step: seeds differ by as much
+LEARNER = ("ranks", "sharding", "sequence_parallel", "offload", "checkpointing", "services")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, its estimate, and the mean figures of its simulated runs."""
+
+    layout: Layout
+    estimate: Estimate
+    figures: Figures
+    seeds: int = 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """``refused``: sentences by what they are about; ``seen``: layouts that fit into memory."""
+
+    best: Candidate
+    others: Sequence[Candidate]
+    refused: Mapping[str, str]
+    seen: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen: learners, generators and further ``axes`` of a layout, on ``devices`` of each group."""
+
+    learners: Sequence[Layout]
+    generators: Sequence[Layout]
+    devices: Sequence[int]
+    axes: Mapping[str, Sequence[Any]]
+    keeps: Sequence[Callable[[Layout], bool]] = ()
+
+
+def choose(
+    space: Space,
+    subject: Subject,
+    valid: Callable[[Layout], str | None],
+    simulate: Callable[[Layout, int], Figures],
+    simulated: int = 32,
+) -> Chosen:
+    """The layout of the shortest step; of equals that of least staleness, then of fewest devices.
+
+    Args:
+        valid: says in one sentence what the config classes have against a layout.
+        simulate: figures of a run of this layout with this seed.
+        simulated: layouts of which one run is simulated; of the best few of them there are three.
+
+    Raises ValueError with one sentence where nothing is left.
+    """
+    refused: dict[str, str] = {}
+    learners = _variants(space, subject, refused)
+    ranked = _ranked(replace(space, learners=learners), subject, refused)
+    if not ranked:
+        why = f", for example: {next(iter(refused.values()))}" if refused else ""
+        raise ValueError(f"no layout fits onto these devices{why}" if why else "no layout is left to choose from")
+    tried: list[Candidate] = []
+    for layout, guess in ranked:
+        if len(tried) == simulated:
+            break
+        if (sentence := valid(layout)) is not None:
+            refused.setdefault(sentence, sentence)
+            continue
+        tried.append(Candidate(layout, guess, simulate(layout, SEEDS[0])))
+    if not tried:
+        raise ValueError(f"no layout passes the config's own checks, for example: {next(iter(refused.values()))}")
+    tried.sort(key=lambda c: c.figures["step_seconds"])
+    finalists = [_averaged(candidate, simulate) for candidate in tried[:FINALISTS]]
+    least = min(c.figures["step_seconds"] for c in finalists)
+    best = min(finalists, key=lambda c: (c.figures["step_seconds"] > (1 + TIE) * least, *_modest(c)))
+    others = sorted(
+        (c for c in (*finalists, *tried[FINALISTS:]) if c is not best), key=lambda c: c.figures["step_seconds"]
+    )
+    return Chosen(best, others, refused, len(ranked))
+
+
+def _modest(candidate: Candidate) -> tuple[float, ...]:
+    layout = candidate.layout
+    return (
+        round(candidate.figures["staleness"], 1),
+        layout.devices,
+        layout.max_staleness,
+        layout.publish_every,
+        layout.slots,
+    )
+
+
+def _averaged(candidate: Candidate, simulate: Callable[[Layout, int], Figures]) -> Candidate:
+    runs = [candidate.figures, *(simulate(candidate.layout, seed) for seed in SEEDS[1:])]
+    mean = {name: sum(run[name] for run in runs) / len(runs) for name in candidate.figures}
+    return replace(candidate, figures=mean, seeds=len(runs))
+
+
+def _variants(space: Space, subject: Subject, refused: dict[str, str]) -> list[Layout]:
+    """Of each number of ranks the fastest that fit and the smallest, for what else they are changes nothing but the
+    learner's seconds and bytes."""
+    batch = max(space.axes.get("batch_size", (subject.base.batch_size,)))
+    lengths = [round(subject.workload.prompt + subject.workload.mean)] * batch
+    found: dict[tuple[int, int, int], list[Layout]] = {}
+    for layout in space.learners:
+        if subject.measured is None and (sentence := rank_refusal(layout, subject)) is not None:
+            refused.setdefault(sentence.partition(" needs ")[0], sentence)
+        else:
+            found.setdefault((layout.learner_on, layout.ranks, layout.services), []).append(layout)
+    kept = dict[Layout, None]()
+    for group in found.values():
+        seconds = {layout: costs_of(layout, subject).train(lengths) for layout in group}
+        kept |= dict.fromkeys(sorted(group, key=lambda one: seconds[one])[:VARIANTS])
+        kept |= {min(group, key=lambda one: bytes_of(one, subject)[1].total): None}
+    return list(kept)
+
+
+def _ranked(space: Space, subject: Subject, refused: dict[str, str]) -> list[tuple[Layout, Estimate]]:
+    """Layouts that fit and are kept, best first; of each staleness bound one in turn, for the closed forms tell those
+    apart worst."""
+    trained: dict[tuple[Any, ...], float] = {}
+    by_bound: dict[int, list[tuple[Layout, Estimate]]] = {}
+    for seen, layout in enumerate(
+        enumerate_layouts(space.learners, space.generators, space.devices, space.axes, len(subject.kinds))
+    ):
+        if seen == MAX_LAYOUTS:
+            raise ValueError(f"over {MAX_LAYOUTS} layouts: keep some decisions, as in --keep tensor=8")
+        if not all(keep(layout) for keep in space.keeps):
+            continue
+        if (sentence := refusal(layout, subject)) is not None:
+            refused.setdefault(sentence.partition(" needs ")[0], sentence)
+            continue
+        key = (layout.batch_size, layout.learner_on, *(asdict(layout)[n] for n in LEARNER))
+        if key not in trained:
+            trained[key] = estimate(layout, subject).train
+        by_bound.setdefault(layout.max_staleness, []).append((layout, estimate(layout, subject, trained[key])))
+    for entries in by_bound.values():
+        entries.sort(key=lambda e: (e[1].step, e[0].devices, e[0].publish_every, e[0].slots))
+    least = min((entries[0][1].step for entries in by_bound.values()), default=0.0)
+    turns = zip_longest(*(by_bound[bound] for bound in sorted(by_bound)))
+    return [e for turn in turns for e in turn if e is not None and e[1].step <= HOPELESS * least]

@@ -1,0 +1,178 @@
+"""Layouts of a run in the words of its config: which there are for a machine, and the overrides that make each."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.planner.shapes import Cluster, Device, Link
+
+DEVICES = Path(__file__).with_name("devices.json")
+LATENCY, FAR_LATENCY = 5e-6, 1e-5  # seconds a message inside a node and between nodes
+MAX_LAYOUTS = 200_000
+_KEEP = re.compile(r"(?:\w+=)?(\w+)(<=|>=|=)([\w.]+)")
+_COMPARED = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a plan decides. On GPUs replicas are vLLM's, of ``tensor`` x ``pipeline`` devices each.
+
+    Args:
+        sharding: 0 (each rank holds everything), 1, 2, 3 (DeepSpeed's ZeRO) or fsdp2.
+        services: devices for workers of the reference and for as many of the critic; 0: the learner asks its own.
+        max_staleness: 0 is ``async.mode=sync``.
+        generators_on: number of the machine's group of devices that holds the generators; ``learner_on`` likewise.
+    """
+
+    placement: str = "separate"
+    replicas: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    slots: int = 128
+    ranks: int = 1
+    sharding: str = "0"
+    sequence_parallel: int = 1
+    offload: bool = False
+    checkpointing: bool = False
+    services: int = 0
+    max_staleness: int = 2
+    publish_every: int = 1
+    batch_size: int = 128
+    generators_on: int = 0
+    learner_on: int = 0
+
+    @property
+    def generator_devices(self) -> int:
+        return self.replicas * self.tensor * self.pipeline
+
+    @property
+    def devices(self) -> int:
+        """Of both sides; under flatten they are the same ones."""
+        sides = (self.generator_devices, self.ranks)
+        return max(sides) if self.placement == "flatten" else sum(sides)
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that run at once: as many as fit, and as the staleness bound admits."""
+        return min(self.replicas * self.slots, (self.max_staleness + 1) * self.batch_size)
+
+    def changes(self, other: Layout) -> dict[str, Any]:
+        """What this layout has other than ``other``."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(other, name)}
+
+
+def overrides(layout: Layout, *, gpus: bool, kinds: Sequence[str] = ()) -> list[str]:
+    """The settings that make a run have this layout. ``kinds``: which services the algorithm has use for, of
+    ``reference`` and ``critic``."""
+    said: dict[str, Any] = {
+        "cluster.placement": layout.placement,
+        "generator.replicas": layout.replicas,
+        "generator.slots": layout.slots,
+        "learner.ranks": layout.ranks,
+        "weights.publish_every": layout.publish_every,
+        "batch_size": layout.batch_size,
+        "async.mode": "async" if layout.max_staleness else "sync",
+        "async.max_staleness": layout.max_staleness,
+        "async.lag": None if layout.max_staleness else 0,
+    }
+    if gpus:
+        deepspeed = layout.sharding in ("1", "2", "3")
+        said |= {
+            "generator.engine": "vllm",
+            "generator.gpus": layout.tensor * layout.pipeline,
+            "generator.vllm.tensor_parallel_size": layout.tensor,
+            "generator.vllm.pipeline_parallel_size": layout.pipeline,
+            "learner.gpus": 1,
+            "learner.backend": "deepspeed" if deepspeed else "torch",
+            "learner.zero_stage": int(layout.sharding) if deepspeed else 0,
+            "learner.sharding": "fsdp2" if layout.sharding == "fsdp2" else "none",
+            "learner.sequence_parallel_size": layout.sequence_parallel,
+            "learner.zero_offload": "cpu" if layout.offload else "none",
+            "learner.gradient_checkpointing": layout.checkpointing,
+            "learner.mixed_precision": "bfloat16",
+        }
+        for kind in kinds:
+            served = layout.services > 0
+            said[f"{kind}.where"] = "service" if served else "learner"
+            said |= {f"{kind}.workers": layout.services or 1, f"{kind}.gpus": int(served)}
+    return [f"{key}={_word(value)}" for key, value in said.items()]
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def keeps(said: str) -> Any:
+    """The test of a layout that ``[WHY=]NAME<=VALUE`` stands for (or ``>=``, ``=``); raises ValueError."""
+    found = _KEEP.fullmatch(said)
+    kinds = {declared.name: declared.default for declared in fields(Layout)}
+    if found is None or found[1] not in kinds:
+        raise ValueError(f"{said} keeps nothing; write NAME<=VALUE, NAME>=VALUE or NAME=VALUE of {', '.join(kinds)}")
+    name, compare, word = found.groups()
+    kind = type(kinds[name])
+    try:
+        value = {"true": True, "false": False}[word] if kind is bool else kind(word)
+    except (KeyError, ValueError):
+        raise ValueError(f"{said}: {word} is no {kind.__name__}") from None
+    if kind is not int and compare != "=":
+        raise ValueError(f"{said}: {name} has no order; write {name}=VALUE")
+    return lambda layout: bool(_COMPARED[compare](getattr(layout, name), value))
+
+
+def catalogue(name: str, devices: int, per_node: int = 0) -> Cluster:
+    """So many devices of the catalogue, in full nodes as far as they go; raises ValueError for a name that is none."""
+    known = {key: entry for key, entry in json.loads(DEVICES.read_text()).items() if key != "note"}
+    if name not in known:
+        raise ValueError(f"device {name} is not known; allowed: {', '.join(known)}")
+    given = known[name]
+    device = Device(name, given["flops"], given["bandwidth"], given["memory"], given["source"])
+    each = min(devices, per_node or given["per_node"])
+    links = Link(LATENCY, given["intra"]), Link(FAR_LATENCY, given["inter"])
+    return Cluster(device, math.ceil(devices / each), each, *links)
+
+
+def counts(most: int) -> list[int]:
+    """1 to ``most``: all up to 16, and beyond it powers of two, three times these, and ``most``."""
+    more = {k * 2**i for k in (1, 3) for i in range(24)}
+    return sorted(n for n in {*range(1, 17), *more, most} if n <= most)
+
+
+def enumerate_layouts(
+    learners: Sequence[Layout],
+    generators: Sequence[Layout],
+    devices: Sequence[int],
+    axes: Mapping[str, Sequence[Any]],
+    kinds: int = 0,
+) -> Iterator[Layout]:
+    """Every layout of one of ``learners`` (ranks and what they hold), one of ``generators`` (replicas, slots) and one
+    value of each of ``axes``, that the ``devices`` of each group suffice for. ``kinds``: services of the algorithm."""
+    side = ("replicas", "tensor", "pipeline", "slots", "generators_on")
+    for learner, generator in product(learners, generators):
+        both = asdict(learner) | {name: getattr(generator, name) for name in side}
+        for values in product(*axes.values()):
+            layout = Layout(**(both | dict(zip(axes, values, strict=True))))
+            if _suffices(layout, devices, kinds) and layout.publish_every <= layout.max_staleness + 1:
+                yield layout
+
+
+def _suffices(layout: Layout, devices: Sequence[int], kinds: int) -> bool:
+    """Whether the devices are enough. Under flatten the ranks lie over all of the generators' devices, so that no
+    device works alone while another waits."""
+    asked = [0] * len(devices)
+    asked[layout.generators_on] += layout.generator_devices + kinds * layout.services
+    if layout.placement == "flatten":
+        if layout.generators_on != layout.learner_on or layout.ranks != layout.generator_devices:
+            return False
+    else:
+        asked[layout.learner_on] += layout.ranks
+    return all(want <= have for want, have in zip(asked, devices, strict=True))

@@ -1,0 +1,230 @@
+"""What a layout needs and would do, by tables of memory and closed forms: enough to say what is worth simulating."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from asyncrlhf.planner.costs import CostModel, all_gather, forward_flops
+from asyncrlhf.planner.layout import Layout
+from asyncrlhf.planner.memory import Bytes, generator_bytes, layout_bytes, learner_bytes
+from asyncrlhf.planner.queueing import steady
+from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload
+from asyncrlhf.planner.tables import Fitted
+
+MESSAGE = 0.005  # seconds of a call between actors, where nobody measured it
+HOST_LINK = 25e9  # bytes/s between a device and its host, PCIe 4.0 x16: optimizers that live there cross it
+ASLEEP = 2e9  # bytes that a sleeping vLLM keeps of its device: its context and the graphs
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned.
+
+    Args:
+        siblings: rollouts a prompt.
+        clusters: the machine's groups of devices; a CPU is one of as many devices as it has cores, which share memory.
+        measured: costs of this machine; None: those of the catalogue.
+        base: the layout under which they were measured.
+        kinds: models beside the policy that the algorithm asks: ``reference``, ``critic``.
+        token_budget: packed tokens of one pass of the learner.
+    """
+
+    shape: ModelShape
+    workload: Workload
+    siblings: int
+    clusters: tuple[Cluster, ...]
+    base: Layout
+    measured: Fitted | None = None
+    kinds: tuple[str, ...] = ()
+    token_budget: int = 4096
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class CatalogueCosts:
+    """Seconds on devices of the catalogue; satisfies ``cluster.cost_parts.Costs``. The sides may lie on different ones.
+
+    Args:
+        asks: passes over the batch that the learner makes for models beside the policy.
+        trains: models that it trains: two with a critic.
+        host_bytes: bytes a step between its devices and their hosts.
+    """
+
+    generators: CostModel
+    learner: CostModel
+    asks: int = 0
+    trains: int = 1
+    services: int = 0
+    sequence_parallel: int = 1
+    host_bytes: float = 0.0
+    submit: float = MESSAGE
+    collect: float = MESSAGE
+
+    def decode(self, running: float, context: float) -> float:
+        return self.generators.decode(running, context)  # type: ignore[arg-type]
+
+    def prefill(self, tokens: int) -> float:
+        return self.generators.prefill(tokens)
+
+    def train(self, lengths: Sequence[int]) -> float:
+        model, link = self.learner, self.learner.cluster.link(self.sequence_parallel)
+        moved = 2.0 * model.shape.hidden * sum(lengths) / model.ranks  # activations of a share, in bfloat16
+        exchange = 4 * 3 * model.shape.layers * all_gather(link, self.sequence_parallel, moved)  # q, k, v, o; 3 passes
+        own = self.trains * model.train(lengths) + self.asks * model.forward(lengths, model.ranks)
+        return own + exchange + self.host_bytes / HOST_LINK
+
+    def score(self, kind: str, rollouts: int, tokens: int) -> float:
+        if kind == "reward" or not self.services:
+            return MESSAGE
+        device, fitted = self.generators.cluster.device, self.generators.fitted
+        each = round(tokens / max(rollouts, 1))
+        return MESSAGE + forward_flops(self.generators.shape, [each] * rollouts) / (device.flops * fitted.compute)
+
+    @property
+    def snapshot(self) -> float:
+        return self.learner.snapshot
+
+    @property
+    def transfer(self) -> float:
+        return self.generators.transfer
+
+    @property
+    def load(self) -> float:
+        return self.generators.load
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step and of what it is made of, shares of time, versions."""
+
+    step: float
+    train: float
+    generation: float
+    publish: float
+    learner_idle: float
+    held_back: float
+    staleness: float
+
+
+def costs_of(layout: Layout, subject: Subject) -> Any:
+    """Seconds under this layout, as ``cluster.cost_parts.Costs``."""
+    if (fitted := subject.measured) is not None:
+        base, token = fitted.train_terms
+        return replace(fitted, train_terms=(base, token * subject.base.ranks / layout.ranks))
+    model = CostModel(
+        subject.shape,
+        subject.clusters[layout.generators_on],
+        layout.tensor,
+        layout.pipeline,
+        layout.ranks,
+        layout.sharding,
+        layout.checkpointing,
+        layout.replicas,
+    )
+    return CatalogueCosts(
+        model,
+        replace(model, cluster=subject.clusters[layout.learner_on]),
+        asks=0 if layout.services else len(subject.kinds),
+        trains=2 if "critic" in subject.kinds else 1,
+        services=layout.services,
+        sequence_parallel=layout.sequence_parallel,
+        host_bytes=16.0 * subject.shape.parameters / layout.ranks if layout.offload else 0.0,
+    )
+
+
+def bytes_of(layout: Layout, subject: Subject) -> tuple[Bytes, Bytes]:
+    """(a device of a replica, a rank)."""
+    shape, work = subject.shape, subject.workload
+    held = layout.slots * (work.prompt + work.mean)
+    generator = generator_bytes(shape, held, layout.tensor, layout.pipeline, dtype=subject.dtype)
+    learner = learner_bytes(
+        shape,
+        layout.sharding,
+        layout.ranks,
+        max(subject.token_budget, round(work.prompt) + work.longest),
+        dtype=subject.dtype,
+        checkpointing=layout.checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        frozen=int("reference" in subject.kinds and not layout.services),
+    )
+    parts = dict(learner.parts)
+    if "critic" in subject.kinds:
+        parts["critic"] = layout_bytes(shape.parameters, layout.sharding, layout.ranks, subject.dtype)
+    if layout.offload:
+        parts["weights and optimizer"] -= 12.0 * shape.parameters / layout.ranks  # master weights and moments
+    return generator, Bytes(parts)
+
+
+def refusal(layout: Layout, subject: Subject) -> str | None:
+    """Why the layout does not fit into the devices' memory, in one sentence; None where it does."""
+    generator, learner = bytes_of(layout, subject)
+    home = subject.clusters[layout.generators_on].device
+    if subject.measured is not None:  # one memory for all
+        parts = {f"{layout.replicas} generators": generator.total * layout.replicas}
+        parts |= {f"learner's {name}": size * layout.ranks for name, size in learner.parts.items()}
+        return Bytes(parts).refusal(home.memory, f"The run on {home.name}")
+    if layout.placement == "flatten":
+        own = {"learner's weights and optimizer": learner.parts["weights and optimizer"]}
+        generator = Bytes({**generator.parts, **own})
+    who = f"A replica's device (tensor_parallel_size={layout.tensor}, slots={layout.slots}) on {home.name}"
+    return rank_refusal(layout, subject) or generator.refusal(home.memory, who)
+
+
+def rank_refusal(layout: Layout, subject: Subject) -> str | None:
+    """The same of a rank alone; under flatten beside the replicas that sleep there."""
+    _, learner = bytes_of(layout, subject)
+    school = subject.clusters[layout.learner_on].device
+    parts = {**learner.parts, **({"sleeping generators": ASLEEP} if layout.placement == "flatten" else {})}
+    stage = {"0": "whole", "fsdp2": "FSDP2"}.get(layout.sharding, f"ZeRO-{layout.sharding}")
+    more = ", checkpointed" * layout.checkpointing + ", offloaded" * layout.offload
+    return Bytes(parts).refusal(school.memory, f"A learner rank of {layout.ranks} ({stage}{more}) on {school.name}")
+
+
+@lru_cache(maxsize=64)
+def _longest(workload: Workload, siblings: int) -> float:
+    return workload.longest_of(siblings)
+
+
+def estimate(layout: Layout, subject: Subject, train: float | None = None) -> Estimate:
+    """By the closed forms; ``train``: seconds of a step, where they are known already.
+
+    A step takes at least the learner's time, the time in which the generators make a batch, and, as no more than
+    ``max_staleness + 1`` batches are under way, that share of one batch's way through all of the run: with a bound of
+    0 all of it, its longest response included.
+    """
+    work, batch = subject.workload, layout.batch_size
+    costs = costs_of(layout, subject)
+    if train is None:
+        train = costs.train([round(work.prompt + work.mean)] * batch)
+    running, context = layout.in_flight / layout.replicas, work.prompt + work.mean / 2
+    prefill = costs.prefill(round(work.prompt)) / subject.siblings
+    rate = layout.replicas / (work.mean * costs.decode(running, context) / running + prefill)
+    share = batch / layout.replicas  # of one batch, a replica's rollouts
+    tail = _longest(work, batch if layout.max_staleness == 0 else subject.siblings)
+    iterations = work.mean * (max(1.0, share / layout.slots) + tail - 1)
+    alone = iterations * costs.decode(share * work.mean / iterations, context) + share * prefill
+    alone += costs.submit + costs.collect
+    stall = costs.snapshot / layout.publish_every
+    publish = costs.snapshot + costs.transfer + costs.load
+    generation = batch / rate
+    if layout.placement == "flatten":
+        made = alone if layout.max_staleness == 0 else generation
+        step = made + train + publish / layout.publish_every
+    else:
+        way = (alone + train + publish) / (layout.max_staleness + 1)
+        step = max(train + stall, generation, way)
+    settled = steady(
+        rate, batch / train, batch, layout.in_flight, layout.max_staleness, _longest(work, subject.siblings)
+    )
+    return Estimate(
+        step,
+        train,
+        alone if layout.max_staleness == 0 else generation,
+        publish,
+        max(0.0, 1 - (train + stall) / step),
+        max(0.0, 1 - generation / step),
+        min(float(layout.max_staleness), sum(settled.staleness) / 2),
+    )

@@ -1,0 +1,65 @@
+"""``asyncrlhf plan``: what it writes is run by ``train``, and wrong input is one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrlhf.cli.main import main
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.orchestrator.run import train
+from asyncrlhf.planner.tables import Fitted
+
+SOURCES = dict.fromkeys(("decode", "train", "submit", "collect", "load"), "fitted")
+
+
+def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Costs of the local runtime's own clock: the run does what the plan said, and the files say what it was."""
+    Fitted((0.05, 0.0, 0.0), (0.2, 0.0), sources=SOURCES).save(tmp_path / "profile.json", {})
+    out = tmp_path / "plans" / "mine"
+    words = ["steps=30", "batch_size=16", "num_generations=4", "runtime=local", "generator.slots=16"]
+    clock = ["generator.virtual_step_seconds=0.05", "learner.virtual_step_seconds=0.2", "task.heldout_size=8"]
+    given = ["--profile", f"{tmp_path}/profile.json", "--cores", "2", "--mean-length", "4", "--simulate", "2"]
+    keep = ["--keep", "slots=16", "--keep", "quality=max_staleness<=2", "--keep", "placement=auto"]
+    assert main(["plan", *given, *keep, "--out", str(out), "weights.publish_every=1", *words, *clock]) == 0
+    said = capsys.readouterr().out
+    assert "Staleness is predicted, reward is not" in said
+    plan = json.loads(out.with_suffix(".json").read_text())
+    layout = plan["layout"]
+    assert (layout["replicas"], layout["ranks"], layout["slots"]) == (1, 1, 16) and layout["max_staleness"] <= 2
+    page = out.with_suffix(".html").read_text()
+    assert "Seconds a step against staleness" in page and "generating" in page
+
+    config = load_config([f"--config-dir={tmp_path}/plans", "experiment=mine", "logging.wandb=disabled"])
+    assert config.async_.bound == layout["max_staleness"] and config.batch_size == 16
+    assert "seed" not in yaml.safe_load((tmp_path / "plans" / "experiment" / "mine.yaml").read_text())
+    quiet = ["logging.progress=none", "logging.report=false", "logging.wandb=disabled", f"run_dir={tmp_path}/run"]
+    train(load_config([f"--config-dir={tmp_path}/plans", "experiment=mine", *quiet]))
+    assert main(["plan", "--compare", f"{out}.json", f"{tmp_path}/run"]) == 0
+    said = capsys.readouterr().out
+    assert "step_seconds" in said and "within 10% of the plan" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give one of --from, --profile and --gpus"),
+        (["--gpus", "8"], "--gpus and --device belong together"),
+        (["--gpus", "8,8", "--device", "H100", "--mean-length", "9"], "are no groups"),
+        (["--gpus", "8", "--device", "H1000", "--mean-length", "9"], "device H1000 is not known"),
+        (["--gpus", "8", "--device", "H100"], "no response lengths are known"),
+        (["--gpus", "8", "--device", "H100", "--mean-length", "9", "--keep", "speed=2"], "speed=2 keeps nothing"),
+        (["--gpus", "8", "--device", "H100", "--mean-length", "9", "--simulate", "0"], "--simulate 0 is too small"),
+        (["--gpus", "8", "--device", "H100", "--mean-length", "9", "model.path=a/b"], "is no folder here"),
+        (["--gpus", "1", "--device", "H100", "--mean-length", "9"], "no layout is left to choose from"),
+        (["--compare", "nowhere.json", "nowhere"], "nowhere.json is no plan"),
+        (["--out", "/proc/x/", "--gpus", "x", "--device", "H100"], "are no groups"),
+    ],
+)
+def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1
