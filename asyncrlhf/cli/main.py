@@ -74,6 +74,8 @@ COMMANDS = {
     "schema": ("asyncrlhf.cli.reference", "schema"),
     "simulate": ("asyncrlhf.cli.simulate", "simulate"),
     "profile": ("asyncrlhf.cli.simulate", "profile"),
+    "whatif": ("asyncrlhf.cli.whatif", "what_if"),
+    "templates": ("asyncrlhf.cli.whatif", "compare_templates"),
     "bench": ("asyncrlhf.bench.run", "main"),
     "doctor": ("asyncrlhf.cli.doctor", "run"),
 }

@@ -17,7 +17,9 @@ HERE = Path(__file__).parent
 
 def said(name: str, errors: list[float]) -> str:
     size = np.abs(errors)
-    return f"{name}: {len(size)} cells, error {100 * np.median(size):.1f}% in the median, {100 * size.max():.1f}% at most"
+    return (
+        f"{name}: {len(size)} cells, error {100 * np.median(size):.1f}% in the median, {100 * size.max():.1f}% at most"
+    )
 
 
 def main() -> None:
@@ -32,7 +34,9 @@ def main() -> None:
         cells = read_cells(options.predict)
         for cell in cells:
             seconds = predict(cell, cluster, given)
-            print(f"{cell.name}: {seconds:.1f} s predicted, {cell.seconds:g} s given ({seconds / cell.seconds - 1:+.1%})")
+            print(
+                f"{cell.name}: {seconds:.1f} s predicted, {cell.seconds:g} s given ({seconds / cell.seconds - 1:+.1%})"
+            )
         print(said("predicted", [predict(cell, cluster, given) / cell.seconds - 1 for cell in cells]))
         return
     cells = read_cells(options.cells)
