@@ -102,8 +102,8 @@ def compare_templates(arguments: Sequence[str]) -> int:
     parser.add_argument("--response", type=float, default=1024, help="mean tokens of a response, log-normal")
     parser.add_argument("--cv", type=float, default=0.6, help="coefficient of variation of these lengths")
     parser.add_argument("--longest", type=int, default=4096, help="most tokens of a response")
-    parser.add_argument("--batch", type=int, default=None, help="rollouts a step (32 a device, at most 4,096)")
-    parser.add_argument("--steps", type=int, default=10, help="steps to simulate, and 2 more for each version of lag")
+    parser.add_argument("--batch", type=int, default=None, help="rollouts a step (32 a device, at most 16,384)")
+    parser.add_argument("--steps", type=int, default=8, help="steps to simulate, and 2 more for each version of lag")
     parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
     options = parser.parse_args(list(arguments))
     _positive(parser, options, "prompt", "response", "longest", "batch", "steps")
@@ -131,7 +131,7 @@ def compare_templates(arguments: Sequence[str]) -> int:
 
 def _scene(options: argparse.Namespace, devices: int) -> Scene:
     lengths = Workload(options.prompt, options.response, options.cv, options.longest)
-    batch = options.batch or min(32 * devices, 4096)
+    batch = options.batch or min(32 * devices, 16384)
     if batch % 8:
         raise ValueError(f"--batch {batch} are no whole groups of 8.")
     return Scene(_shape(options.model), cluster_of(options.device, devices), lengths, batch)
@@ -158,20 +158,20 @@ def _simulated(scene: Scene, template: Template, split: Split, options: argparse
     from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 
     cohort = max(1, round(split.replicas / HANDLES))
-    workers = min(HANDLES // 2, split.reward)
-    costs = TemplateCosts(scene, split, template.chunk, cohort, workers)
+    workers, batch = min(HANDLES // 2, split.reward), scene.batch // scene.thin
+    costs = TemplateCosts(scene, split, template.chunk, cohort, workers, scene.thin)
     config = load_config(
         [
             *OVERRIDES,
             *template.overrides,
             f"steps={options.steps + 2 * template.lag}",
-            f"batch_size={scene.batch}",
+            f"batch_size={batch}",
             f"num_generations={scene.group}",
             f"generator.replicas={split.replicas // cohort}",
-            f"generator.slots={scene.slots(split) * cohort}",
+            f"generator.slots={max(1, round(scene.slots(split) * cohort / scene.thin))}",
             f"generator.max_completion_length={scene.lengths.longest}",
             f"reward.workers={workers}",
-            f"fusion.max_batch={math.ceil(scene.batch / workers)}",
+            f"fusion.max_batch={math.ceil(batch / workers)}",
             f"seed={options.seed}",
             "logging.progress=none",
             "logging.report=false",

@@ -19,6 +19,7 @@ MODELS = {
 }
 MICROBATCH = 8192  # tokens of the learner's microbatch
 MOST_SLOTS = 256  # sequences of one replica
+SIMULATED = 256  # rollouts of a simulated batch
 HANDLES = 16  # simulated replicas, each of which stands for a cohort of equal ones
 
 
@@ -80,6 +81,13 @@ class Scene:
     group: int = 8
     fitted: Coefficients = field(default_factory=Coefficients)
 
+    @property
+    def thin(self) -> int:
+        """How many rollouts one simulated stands for, so that a simulated batch has about SIMULATED of them."""
+        groups = self.batch // self.group
+        most = max(1, self.batch // SIMULATED)
+        return next(thin for thin in range(most, 0, -1) if groups % thin == 0)
+
     @cached_property
     def tensor(self) -> int:
         """The fewest devices of a node whose memory holds the weights and two full sequences a device."""
@@ -126,16 +134,18 @@ class Scene:
         return {"learner": learner.total, "generator": generator}
 
     def stages(self, split: Split) -> tuple[float, float, float]:
-        """Seconds of one batch alone in generation (all slots full; where one batch is under way no less than its longest
-        response takes), in reward and in training."""
+        """Seconds of one batch alone in generation, in reward and in training. Generation has all slots full; with one
+        batch under way the longest of its last wave comes on top."""
         costs, slots = self.costs(split), self.slots(split)
         if slots < 1:
             return math.inf, math.inf, math.inf
         token = costs.decode(slots, self.lengths.prompt + self.lengths.mean / 2)
-        rounds = self.batch * self.lengths.mean / (slots * split.replicas)
-        longest = self.lengths.longest_of(self.batch) * self.lengths.mean if split.batches == 1 else 0.0
+        wave = slots * split.replicas
+        tokens = self.batch * self.lengths.mean / wave
+        if split.batches == 1:
+            tokens += (self.lengths.longest_of(min(wave, self.batch)) - 1) * self.lengths.mean
         lengths = [round(self.lengths.prompt + self.lengths.mean)] * self.batch
-        return max(rounds, longest) * token, costs.forward(lengths, split.reward), costs.train(lengths)
+        return tokens * token, costs.forward(lengths, split.reward), costs.train(lengths)
 
     def split(self, template: Template) -> Split:
         """The devices of each part: where parts take turns all of them, else what makes the slowest part (serial: the
@@ -173,13 +183,15 @@ class Scene:
 @dataclass(frozen=True)
 class TemplateCosts:
     """Seconds of a simulated run (``cluster.cost_parts.Costs``): one replica stands for ``cohort``, one reward worker
-    for an equal share of the reward's devices. Prompts have the scene's length whatever the run's own have."""
+    for an equal share of the reward's devices, one rollout for ``thin`` of its length. Prompts have the scene's length
+    whatever the run's own have."""
 
     scene: Scene
     split: Split
     chunk: int
     cohort: int
     workers: int
+    thin: int = 1
     submit: float = 0.002
     collect: float = 0.002
 
@@ -200,14 +212,14 @@ class TemplateCosts:
         return self.model.load
 
     def decode(self, running: float, context: float) -> float:
-        return self.model.decode(max(1, round(running)), context + self.scene.lengths.prompt)
+        return self.model.decode(max(1, round(running * self.thin)), context + self.scene.lengths.prompt)
 
     def prefill(self, tokens: int) -> float:
         """Of one group's prompt; a cohort's replicas prefill side by side."""
-        return self.model.prefill(round(self.scene.lengths.prompt)) / self.cohort
+        return self.model.prefill(round(self.scene.lengths.prompt)) * self.thin / self.cohort
 
     def train(self, lengths: Sequence[int]) -> float:
-        return self.model.train([round(length + self.scene.lengths.prompt) for length in lengths])
+        return self.model.train([round(length + self.scene.lengths.prompt) for length in lengths] * self.thin)
 
     def score(self, kind: str, rollouts: int, tokens: int) -> float:
         """Of a call. With chunks a device has read all but half a chunk of each by then, where the devices keep up with
@@ -219,4 +231,4 @@ class TemplateCosts:
         devices = max(1.0, self.split.reward / self.workers)
         device = self.scene.cluster.device
         alone = forward_flops(self.scene.shape, [round(length)]) / (device.flops * self.scene.fitted.compute)
-        return alone * max(1.0, rollouts / devices)
+        return alone * max(1.0, rollouts * self.thin / devices)

@@ -1,4 +1,4 @@
-"""Calls on meshes: what shares devices takes turns, what is delayed overlaps, what stays where it lies costs nothing."""
+"""Calls on meshes: what shares devices takes turns, what is delayed overlaps, what stays costs nothing."""
 
 from __future__ import annotations
 
