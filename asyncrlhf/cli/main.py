@@ -36,6 +36,8 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
   asyncrlhf profile --from RUN     what this machine and model cost, out of a run's records
+  asyncrlhf templates [--devices]  the field's templates compared at equal devices (docs/systems.md)
+  asyncrlhf whatif [--devices]     plans of other systems for comparison, which train cannot run
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 

@@ -59,13 +59,18 @@ def _positive(parser: _Parser, options: argparse.Namespace, *names: str) -> None
             parser.error(f"--{name.replace('_', '-')} {given:g} is too small; at least 1")
 
 
-def what_if(arguments: Sequence[str]) -> int:
-    """Seconds an iteration of synchronous PPO under each placement, by the call graph."""
+def what_if_parser() -> _Parser:
     parser = _parser("asyncrlhf plan --what-if", "Plans of ReaL, HybridFlow and Pipe-RLHF, for comparison.")
     parser.add_argument("--devices", type=int, default=16)
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--batch", type=int, default=256, help="prompts an iteration")
     parser.add_argument("--steps", type=int, default=300, help="moves of a walk at each temperature")
+    return parser
+
+
+def what_if(arguments: Sequence[str]) -> int:
+    """Seconds an iteration of synchronous PPO under each placement, by the call graph."""
+    parser = what_if_parser()
     options = parser.parse_args(list(arguments))
     _positive(parser, options, "devices", "response", "batch", "prompt", "steps")
     shape = _shape(options.model)
@@ -95,8 +100,7 @@ def what_if(arguments: Sequence[str]) -> int:
     return 0
 
 
-def compare_templates(arguments: Sequence[str]) -> int:
-    """Simulate each template on equal devices, by the real controller; print and write what it would do."""
+def templates_parser() -> _Parser:
     parser = _parser("asyncrlhf plan --compare-templates", "The field's templates on equal devices.")
     parser.add_argument("--devices", default="8", help="counts, with commas between them")
     parser.add_argument("--response", type=float, default=1024, help="mean tokens of a response, log-normal")
@@ -105,6 +109,12 @@ def compare_templates(arguments: Sequence[str]) -> int:
     parser.add_argument("--batch", type=int, default=None, help="rollouts a step (32 a device, at most 16,384)")
     parser.add_argument("--steps", type=int, default=8, help="steps to simulate, and 2 more for each version of lag")
     parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
+    return parser
+
+
+def compare_templates(arguments: Sequence[str]) -> int:
+    """Simulate each template on equal devices, by the real controller; print and write what it would do."""
+    parser = templates_parser()
     options = parser.parse_args(list(arguments))
     _positive(parser, options, "prompt", "response", "longest", "batch", "steps")
     if not options.cv >= 0:
