@@ -21,6 +21,7 @@ from asyncrlhf.bench.gpu_check import output_file
 from asyncrlhf.bench.run import BENCHMARKS
 from asyncrlhf.cli.main import COMMANDS, main
 from asyncrlhf.cli.settings_help import settings_help
+from asyncrlhf.cli.whatif import templates_parser, what_if_parser
 from asyncrlhf.config.compose import check_words, compose_config, load_config, split_config_dir, sweep_jobs
 from asyncrlhf.config.run_config import from_hydra
 from asyncrlhf.sweeps.plan import plan_sweep
@@ -41,13 +42,16 @@ COMPOSED_ONLY = {
     r"my_module:MySink": "a class of the reader's own; tests/unit/records/test_sinks.py has one",
     r"logging=online": "the W&B server",
     r"--from runs/|--profile profile": "a run of the reader's own; tests/integration/test_simulate.py has one",
+    r"^asyncrlhf templates": "minutes for each count; tests/unit/cli/test_whatif.py runs it small",
+    r"reward\.model\.path=\./my-reward": "a reward model of the reader's own",
+    r"cluster=": "devices",
     r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
 }
 SMALL = "batch_size=16 task.heldout_size=4 logging.wandb=disabled"
 RAY = "ray.object_store_mb=128 generator.threads=0"
 # Added to what matches first: "{}" where nothing is.
 SUFFIXES = {
-    r"--help|--list|^asyncrlhf (doctor|report|schema|status)": "",
+    r"--help|--list|^asyncrlhf (doctor|report|schema|status|whatif)": "",
     r"^asyncrlhf evaluate": "task.heldout_size=4 evaluation.samples_shown=1",
     r"^asyncrlhf preferences": "preferences.num_prompts=8 task.heldout_size=4 reward.kind=python "
     "reward.target=my_rewards:score logging.wandb=disabled",
@@ -112,6 +116,8 @@ def resolve(words: Sequence[str]) -> None:
         output_file(rest)
     elif verb in ("simulate", "profile"):
         load_config([word for word in rest[2:] if "=" in word])
+    elif verb in ("whatif", "templates"):
+        (what_if_parser if verb == "whatif" else templates_parser)().parse_args(rest)
     elif verb in ("schema", "report", "status", "verify", "watch"):
         assert all(not word.startswith("-") for word in rest)
     elif "-m" in rest:

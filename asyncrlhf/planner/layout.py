@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from asyncrlhf.planner.shapes import Cluster, Device, Link
+from asyncrlhf.planner.devices import nodes_of, row_of
+from asyncrlhf.planner.shapes import Cluster
 
-DEVICES = Path(__file__).with_name("devices.json")
-LATENCY, FAR_LATENCY = 5e-6, 1e-5  # seconds a message inside a node and between nodes
 MAX_LAYOUTS = 200_000
 _KEEP = re.compile(r"(?:\w+=)?(\w+)(<=|>=|=)([\w.]+)")
 _COMPARED = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
@@ -131,14 +128,8 @@ def keeps(said: str) -> Any:
 
 def catalogue(name: str, devices: int, per_node: int = 0) -> Cluster:
     """So many devices of the catalogue, in full nodes as far as they go; raises ValueError for a name that is none."""
-    known = {key: entry for key, entry in json.loads(DEVICES.read_text()).items() if key != "note"}
-    if name not in known:
-        raise ValueError(f"device {name} is not known; allowed: {', '.join(known)}")
-    given = known[name]
-    device = Device(name, given["flops"], given["bandwidth"], given["memory"], given["source"])
-    each = min(devices, per_node or given["per_node"])
-    links = Link(LATENCY, given["intra"]), Link(FAR_LATENCY, given["inter"])
-    return Cluster(device, math.ceil(devices / each), each, *links)
+    each = min(devices, per_node or row_of(name)["per_node"])
+    return nodes_of(name, math.ceil(devices / each), each)
 
 
 def counts(most: int) -> list[int]:

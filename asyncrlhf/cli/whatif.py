@@ -1,0 +1,241 @@
+"""``asyncrlhf plan --what-if`` and ``--compare-templates``: plans of published systems, and the field's templates on
+equal devices."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.planner.callgraph import PLACEMENTS, PPO, Graph, Space, placed
+from asyncrlhf.planner.devices import EXPECT, catalogue, cluster_of
+from asyncrlhf.planner.search import metropolis
+from asyncrlhf.planner.shapes import ModelShape, Workload
+from asyncrlhf.planner.templates import HANDLES, MODELS, TEMPLATES, Scene, Split, Template, TemplateCosts
+
+NOT_RUNNABLE = (
+    "A plan of other systems: `train` has no tensor or pipeline parallelism in its learner and cannot run it."
+)
+FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dropped", "learner_gb", "generator_gb")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one sentence instead of a usage text."""
+        raise ConfigError(f"{self.prog.removeprefix('asyncrlhf ')}: {message}.")
+
+
+def _parser(prog: str, about: str) -> _Parser:
+    parser = _Parser(prog=prog, description=about)
+    parser.add_argument("--device", default="H100", help=f"one of the catalogue's: {', '.join(catalogue())}")
+    parser.add_argument("--model", default="llama-3-8b", help=f"{', '.join(MODELS)}, or a folder with a config.json")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _shape(name: str) -> ModelShape:
+    if name in MODELS:
+        return MODELS[name]
+    try:
+        return ModelShape.from_config(Path(name))
+    except ValueError as error:
+        raise ConfigError(f"--model {name} is neither one of {', '.join(MODELS)} nor a folder: {error}") from error
+
+
+def _positive(parser: _Parser, options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        given = getattr(options, name)
+        if given is not None and not given >= 1:
+            parser.error(f"--{name.replace('_', '-')} {given:g} is too small; at least 1")
+
+
+def what_if_parser() -> _Parser:
+    parser = _parser("asyncrlhf plan --what-if", "Plans of ReaL, HybridFlow and Pipe-RLHF, for comparison.")
+    parser.add_argument("--devices", type=int, default=16)
+    parser.add_argument("--response", type=int, default=512, help="tokens of a response")
+    parser.add_argument("--batch", type=int, default=256, help="prompts an iteration")
+    parser.add_argument("--steps", type=int, default=300, help="moves of a walk at each temperature")
+    return parser
+
+
+def what_if(arguments: Sequence[str]) -> int:
+    """Seconds an iteration of synchronous PPO under each placement, by the call graph."""
+    parser = what_if_parser()
+    options = parser.parse_args(list(arguments))
+    _positive(parser, options, "devices", "response", "batch", "prompt", "steps")
+    shape = _shape(options.model)
+    try:
+        cluster = cluster_of(options.device, options.devices)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    models = {call.model: shape for call in PPO}
+    graph = Graph(models, cluster, options.prompt, options.response, options.batch)
+    table = Table("placement", "seconds an iteration", "layouts (first device + devices, p x t x d)")
+    for placement, delay in [*((name, 0) for name in PLACEMENTS), ("separate", 1), ("any", 1)]:
+        chosen = replace(graph, delay=delay)
+        allowed = placed(chosen, placement)
+        if not all(devices for meshes in allowed for _, devices in meshes):
+            continue
+        space = Space(chosen, allowed)
+        found = metropolis(space, options.steps, options.seed, seconds=60)
+        name = f"{placement}, delayed" if delay else placement
+        if math.isinf(found.cost):
+            table.add_row(name, "fits in no layout", "")
+            continue
+        layouts = [f"{x.first}+{x.devices}, {x.pipeline}x{x.tensor}x{x.data}" for x in found.state]
+        rows = [f"{call.name}: {words}" for call, words in zip(PPO, layouts, strict=True)]
+        table.add_row(name, f"{found.cost:.2f}", "\n".join(rows))
+    Console().print(table)
+    print(f"{NOT_RUNNABLE} Figures are {EXPECT}.")
+    return 0
+
+
+def templates_parser() -> _Parser:
+    parser = _parser("asyncrlhf plan --compare-templates", "The field's templates on equal devices.")
+    parser.add_argument("--devices", default="8", help="counts, with commas between them")
+    parser.add_argument("--response", type=float, default=1024, help="mean tokens of a response, log-normal")
+    parser.add_argument("--cv", type=float, default=0.6, help="coefficient of variation of these lengths")
+    parser.add_argument("--longest", type=int, default=4096, help="most tokens of a response")
+    parser.add_argument("--batch", type=int, default=None, help="rollouts a step (32 a device, at most 16,384)")
+    parser.add_argument("--steps", type=int, default=8, help="steps to simulate, and 2 more for each version of lag")
+    parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
+    return parser
+
+
+def compare_templates(arguments: Sequence[str]) -> int:
+    """Simulate each template on equal devices, by the real controller; print and write what it would do."""
+    parser = templates_parser()
+    options = parser.parse_args(list(arguments))
+    _positive(parser, options, "prompt", "response", "longest", "batch", "steps")
+    if not options.cv >= 0:
+        parser.error(f"--cv {options.cv:g} is too small; at least 0")
+    try:
+        counts = [int(word) for word in options.devices.split(",")]
+        scenes = [_scene(options, devices) for devices in counts]
+    except ValueError as error:
+        raise ConfigError(f"--devices {options.devices}: {error}") from error
+    rows = []
+    for scene in scenes:
+        own = [_row(scene, template, options) for template in TEMPLATES]
+        _show(scene, own)
+        rows += [{"model": options.model, "device": options.device, **row} for row in own]
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+    print(f"Staleness is predicted, quality is not. Figures are {EXPECT}.")
+    return 0
+
+
+def _scene(options: argparse.Namespace, devices: int) -> Scene:
+    lengths = Workload(options.prompt, options.response, options.cv, options.longest)
+    batch = options.batch or min(32 * devices, 16384)
+    if batch % 8:
+        raise ValueError(f"--batch {batch} are no whole groups of 8.")
+    return Scene(_shape(options.model), cluster_of(options.device, devices), lengths, batch)
+
+
+def _row(scene: Scene, template: Template, options: argparse.Namespace) -> dict[str, Any]:
+    """One template's figures; those of a run that does not fit are missing."""
+    empty = dict.fromkeys(FIGURES, float("nan"))
+    row: dict[str, Any] = {"devices": scene.cluster.devices, "batch": scene.batch, "template": template.name}
+    try:
+        split = scene.split(template)
+    except ValueError as error:
+        return {**row, "generating": 0, "scoring": 0, "training": 0, **empty, "note": str(error)}
+    shares = {"generating": split.generating, "scoring": split.reward, "training": split.ranks}
+    held = {f"{side}_gb": round(size / 1e9, 1) for side, size in scene.memory(split).items()}
+    found = _simulated(scene, template, split, options)
+    return {**row, **shares, **{name: {**found, **held}[name] for name in FIGURES}, "note": ""}
+
+
+def _simulated(scene: Scene, template: Template, split: Split, options: argparse.Namespace) -> dict[str, float]:
+    from asyncrlhf.cluster.cost_parts import Conditions
+    from asyncrlhf.config.compose import load_config
+    from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+    from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+
+    cohort = max(1, round(split.replicas / HANDLES))
+    workers, batch = min(HANDLES // 2, split.reward), scene.batch // scene.thin
+    costs = TemplateCosts(scene, split, template.chunk, cohort, workers, scene.thin)
+    config = load_config(
+        [
+            *OVERRIDES,
+            *template.overrides,
+            f"steps={options.steps + 2 * template.lag}",
+            f"batch_size={batch}",
+            f"num_generations={scene.group}",
+            f"generator.replicas={split.replicas // cohort}",
+            f"generator.slots={max(1, round(scene.slots(split) * cohort / scene.thin))}",
+            f"generator.max_completion_length={scene.lengths.longest}",
+            f"reward.workers={workers}",
+            f"fusion.max_batch={math.ceil(batch / workers)}",
+            f"seed={options.seed}",
+            "logging.progress=none",
+            "logging.report=false",
+            "stall_timeout_seconds=1000000",
+        ]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        summary = simulate(config, costs, scene.lengths, run, Conditions(cohort=cohort))
+        found = figures(read_metrics(run / METRICS_FILE), config.async_.bound, warm_up=options.steps // 3)
+    return _as_row(scene, split, found, summary)
+
+
+def _as_row(scene: Scene, split: Split, found: Mapping[str, float], summary: Mapping[str, Any]) -> dict[str, float]:
+    devices, step = scene.cluster.devices, found["step_seconds"]
+    scored = min(1.0, scene.stages(split)[1] / step)
+    busy = (
+        (1 - found["generator_idle"]) * split.generating
+        + (1 - found["learner_idle"]) * split.ranks
+        + scored * split.reward
+    )
+    return {
+        "step_seconds": round(step, 3),
+        "rollouts_per_device_hour": round(3600 * scene.batch / step / devices, 1),
+        "idle": round(max(0.0, 1 - busy / devices), 3),
+        "staleness": round(found["staleness"], 2),
+        "dropped": round(found["dropped_share"], 4),
+    }
+
+
+def _show(scene: Scene, rows: Sequence[Mapping[str, Any]]) -> None:
+    first = rows[0]["step_seconds"]
+    table = Table(title=f"{scene.cluster.devices} {scene.cluster.device.name}, {scene.batch} rollouts a step")
+    for name in (
+        "template",
+        "generate / score / train",
+        "s a step",
+        "speed",
+        "idle",
+        "staleness",
+        "GB, learner / generator",
+    ):
+        table.add_column(name, justify="left" if name == "template" else "right")
+    for row in rows:
+        if row["note"]:
+            table.add_row(row["template"], "", row["note"])
+            continue
+        table.add_row(
+            row["template"],
+            f"{row['generating']} / {row['scoring']} / {row['training']}",
+            f"{row['step_seconds']:.2f}",
+            f"{first / row['step_seconds']:.2f}",
+            f"{row['idle']:.2f}",
+            f"{row['staleness']:.2f}",
+            f"{row['learner_gb']:.0f} / {row['generator_gb']:.0f}",
+        )
+    Console().print(table)
