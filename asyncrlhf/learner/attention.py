@@ -1,4 +1,4 @@
-"""Attention over packed sequences: every op of the model runs on [1, T] without padding, only the inner product pads.
+"""Attention over packed sequences: every op of the model runs on [1, T] without padding.
 
 The function is registered with transformers under ``IMPLEMENTATION``; a model switched to it by
 ``use_packed_attention`` must be called with ``packed_layout=PackedLayout(...)`` and position ids that restart at every
@@ -8,38 +8,49 @@ come from the layout alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import transformers
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.learner.varlen import flash_calls, masked_calls, varlen_kernel
 from asyncrlhf.types import IntArray
 
 IMPLEMENTATION = "asyncrlhf_packed"
-
-# torch's half-precision CPU attention takes 6 times as long as float32's for 40 tokens, twice for 128, less from 256.
-HALF_FROM = 192
+VARLEN_TYPES = (torch.bfloat16, torch.float16)  # of torch's varlen kernel
 
 
 @dataclass(frozen=True)
-class PackedLayout:
-    """Where each of T packed tokens lies in a padded [N, longest] grid; siblings may share their prompt's tokens.
+class Layout(ABC):
+    """Which packed tokens belong together, and how they attend to each other."""
+
+    position_ids: torch.Tensor  # [1, T]
+
+    @abstractmethod
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """As :func:`packed_attention`, with its ``scaling`` and, where there is one, ``sliding_window``."""
+
+
+@dataclass(frozen=True)
+class PackedLayout(Layout):
+    """Where each of N sequences lies among T packed tokens; siblings may share their prompt's tokens.
 
     A shared prompt is packed once, with the first sequence that has it; its keys and values serve all of them, and
-    their gradients are added up. ``slots`` and ``tokens`` are None when grid and packing are the same.
+    their gradients are added up.
     """
 
-    count: int  # N
-    longest: int
-    position_ids: torch.Tensor  # [1, T]
-    slots: torch.Tensor | None = None  # [T] flat grid position of each packed token
-    tokens: torch.Tensor | None = None  # [N * longest] packed token of each grid position; padding repeats a row's last
-    copied_slots: torch.Tensor | None = None  # [C] grid positions of prompt tokens that lie with another sequence
-    copied_tokens: torch.Tensor | None = None  # [C] their packed tokens
+    spans: torch.Tensor  # [N, 4] int64 in host memory, see ``varlen.plan_calls``
+    bounds: tuple[
+        torch.Tensor, torch.Tensor
+    ]  # [N+1] int32, tokens of its own and all tokens of each sequence, added up
+    most: tuple[int, int]  # the most of each
+    key_rows: torch.Tensor | None = None  # [K] the packed token of each key, where prompts are shared
 
     @classmethod
     def build(
@@ -49,31 +60,26 @@ class PackedLayout:
 
         The first ``prompts`` [N] tokens of sequence i are those of sequence ``owners[i]``, which may be i itself.
         """
-        count, longest = len(lengths), int(lengths.max())
-        own = owners == np.arange(count)
-        elsewhere = np.where(own, 0, prompts)  # tokens of each sequence that are packed with another one
-        starts = np.cumsum(lengths - elsewhere) - (lengths - elsewhere)
-        columns = np.arange(longest)[None, :]
-        packed = (columns >= elsewhere[:, None]) & (columns < lengths[:, None])  # [N, longest]
-        positions = np.broadcast_to(columns, packed.shape)[packed]
+        elsewhere = np.where(owners == np.arange(len(lengths)), 0, prompts)  # tokens that are packed with another one
+        own = lengths - elsewhere
+        starts = np.cumsum(own) - own
+        spans = np.stack([starts, own, np.where(elsewhere > 0, starts[owners], 0), elsewhere], axis=1)
+        positions = np.arange(own.sum()) - np.repeat(starts - elsewhere, own)
+        key_rows = None
+        if elsewhere.any():
+            places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            first, _, prompt, shared = np.repeat(spans, lengths, axis=0).T
+            key_rows = torch.from_numpy(np.where(places < shared, prompt + places, first + places - shared)).to(device)
 
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        def bounds(counts: IntArray) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
 
-        if packed.all():
-            return cls(count, longest, tensor(positions[None]))
-        column = np.minimum(columns, lengths[:, None] - 1)
-        copied = column < elsewhere[:, None]
-        tokens = np.where(copied, starts[owners][:, None] + column, (starts - elsewhere)[:, None] + column).reshape(-1)
-        copies = np.flatnonzero(copied)
         return cls(
-            count=count,
-            longest=longest,
-            position_ids=tensor(positions[None]),
-            slots=tensor(np.flatnonzero(packed)),
-            tokens=tensor(tokens),
-            copied_slots=tensor(copies) if len(copies) else None,
-            copied_tokens=tensor(tokens[copies]) if len(copies) else None,
+            position_ids=torch.from_numpy(positions[None]).to(device),
+            spans=torch.from_numpy(spans.astype(np.int64)),
+            bounds=(bounds(own), bounds(lengths)),
+            most=(int(own.max()), int(lengths.max())),
+            key_rows=key_rows,
         )
 
     def attend(
@@ -86,58 +92,17 @@ class PackedLayout:
         scaling: float | None = None,
         sliding_window: int | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """As :func:`packed_attention`; a layout of some packed tokens only overrides this."""
-        rows = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
-        if self.slots is not None:
-            grid = (self.tokens, self.slots, self.copied_slots, self.copied_tokens)
-            rows = [_Pad.apply(x, *grid) for x in rows]
-        q, k, v = (x.view(self.count, self.longest, *x.shape[1:]).transpose(1, 2) for x in rows)
-        out = _attend(q, k, v, scaling, sliding_window)
-        out = out.transpose(1, 2).reshape(self.count * self.longest, *out.shape[1::2])  # [N * longest, heads, D]
-        return (out if self.slots is None else _Unpad.apply(out, self.slots))[None], None
-
-
-class _Pad(torch.autograd.Function):
-    """[T, ...] to [N * longest, ...]: a gather whose gradient is one too, as causal attention sends none to padding.
-
-    Autograd's own gradient of a gather is a scatter-add, several times slower on CPUs; only shared prompts need one.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        packed: torch.Tensor,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        copied_slots: torch.Tensor | None,
-        copied_tokens: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(slots, copied_slots, copied_tokens)
-        return packed.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        slots, copied_slots, copied_tokens = ctx.saved_tensors
-        packed = grads[0].index_select(0, slots)
-        if copied_slots is not None:
-            packed.index_add_(0, copied_tokens, grads[0].index_select(0, copied_slots))
-        return packed, None, None, None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """[N * longest, ...] to [T, ...]; the gradient of padding is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slots)
-        ctx.rows = padded.shape[0]
-        return padded.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (slots,) = ctx.saved_tensors
-        padded = grads[0].new_zeros((ctx.rows, *grads[0].shape[1:]))
-        return padded.index_copy_(0, slots, grads[0]), None
+        """By the kernel that there is for the device, the type and the window."""
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        window = None if sliding_window is None or sliding_window >= self.most[1] else sliding_window
+        if query.device.type == "cpu" and window is None and query.shape[-1] == value.shape[-1]:
+            return flash_calls(query, key, value, self.spans, scale), None
+        if self.key_rows is not None:
+            key, value = key.index_select(2, self.key_rows), value.index_select(2, self.key_rows)
+        if query.is_cuda and value.dtype in VARLEN_TYPES:
+            return varlen_kernel(query, key, value, (*self.bounds, *self.most), scale, window), None
+        own, shared = self.spans[:, 1], self.spans[:, 3]
+        return masked_calls(query, key, value, (own.tolist(), (own + shared).tolist()), scale, window), None
 
 
 def packed_attention(
@@ -150,7 +115,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    packed_layout: PackedLayout | None = None,
+    packed_layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each packed sequence.
@@ -164,31 +129,6 @@ def packed_attention(
         raise ConfigError("model.path: attention with soft capping or attention sinks cannot be trained packed.")
     window = {} if sliding_window is None else {"sliding_window": sliding_window}
     return packed_layout.attend(module, query, key, value, scaling=scaling, **window)
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
-) -> torch.Tensor:
-    """Causal attention over the grid: [N, heads, longest, D], in the type of ``q``.
-
-    Short rows in half precision are computed in float32 on a CPU, see ``HALF_FROM``.
-    """
-    longest, mask = q.shape[2], None
-    if window is not None and window < longest:
-        steps = torch.arange(longest, device=q.device)
-        distance = steps[:, None] - steps[None, :]
-        mask = (distance >= 0) & (distance < window)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
-
-    if q.device.type != "cpu" or v.dtype.itemsize > 2 or longest >= HALF_FROM:
-        return attend(q, k, v)
-    with torch.autocast("cpu", enabled=False):
-        return attend(q.float(), k.float(), v.float()).to(v.dtype)
 
 
 def use_packed_attention(model: transformers.PreTrainedModel) -> None:

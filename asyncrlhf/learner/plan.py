@@ -188,7 +188,7 @@ def invalid_behavior(batch: TrainBatch) -> np.ndarray:
 
 
 def _siblings_together(group_ids: IntArray, lengths: IntArray) -> IntArray:
-    """An order: siblings side by side for their prompt, long groups first so that attention pads little."""
+    """An order: siblings side by side for their prompt, long groups and long siblings first."""
     names, group_of = np.unique(group_ids, return_inverse=True)
     longest = np.zeros(len(names), dtype=np.int64)
     np.maximum.at(longest, group_of, lengths)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 import transformers
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention import PackedLayout, packed_attention
+from asyncrlhf.learner.attention import Layout, PackedLayout, packed_attention
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.forward import PackedInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stretch(PackedLayout):
+class _Stretch(Layout):
     """This rank's tokens of a packed batch; ``position_ids`` are theirs."""
 
     whole: PackedLayout
@@ -92,8 +92,6 @@ class SequenceParallel:
 
         own = torch.nonzero((inputs.rows >= first) & (inputs.rows < first + size)).squeeze(1)
         layout = _Stretch(
-            count=inputs.layout.count,
-            longest=inputs.layout.longest,
             position_ids=part(inputs.layout.position_ids),
             whole=inputs.layout,
             exchange=self._exchange,

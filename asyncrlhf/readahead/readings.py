@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from asyncrlhf.learner.attention import IMPLEMENTATION, PackedLayout, packed_attention
+from asyncrlhf.learner.attention import IMPLEMENTATION, Layout, packed_attention
 from asyncrlhf.readahead.owners import Chunk, Prefilled
 from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.rewards.reward import StuckError
@@ -135,7 +135,7 @@ class Readings:
             torch.ones((n, past + n), dtype=torch.bool, device=ids.device).tril(past) if past else None
             for past, n in zip(pasts, lengths, strict=True)
         ]
-        layout = _CachedLayout(len(lengths), max(lengths), positions, lengths=lengths, caches=caches, seen=seen)
+        layout = _CachedLayout(positions, lengths=lengths, caches=caches, seen=seen)
         config = model.base_model.config.get_text_config()
         own, config._attn_implementation_internal = config._attn_implementation_internal, IMPLEMENTATION
         try:
@@ -269,7 +269,7 @@ def token_batches(readings: Sequence[Reading], budget: int) -> list[list[Reading
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CachedLayout(PackedLayout):
+class _CachedLayout(Layout):
     """Of new tokens whose sequences have their earlier keys and values in caches."""
 
     lengths: Sequence[int]  # new tokens of each sequence

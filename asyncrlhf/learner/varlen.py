@@ -1,0 +1,340 @@
+"""Attention over sequences of different lengths without padding: torch's varlen kernel on GPUs, flash calls on CPUs.
+
+On a CPU each sequence is a call of its own, on a slice of the packed tensors. Only short sequences share one, where
+padding costs less than another call; ``plan_calls`` decides. A prompt that siblings share is attended once for all
+their responses, and both parts of a row are put together by their log-sum-exps, as flash attention does it with blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from asyncrlhf.types import IntArray
+
+# Pairs of query and key that cost as much as one more call: measured, see experiments/25_no_padding.
+CALL = 512
+# Tokens from which on a sequence is a call of its own: to gather its rows costs more than the call.
+ALONE = 128
+# torch's half-precision CPU attention takes 6 times as long as float32's for 40 tokens, twice for 128, less from 256.
+HALF_FROM = 192
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Causal attention of ``count`` sequences, padded to ``longest``: all of their rows, or one slice of them."""
+
+    count: int
+    longest: int
+    first: int = 0  # without ``rows``, the packed row from which on the sequence lies
+    rows: torch.Tensor | None = None  # [count * longest] packed rows; padding repeats a sequence's last
+    kept: torch.Tensor | None = None  # which of them are the sequences' own, and
+    own: torch.Tensor | None = None  # their packed rows
+    copies: torch.Tensor | None = None  # which of them are a prompt's that lies with another sequence
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Attention of a slice of rows to all of a prompt before them, which lies elsewhere."""
+
+    first: int
+    length: int
+    prompt: int
+    prompt_length: int
+
+
+Calls = tuple[tuple[Causal, ...], tuple[Prefix, ...]]
+
+
+def plan_calls(spans: IntArray) -> Calls:
+    """The calls of N packed sequences.
+
+    ``spans`` [N, 4]: the first row and the number of each one's own rows, and those of its prompt that lies with
+    another sequence, or zeros. Every row is one sequence's own.
+    """
+    rows: list[tuple[int, int, int, int]] = []  # the spans of sequences with a row of their own
+    prefixes: list[Prefix] = []
+    for first, length, prompt, shared in _shared_once(spans, prefixes):
+        if length:
+            rows.append((first, length, prompt, shared))
+    rows.sort(key=lambda span: -(span[1] + span[3]))
+    causal: list[Causal] = []
+    group: list[tuple[int, int, int, int]] = []
+    longest = waste = 0
+    for span in rows:
+        tokens = span[1] + span[3]
+        waste += (longest**2 - tokens**2) // 2
+        if group and (longest > ALONE or waste > CALL):
+            causal.append(_causal(group))
+            group = []
+        if not group:
+            longest, waste = tokens, 0
+        group.append(span)
+    if group:
+        causal.append(_causal(group))
+    return tuple(causal), tuple(prefixes)
+
+
+def _shared_once(spans: IntArray, prefixes: list[Prefix]) -> list[tuple[int, int, int, int]]:
+    """The spans, without the prompts for which a call of their own is cheaper than copies: those go to ``prefixes``,
+    once for neighbours that share one."""
+    left: list[tuple[int, int, int, int]] = []
+    run: list[tuple[int, int, int, int]] = []
+
+    def end() -> None:
+        if not run:
+            return
+        shared = run[0][3]
+        rows = sum(span[1] for span in run)
+        if len(run) * shared**2 // 2 <= CALL and max(span[1] for span in run) + shared <= ALONE:
+            left.extend(run)
+        else:
+            left.extend((first, length, 0, 0) for first, length, _, _ in run)
+            if rows:
+                prefixes.append(Prefix(run[0][0], rows, run[0][2], shared))
+        run.clear()
+
+    for first, length, prompt, shared in spans.tolist():
+        here = (first, length, prompt, shared)
+        if run and here[2:] != run[0][2:]:
+            end()
+        (run if shared else left).append(here)
+    end()
+    return left
+
+
+def _causal(group: list[tuple[int, int, int, int]]) -> Causal:
+    (first, length, _, shared), count = group[0], len(group)
+    longest = length + shared
+    if count == 1 and not shared:
+        return Causal(1, longest, first)
+    spans = np.array(group)[:, :, None]
+    columns = np.arange(longest)
+    tokens = spans[:, 1] + spans[:, 3]
+    place = np.minimum(columns, tokens - 1)
+    copied = place < spans[:, 3]
+    rows = np.where(copied, spans[:, 2] + place, spans[:, 0] + place - spans[:, 3]).reshape(-1)
+    kept = np.flatnonzero((columns >= spans[:, 3]) & (columns < tokens))
+    copies = np.flatnonzero(copied)
+    return Causal(
+        count,
+        longest,
+        rows=torch.from_numpy(rows),
+        kept=torch.from_numpy(kept),
+        own=torch.from_numpy(rows[kept]),
+        copies=torch.from_numpy(copies) if len(copies) else None,
+    )
+
+
+@lru_cache(maxsize=64)
+def _calls(spans: bytes) -> Calls:
+    return plan_calls(np.frombuffer(spans, dtype=np.int64).reshape(-1, 4))
+
+
+class _Grid:
+    """The rows of a call as the kernel takes them, [count, heads, longest, ...]; packed ones are [heads, T, ...]."""
+
+    def __init__(self, call: Causal) -> None:
+        self.call = call
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        call = self.call
+        if call.rows is None:
+            return rows[None, :, call.first : call.first + call.longest]
+        return self._laid(rows.index_select(1, call.rows))
+
+    def take_gradient(self, rows: torch.Tensor) -> torch.Tensor:
+        """As :meth:`take`, and zero where the row is padding or a copy."""
+        call = self.call
+        if call.kept is None or call.own is None:
+            return self.take(rows)
+        grid = rows.new_zeros((len(rows), call.count * call.longest, *rows.shape[2:]))
+        return self._laid(grid.index_copy_(1, call.kept, rows.index_select(1, call.own)))
+
+    def put(self, target: torch.Tensor, grid: torch.Tensor) -> None:
+        """The sequences' own rows into packed ones."""
+        call = self.call
+        if call.kept is None or call.own is None:
+            target[:, call.first : call.first + call.longest] = grid[0]
+        else:
+            target.index_copy_(1, call.own, self._flat(grid).index_select(1, call.kept).to(target.dtype))
+
+    def add_copies(self, target: torch.Tensor, grid: torch.Tensor) -> None:
+        """What belongs to prompts that lie with other sequences, onto packed rows."""
+        call = self.call
+        if call.copies is not None and call.rows is not None:
+            found = self._flat(grid).index_select(1, call.copies).to(target.dtype)
+            target.index_add_(1, call.rows[call.copies], found)
+
+    def _laid(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(1, (self.call.count, self.call.longest)).transpose(0, 1)
+
+    def _flat(self, grid: torch.Tensor) -> torch.Tensor:
+        return grid.transpose(0, 1).flatten(1, 2)
+
+
+def _kernel_type(value: torch.Tensor, longest: int) -> torch.dtype:
+    return torch.float32 if value.dtype.itemsize <= 2 and longest < HALF_FROM else value.dtype
+
+
+@torch.library.custom_op("asyncrlhf::packed_attention", mutates_args=())
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([1, T, heads, D] in the type of ``value``, log-sum-exps [heads, T])."""
+    causal, prefixes = _calls(spans.numpy().tobytes())
+    q, k, v = query[0], key[0], value[0]  # [heads, T, D]
+    result = value.new_empty((1, q.shape[1], len(q), v.shape[2]))
+    out = result[0].transpose(0, 1)
+    lse = torch.empty(q.shape[:2], dtype=torch.promote_types(v.dtype, torch.float32))
+    for call in causal:
+        grid, kind = _Grid(call), _kernel_type(v, call.longest)
+        parts = (grid.take(x).to(kind) for x in (q, k, v))
+        found, sums = _flash(*parts, 0.0, True, scale=scale)
+        grid.put(out, found)
+        grid.put(lse, sums)
+    for prefix in prefixes:
+        mine, theirs = _slices(prefix)
+        kind = _kernel_type(v, prefix.length)
+        parts = (x[None].to(kind) for x in (q[:, mine], k[:, theirs], v[:, theirs]))
+        found, sums = (x[0] for x in _flash(*parts, 0.0, False, scale=scale))
+        before, both = lse[:, mine], torch.logaddexp(lse[:, mine], sums)
+        kept, added = (before - both).exp_()[..., None], (sums - both).exp_()[..., None]
+        out[:, mine] = out[:, mine] * kept + found * added
+        lse[:, mine] = both
+    return result, lse
+
+
+@_attention.register_fake
+def _(query: Any, key: Any, value: Any, spans: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    _, heads, tokens, _ = query.shape
+    kind = torch.promote_types(value.dtype, torch.float32)
+    return value.new_empty((1, tokens, heads, value.shape[3])), value.new_empty((heads, tokens), dtype=kind)
+
+
+@torch.library.custom_op("asyncrlhf::packed_attention_backward", mutates_args=())
+def _attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    result: torch.Tensor,
+    lse: torch.Tensor,
+    spans: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value."""
+    causal, prefixes = _calls(spans.numpy().tobytes())
+    given, wanted = (query, key, value), tuple(torch.empty_like(x) for x in (query, key, value))
+    q, k, v = (x[0] for x in given)
+    dq, dk, dv = (x[0] for x in wanted)
+    out, dout = (x[0].transpose(0, 1) for x in (result, grad))
+    copied: list[tuple[_Grid, torch.Tensor, torch.Tensor]] = []
+    for call in causal:
+        grid, kind = _Grid(call), _kernel_type(v, call.longest)
+        parts = (grid.take_gradient(dout), *(grid.take(x) for x in (q, k, v, out)))
+        found = _flash_backward(*(x.to(kind) for x in parts), grid.take(lse), 0.0, True, scale=scale)
+        for target, gradient in zip((dq, dk, dv), found, strict=True):
+            grid.put(target, gradient)
+        if call.copies is not None:
+            copied.append((grid, found[1], found[2]))
+    for grid, for_keys, for_values in copied:  # once every row's own part is there
+        grid.add_copies(dk, for_keys)
+        grid.add_copies(dv, for_values)
+    for prefix in prefixes:
+        mine, theirs = _slices(prefix)
+        kind = _kernel_type(v, prefix.length)
+        parts = (x[None].to(kind) for x in (dout[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine]))
+        # By all that a row saw: its output and log-sum-exp are those of both parts.
+        found = _flash_backward(*parts, lse[None, :, mine], 0.0, False, scale=scale)
+        for target, where, gradient in zip((dq, dk, dv), (mine, theirs, theirs), found, strict=True):
+            target[:, where] += gradient[0]
+    return wanted
+
+
+@_attention_backward.register_fake
+def _(grad: Any, query: Any, key: Any, value: Any, *others: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, spans, result, lse = ctx.saved_tensors
+    return (*_attention_backward(grad, query, key, value, result, lse, spans, ctx.scale), None, None)
+
+
+_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def _slices(prefix: Prefix) -> tuple[slice, slice]:
+    first, prompt = prefix.first, prefix.prompt
+    return slice(first, first + prefix.length), slice(prompt, prompt + prefix.prompt_length)
+
+
+def flash_calls(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """query [1, heads, T, D], key and value [1, kv_heads, T, D] on a CPU -> [1, T, heads, D]; ``spans`` [N, 4] as in
+    :func:`plan_calls`."""
+    return _attention(query, key, value, spans, scale)[0]
+
+
+def varlen_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, int, int],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """As :func:`flash_calls`, by ``torch.nn.attention.varlen`` on a GPU in half precision.
+
+    key and value hold every sequence's keys, copies of shared prompts included; ``bounds`` are cumulative counts of
+    queries and of keys [N+1] int32 and the most of each. The last query of a sequence sees its last key.
+    """
+    from torch.nn.attention import varlen
+
+    rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    seen = (-1, 0) if window is None else (window - 1, 0)
+    grouped = query.shape[1] != key.shape[1]
+    out: Any = varlen.varlen_attn(*rows, *bounds, scale=scale, window_size=seen, enable_gqa=grouped)
+    return out[None]
+
+
+@torch.compiler.disable
+def masked_calls(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[list[int], list[int]],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """As :func:`varlen_kernel`, by a call of torch's attention a sequence: for sliding windows on CPUs, and for float32
+    on GPUs, where torch's memory-efficient kernel takes it. ``lengths``: queries and keys of each sequence."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
+    queries, every = lengths
+    parts = []
+    for q, k, v in zip(query.split(queries, 2), keys.split(every, 2), values.split(every, 2), strict=True):
+        many, seen = k.shape[2], None
+        if not q.shape[2]:
+            continue
+        if q.shape[2] != many or (window is not None and window < many):
+            places = torch.arange(many, device=q.device)
+            distance = places[many - q.shape[2] :, None] - places
+            seen = (distance >= 0) & (distance < (window or many))
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale))
+    return torch.cat(parts, 2).transpose(1, 2)
