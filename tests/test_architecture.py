@@ -48,6 +48,7 @@ BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
     "asyncrlhf/cli/main.py": (1, "whatever ends a command is one sentence, and its trace is kept"),
     "asyncrlhf/orchestrator/run.py": (2, "a part that fails to close keeps no other from closing, and hides no cause"),
+    "asyncrlhf/transport/vllm_workers.py": (2, "a worker's error goes to its replica as an answer"),
     "asyncrlhf/records/sinks.py": (1, "a sink is other people's code; a run does not end for it"),
     "asyncrlhf/records/callbacks.py": (1, "a user's callback may raise anything; the run ends with its name"),
     "asyncrlhf/plugins.py": (1, "the user's own code may raise anything; it becomes a ConfigError"),

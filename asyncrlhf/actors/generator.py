@@ -137,7 +137,7 @@ class GeneratorActor(PartActor):
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         run = super().call
-        if method in self.BESIDE:
+        if method in self.BESIDE and not (method == "connect" and self._worker.direct):
             return run(method, *arguments, **keywords)
         if method == "load":
             return self._between_steps(lambda: self._load(*arguments))

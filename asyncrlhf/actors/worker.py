@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.readahead.owners import Chunk, ChunkInfo
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
-from asyncrlhf.transport.build_transport import build_receiver
+from asyncrlhf.transport.build_transport import build_receiver, streams
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.weights_config import WeightsConfig
@@ -33,6 +33,9 @@ from asyncrlhf.types import (
     Rollout,
     RolloutInfo,
 )
+
+if TYPE_CHECKING:
+    from asyncrlhf.engines.vllm_engine import VllmEngine
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,11 @@ class GeneratorWorker:
         merge: AdapterMerge | None = None,
         chunk_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        direct: WeightsConfig | None = None,
     ) -> None:
+        """``direct``: the engine's workers take the weights themselves, by these settings."""
         self.name = name
+        self.direct = direct
         self.engine = engine
         self.receiver = receiver
         self.outbox = Outbox()
@@ -191,7 +197,7 @@ class GeneratorWorker:
 
     def has_work(self) -> bool:
         """Whether a step would bring tokens nearer: what is in flight in an engine that is awake."""
-        return bool(self._requests) and not self.engine.asleep
+        return bool(self._requests) and not (self.engine.asleep or self.engine.torn)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -237,12 +243,20 @@ class GeneratorWorker:
         self.outbox.put_chunks(chunks)
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
-        """Enter the weight group of ``epoch``."""
-        self.receiver.connect(endpoint, rank, world_size, epoch, self.name)
+        """Enter the weight group of ``epoch``; the workers of a ``direct`` engine do, from ``rank`` on."""
+        if self.direct is not None:
+            self._vllm.join(self.direct, endpoint, rank, world_size, epoch, self.name)
+        else:
+            self.receiver.connect(endpoint, rank, world_size, epoch, self.name)
 
     def receive(self, ticket: Ticket) -> None:
-        """Take a version into staging memory."""
-        self._staged = (ticket.version, self.receiver.receive(ticket))
+        """Take a version into staging memory; where the engine's workers take it, that is left to the load."""
+        self._staged = (ticket.version, ticket if self.direct is not None else self.receiver.receive(ticket))
+
+    @property
+    def _vllm(self) -> VllmEngine:
+        """The engine of a ``direct`` worker."""
+        return cast("VllmEngine", self.engine)
 
     def load(self, version: int, cache: CacheMode) -> None:
         """Load the received version between two tokens. Raises WeightSyncError when that version was not received."""
@@ -251,6 +265,9 @@ class GeneratorWorker:
             held = None if self._staged is None else self._staged[0]
             raise WeightSyncError(f"{self.name} was asked to load version {version} but received {held}.")
         weights = self._staged[1]
+        if self.direct is not None:
+            seconds = self.direct.seconds_for(sum(weights.manifest.bucket_bytes))
+            return self._vllm.receive_weights(weights, cache, seconds)
         self.engine.load_weights(version, weights if self._merge is None else self._merge(weights), cache)
 
     def _catch_up(self) -> None:
@@ -285,6 +302,11 @@ class GeneratorWorker:
         self.engine.close()
 
 
+def taken_by_workers(generator: GeneratorConfig, model: ModelConfig, weights: WeightsConfig, runtime: str) -> bool:
+    """Whether the workers of a replica's engine are the receivers, and not the replica's own process."""
+    return generator.engine == "vllm" and model.lora.r == 0 and streams(weights, runtime)
+
+
 def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotonic) -> GeneratorWorker:
     """Load the model and the engine; the caller has set the process's thread count."""
     tokenizer = load_tokenizer(spec.model)
@@ -312,4 +334,5 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
     adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake"
     merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
     receiver = build_receiver(spec.weights, spec.runtime, device)
-    return GeneratorWorker(spec.name, engine, decode, receiver, merge, spec.chunk_tokens, clock)
+    direct = spec.weights if taken_by_workers(spec.generator, spec.model, spec.weights, spec.runtime) else None
+    return GeneratorWorker(spec.name, engine, decode, receiver, merge, spec.chunk_tokens, clock, direct)

@@ -194,8 +194,9 @@ class Runtime(Protocol):
         """Every part by itself, each with a ``name`` and a ``ping``."""
         return [*self.generators, *self.rewards, *self.references, *self.critics, self.learner]
 
-    async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
-        """Form a new epoch of the weight group out of the learner and these generators."""
+    async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
+        """Form a new weight group of the learner and these generators, and return its epoch. With ``workers`` it is
+        that many workers of each that enter, and not the replica."""
         ...
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:

@@ -297,10 +297,11 @@ class LocalRuntime(Runtime):
         worker = self._workers.generator(spec, asyncio.get_running_loop().time)
         return LocalGenerator(spec, worker, self.told)
 
-    async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
+    async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
         self._epoch += 1
         names = [r.name for r in receivers]
         await self.learner.call(LONG_SECONDS, LearnerWorker.connect, "", names, self._epoch)
+        return self._epoch
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         assert isinstance(dead, LocalGenerator)

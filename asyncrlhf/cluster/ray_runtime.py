@@ -33,7 +33,7 @@ from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.records.rollout_rows import RolloutRow
-from asyncrlhf.transport.protocol import LostReceiversError
+from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
 from asyncrlhf.types import Payload, Rollout
 
 # glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
@@ -223,21 +223,22 @@ class RayRuntime(Runtime):
     def parts(self) -> Sequence[Any]:
         return [*self.generators, *self.rewards, *self.references, *self.critics, *self.learner.ranks]
 
-    async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
+    async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
         """Raises LostReceiversError naming those that died or hung: they are not waited for, all others are."""
         self._epoch += 1
-        names = [r.name for r in receivers]
+        epoch, names = self._epoch, [r.name for r in receivers]
+        members = [worker_name(name, i) for name in names for i in range(workers)] if workers else names
         joins = [
             asyncio.create_task(
-                r.call(LONG_SECONDS, GeneratorWorker.connect, self._endpoint, rank, len(names) + 1, self._epoch)
+                r.call(LONG_SECONDS, GeneratorWorker.connect, self._endpoint, rank, len(members) + 1, epoch)
             )
-            for rank, r in enumerate(receivers, start=1)
+            for rank, r in zip(range(1, len(members) + 1, workers or 1), receivers, strict=True)
         ]
         lost: dict[str, str] = {}
         try:
-            await self.learner.call(LONG_SECONDS, LearnerWorker.connect, self._endpoint, names, self._epoch)
+            await self.learner.call(LONG_SECONDS, LearnerWorker.connect, self._endpoint, members, epoch)
         except LostReceiversError as error:
-            lost.update(error.receivers)
+            lost.update({replica_name(member): reason for member, reason in error.receivers.items()})
         except BaseException:
             for join in joins:
                 join.cancel()
@@ -251,7 +252,8 @@ class RayRuntime(Runtime):
             elif isinstance(outcome, Exception) and not lost:
                 raise outcome
         if lost:
-            raise LostReceiversError(f"The weight group of epoch {self._epoch} could not form", lost)
+            raise LostReceiversError(f"The weight group of epoch {epoch} could not form", lost)
+        return epoch
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         assert isinstance(dead, RayGenerator)

@@ -56,6 +56,7 @@ class Engine(ABC):
         self.slots = slots
         self.version = version  # the policy version that the next token will carry
         self.asleep = False
+        self.torn = False  # a load broke off half way: nothing is sampled before another one is through
         self._context = context
         self._vocabulary = vocabulary
         self._queue: deque[GenerationRequest] = deque()  # waiting for a slot
@@ -200,27 +201,36 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``weights`` under the names of the parameters, each once; a tied tensor may come under any of its names.
 
+    Raises what :func:`match_names` raises.
+    """
+    names = match_names(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    return {own: weights[given] for given, own in names.items()}
+
+
+def match_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The names of ``shapes`` that fill the parameters, one a parameter, and the parameter's own name of each.
+
     Raises WeightSyncError that names what is missing, unknown or of another shape.
     """
     own = dict(model.named_parameters())
     tied = tied_names(model)
-    unknown = [name for name in weights if name not in own and name not in tied]
-    given = {tied[name]: tensor for name, tensor in weights.items() if name in tied}
-    given.update({name: tensor for name, tensor in weights.items() if name in own})
+    unknown = [name for name in shapes if name not in own and name not in tied]
+    given = {tied[name]: name for name in shapes if name in tied}
+    given.update({name: name for name in shapes if name in own})
     missing = [name for name in own if name not in given]
-    shapes = [
-        f"{name} is {tuple(given[name].shape)} instead of {tuple(parameter.shape)}"
+    wrong = [
+        f"{name} is {shapes[given[name]]} instead of {tuple(parameter.shape)}"
         for name, parameter in own.items()
-        if name in given and given[name].shape != parameter.shape
+        if name in given and shapes[given[name]] != parameter.shape
     ]
     problems = [
         f"{kind}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        for kind, names in (("missing", missing), ("unknown", unknown), ("wrong shape", shapes))
+        for kind, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong))
         if names
     ]
     if problems:
         raise WeightSyncError(f"The weights do not fit the engine's model ({'; '.join(problems)}).")
-    return {name: given[name] for name in own}
+    return {given[name]: name for name in own}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

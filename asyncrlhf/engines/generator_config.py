@@ -26,7 +26,7 @@ OWN_ENGINE = (
     "max_num_seqs", "max_model_len", "block_size", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
     "enable_prefix_caching", "enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size",
     "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
-    "disable_log_stats", "kv_cache_memory_bytes",
+    "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes",
 )  # fmt: skip
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # from ``generator.*`` by a group

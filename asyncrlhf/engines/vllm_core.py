@@ -13,7 +13,7 @@ from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, WeightSyncError
 from asyncrlhf.rewards.judge import starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit does not wait for a sequence to end
 RAY_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"  # vLLM's own; beside it VLLM_RAY_PER_WORKER_GPUS, 1 unless told
 TIES = 8  # log-probs asked for beyond top_k: vLLM keeps all tokens that tie with the last
+# What vLLM's workers can do beyond vLLM's own, by name: this layer knows no transport.
+WORKER_EXTENSION = "asyncrlhf.transport.vllm_workers.WeightReceiving"
 CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries
 
 
@@ -91,6 +93,22 @@ class VllmCore:
         finally:
             core.resume_scheduler()
 
+    def join(self, weights: Any, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
+        """Have the workers enter the weight group of ``epoch`` from ``rank`` on, by ``weights``; returns at once."""
+        self._llm.collective_rpc("join_weights", args=(weights, endpoint, rank, world_size, epoch, name))
+
+    def receive_weights(self, ticket: Any, names: Mapping[str, str], seconds: float) -> None:
+        """Have the workers take the weights of ``ticket`` from the group and load them, bucket by bucket, within so
+        many seconds. ``names``: each tensor's in the checkpoint. Raises WeightSyncError; the model is then torn."""
+        try:
+            errors = self._llm.collective_rpc("receive_weights", seconds, (ticket, dict(names)))
+        except (RuntimeError, TimeoutError) as error:  # what vLLM makes of a worker that died or hangs
+            raise WeightSyncError(f"vLLM's workers did not load version {ticket.version}: {error}.") from error
+        failed = [f"worker {i}: {error}" for i, error in enumerate(errors) if error]
+        if failed:
+            raise WeightSyncError(f"vLLM's workers did not load version {ticket.version}: {'; '.join(failed)}")
+        self._llm.set_weight_version(str(ticket.version))
+
     def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load whole tensors by their checkpoint names through vLLM's weight-transfer interface."""
         call = self._llm.collective_rpc
@@ -154,6 +172,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "distributed_executor_backend": "uni" if own.workers == 1 else "ray" if os.environ.get(RAY_BUNDLES) else "mp",
         "enable_sleep_mode": own.enable_sleep_mode,
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
     }
     arguments |= {"load_format": "safetensors", **(own.engine_kwargs or {})}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, tied_names
+from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, match_names, tied_names
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, Rollout
 
@@ -66,7 +66,7 @@ class VllmEngine(Engine):
         self.score([np.arange(2)])
 
     def step(self, now: float) -> StepOutput:
-        if not self.asleep:
+        if not self.asleep and not self.torn:
             while self._queue and len(self._drafts) < self.slots:
                 request = self._queue.popleft()
                 self._drafts[str(request.rollout_id)] = _Draft(request)
@@ -163,11 +163,30 @@ class VllmEngine(Engine):
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         tensors = match_named_weights(self._skeleton, weights)
-        with self._awake(weights_only=True):
-            self._core.drain(self._advance)
-            self._take_back_unstarted()
+        with self._loading(version, cache):
             self._core.update_weights(version, tensors)
-            self.version = version
+
+    def join(self, weights: Any, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
+        """Have the workers enter a weight group, each as a receiver of its own; see :meth:`VllmCore.join`."""
+        self._core.join(weights, endpoint, rank, world_size, epoch, name)
+
+    def receive_weights(self, ticket: Any, cache: CacheMode, seconds: float) -> None:
+        """As ``load_weights``, of what the workers take from the group themselves; ``ticket``: a transport's."""
+        entries = ticket.manifest.tensors
+        names = match_names(self._skeleton, {entry.name: entry.shape for entry in entries})
+        with self._loading(ticket.version, cache):
+            self._core.receive_weights(ticket, names, seconds)
+
+    @contextmanager
+    def _loading(self, version: int, cache: CacheMode) -> Iterator[None]:
+        """Between two steps: what is sampled before carries the version before, what is sampled after the new one."""
+        with self._awake(weights_only=True):
+            if not self.torn:
+                self._core.drain(self._advance)
+                self._take_back_unstarted()
+            self.torn = True
+            yield
+            self.torn, self.version = False, version
             self._core.forget_cache(running=cache == "recompute")
 
     def _take_back_unstarted(self) -> None:

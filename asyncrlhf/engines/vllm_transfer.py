@@ -41,7 +41,20 @@ class StagedWeightTransferEngine:
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._forget_unfinished()
         initialize_layerwise_reload(self.model)
+
+    def _forget_unfinished(self) -> None:
+        """What an update that broke off left behind: layers without memory, and parts that wait for the rest."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        unfinished = [info for info in map(get_layerwise_info, self.model.modules()) if info.can_load()]
+        for info in unfinished:
+            info.load_numel, info.loaded_weights = 0, []
+        if unfinished:
+            with self.device:
+                finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """One chunk: ``tensors``, whole ones by their names in the checkpoint. A worker in the replica's own process
@@ -57,6 +70,7 @@ class StagedWeightTransferEngine:
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._pack_tied_heads()
+            pack_experts(self.model)
 
     def _pack_tied_heads(self) -> None:
         """A head tied to the embedding is never loaded itself, so that on a CPU it would go on with the weights that
@@ -83,6 +97,30 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, StagedWeightTransferEngine.__name__)
 
 
+def routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers of a model that hold the experts of a mixture."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, RoutedExperts))
+
+
+def pack_experts(model: nn.Module) -> None:
+    """On a CPU vLLM 0.32 packs the experts for its kernel at the start alone: after a load the kernel would read rows
+    that lie otherwise."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    for _, layer in routed_experts(model):
+        if (isa := _packed_for(layer)) is not None:
+            for matrix in (layer.w13_weight, layer.w2_weight):
+                matrix.data.copy_(cpu_prepack_moe_weight(matrix.data, isa))
+
+
+def _packed_for(layer: Any) -> str | None:
+    """The CPU kernel that the experts are packed for; None where they lie as in the checkpoint."""
+    kernel: Any = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
+    return None if getattr(kernel, "_use_zentorch", True) else str(kernel.isa)
+
+
 _ROWS = 1024  # of the identity, in one product
 
 
@@ -101,6 +139,8 @@ def merge_shares(shares: Sequence[Mapping[str, tuple[torch.Tensor, int | None]]]
         parts = [share[name] for share in shares if name in share]
         dim = parts[0][1]
         merged[name] = parts[0][0] if dim is None else torch.cat([tensor for tensor, _ in parts], dim)
+        if merged[name].dim() == 4:  # gate and up of a mixture's experts
+            merged[name] = merged[name].flatten(1, 2)
     return merged
 
 
@@ -109,14 +149,50 @@ def _unfused(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int | None]]
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     parts = getattr(model, "packed_modules_mapping", {})
+    experts = dict(routed_experts(model))
     for path, module in model.named_modules():
-        if isinstance(module, LinearBase):
+        if path in experts:
+            yield from _experts(path, module)
+        elif isinstance(module, LinearBase):
             yield from _linear(path, module, parts)
         elif isinstance(module, VocabParallelEmbedding):
             yield from _embedding(path, module)
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}", parameter, None
+
+
+def _experts(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int | None]]:
+    """All experts of a layer as transformers holds them: gate and up [E, 2, I, hidden], whose middle dimensions
+    :func:`merge_shares` joins, and down [E, hidden, I]."""
+    parent = path.removesuffix(".routed_experts")
+    own = layer.moe_config.intermediate_size_per_partition
+    up, down = (_unpacked(layer, matrix) for matrix in (layer.w13_weight.data, layer.w2_weight.data))
+    whole = layer.use_ep  # each worker has some experts, and those whole
+    yield f"{parent}.gate_up_proj", up.unflatten(1, (2, -1))[:, :, :own], 0 if whole else 2
+    yield f"{parent}.down_proj", down[:, :, :own], 0 if whole else 2
+
+
+def _unpacked(layer: Any, packed: torch.Tensor) -> torch.Tensor:
+    """The experts' matrices [E, out, in] in the checkpoint's order. Packing moves elements and changes none: where each
+    goes is read off from packed numbers, in digits that every dtype holds."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    if (isa := _packed_for(layer)) is None:
+        return packed
+    shape = (1, *packed.shape[1:])
+    places = torch.arange(packed[0].numel())
+    order, left, unit = torch.zeros_like(places), places, 1
+    while bool(left.any()):
+        digits = (left % _DIGIT).to(packed.dtype).view(shape)
+        order += cpu_prepack_moe_weight(digits, isa).flatten().long() * unit
+        left, unit = left // _DIGIT, unit * _DIGIT
+    found = torch.empty_like(packed)
+    found.flatten(1)[:, order] = packed.flatten(1)
+    return found
+
+
+_DIGIT = 128
 
 
 def _linear(path: str, layer: Any, parts: Mapping[str, list[str]]) -> Iterator[tuple[str, torch.Tensor, int | None]]:

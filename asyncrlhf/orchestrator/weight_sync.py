@@ -14,9 +14,10 @@ from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.engines.engine import CacheMode
 from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
+from asyncrlhf.orchestrator.direct_load import DirectLoads
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.transport.audit import compare, differing_tensors, floating_dtype, judge, probe_tokens
-from asyncrlhf.transport.protocol import LostReceiversError
+from asyncrlhf.transport.protocol import LostReceiversError, Ticket
 from asyncrlhf.types import FloatArray
 
 PROBE_TEXTS, PROBE_LENGTH = 4, 16
@@ -40,6 +41,7 @@ class WeightPublisher:
         kinds = replica_kinds(state.config.generator)
         self._audited = {kind.prefix for kind in kinds if kind.config.engine != "fake"}  # a fake engine has no weights
         self._lock = asyncio.Lock()
+        self._direct = DirectLoads(state, runtime)
         self._seconds = state.config.weights.timeout_seconds
         self._rejoining = 0
         self._lost: LearnerLostError | None = None  # met by a rejoin
@@ -96,6 +98,7 @@ class WeightPublisher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._task = self._group = self._lost = None
+        self._direct.forget()
         self._publishes, self.waiting_for = 0, ""
 
     def found(self) -> None:
@@ -118,7 +121,7 @@ class WeightPublisher:
             async with self._lock:
                 members = [r for r in self._state.replicas if r.alive]
                 note("publish", version=version, replicas=[r.name for r in members])
-                await self._send(members)
+                members = await self._send_staged(members)
                 await asyncio.gather(*(self._load_in_turn(replica, version) for replica in members if replica.alive))
                 self._state.published_version = version
                 note("published", version=version)
@@ -131,6 +134,12 @@ class WeightPublisher:
         self.last_seconds = self._state.now() - started
         self._state.progressed()
         await off_loop(partial(self._state.published, version))
+
+    async def _send_staged(self, members: list[Replica]) -> list[Replica]:
+        """Transfer the newest snapshot to the members that stage it, and return those that live."""
+        staging = [r for r in members if not self._direct.serves(r)]
+        await self._send(staging)
+        return [r for r in members if r.alive]
 
     async def _send(self, members: list[Replica]) -> None:
         """Transfer the newest snapshot to all members. A member that dies or hangs meanwhile leaves ``members``, and
@@ -167,7 +176,7 @@ class WeightPublisher:
     async def _transfer(self, members: list[Replica]) -> list[BaseException]:
         """Make one attempt and return its errors. Receivers that the sender names as lost are not waited for: a process
         that hangs answers neither the sender nor its own handle."""
-        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
+        ticket = await self._ticket()
         self.waiting_for = f"weights to reach {_names(members)}"
         receiving = {
             asyncio.create_task(self._state.heard(r, r.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket))): r
@@ -189,8 +198,14 @@ class WeightPublisher:
             self._group = None
         return failures
 
+    async def _ticket(self) -> Ticket:
+        """That of the newest snapshot, whose bytes decide how long things may take."""
+        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
+        self._seconds = self._state.config.weights.seconds_for(sum(ticket.manifest.bucket_bytes))
+        return ticket
+
     async def _end_receiving(self, receiving: dict[asyncio.Task[None], Replica]) -> list[BaseException]:
-        """Wait for the live receivers, at most ``weights.timeout_seconds`` and a grace; returns their errors."""
+        """Wait for the live receivers, at most the transport's time-out and a grace; returns their errors."""
         seconds = self._seconds + GRACE_SECONDS
         awaited = [task for task, replica in receiving.items() if replica.alive]
         try:
@@ -225,7 +240,15 @@ class WeightPublisher:
         self._state.touch(replica)
 
     async def _load(self, replica: Replica, version: int, cache: CacheMode) -> None:
-        """Load what the replica received; from then on the gate counts it at ``version``."""
+        """Load what the replica received, or what its workers receive meanwhile."""
+        if not self._direct.serves(replica):
+            return await self._load_received(replica, version, cache)
+        self.waiting_for = f"the workers of {replica.name} to take version {version}"
+        await self._direct.load(replica, self._ticket, partial(self._load_received, replica, version, cache))
+        self.waiting_for = ""
+
+    async def _load_received(self, replica: Replica, version: int, cache: CacheMode) -> None:
+        """From the end of the load on the gate counts the replica at ``version``."""
         try:
             if replica.alive:
                 epoch, replica.asked = self._state.epoch, version
@@ -282,7 +305,7 @@ class WeightPublisher:
         try:
             async with self._lock:
                 replica.alive = True
-                await self._send([r for r in self._state.replicas if r.alive])
+                await self._send_staged([replica])
                 await self._load(replica, self._state.published_version, "keep")
         finally:
             self._rejoining -= 1
@@ -295,20 +318,24 @@ class WeightPublisher:
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while
         rounding does not."""
+        audited = [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]
+        found = await asyncio.gather(*(self._audit_one(replica, version, expected) for replica in audited))
+        self.mismatch_kl = max((kl for kl in found if kl is not None), key=abs, default=self.mismatch_kl)
+
+    async def _audit_one(self, replica: Replica, version: int, expected: list[FloatArray]) -> float | None:
+        """The replica's mismatch_kl, or None when it died."""
         tolerance = self._state.config.audit_tolerance
-        for replica in [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]:
-            asked = replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
-            if (scored := await self._state.heard(replica, asked)) is None:
-                continue
-            result = compare(expected, scored)
-            self.mismatch_kl = result.mismatch_kl
-            if result.mean_abs <= tolerance.suspicious:
-                continue
+        asked = replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
+        if (scored := await self._state.heard(replica, asked)) is None:
+            return None
+        result = compare(expected, scored)
+        if result.mean_abs > tolerance.suspicious:
             theirs = await self._state.heard(replica, replica.handle.call(LONG_SECONDS, GeneratorWorker.digests))
             if theirs is None:
-                continue
+                return None
             ours = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.digests, floating_dtype(theirs))
             judge(result, tolerance, differing_tensors(ours, theirs), replica.name, version)
+        return result.mismatch_kl
 
 
 def _names(members: Sequence[Replica]) -> str:

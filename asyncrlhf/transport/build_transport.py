@@ -14,12 +14,13 @@ from asyncrlhf.transport.manifest import ShardedParams, build_manifest
 from asyncrlhf.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import WeightManifest
 from asyncrlhf.validation import check, check_choice
 
 # The first is what `auto` means.
-RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "object_store", "disk")}
+RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "shared_memory", "object_store", "disk")}
 
 
 def resolve_transport(config: WeightsConfig, runtime: str) -> str:
@@ -33,6 +34,12 @@ def resolve_transport(config: WeightsConfig, runtime: str) -> str:
         f"allowed: auto, {', '.join(allowed)}.",
     )
     return kind
+
+
+def streams(config: WeightsConfig, runtime: str) -> bool:
+    """Whether a receiver can take weights bucket by bucket, without staging memory. With ``weights.delta`` it must keep
+    what it holds."""
+    return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.delta
 
 
 def lay_out(config: WeightsConfig, params: Mapping[str, torch.Tensor]) -> WeightManifest:
@@ -56,16 +63,25 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     seconds = config.timeout_seconds
     if kind == "local":
         return LocalSender(manifest, wire=wire)
+    if kind == "shared_memory":
+        return SharedMemorySender(manifest, wire)
     if kind == "object_store":
         return ObjectStoreSender(manifest, wire=wire)
     if kind == "disk":
         check(config.disk_path, "weights.transport=disk needs weights.disk_path here; a run has one of its own.")
         return DiskSender(manifest, Path(config.disk_path), timeout_seconds=seconds, wire=wire)
-    return CollectiveSender(manifest, timeout_seconds=seconds, device=device, wire=wire)
+    return CollectiveSender(
+        manifest, timeout_seconds=seconds, device=device, wire=wire, bytes_per_second=config.slowest_mb_s * 1e6
+    )
 
 
 def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | str = "cpu") -> WeightReceiver:
     """A generator's side; ``device`` is where its engine's parameters live."""
-    kinds = {"local": LocalReceiver, "object_store": ObjectStoreReceiver, "disk": DiskReceiver}
+    kinds = {
+        "local": LocalReceiver,
+        "shared_memory": SharedMemoryReceiver,
+        "object_store": ObjectStoreReceiver,
+        "disk": DiskReceiver,
+    }
     receiver = kinds.get(resolve_transport(config, runtime), CollectiveReceiver)
     return receiver(timeout_seconds=config.timeout_seconds, device=device)

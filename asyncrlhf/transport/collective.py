@@ -5,7 +5,9 @@ Receivers take a whole version into staging memory. Beside the group the sender 
 
 from __future__ import annotations
 
+import math
 import socket
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -29,34 +31,36 @@ from asyncrlhf.transport.group import (
     own_host,
     split_endpoint,
 )
-from asyncrlhf.transport.manifest import FlatBuckets, manifest_digest
+from asyncrlhf.transport.manifest import FlatBuckets, entries_by_bucket, manifest_digest, view_of
+from asyncrlhf.transport.members import Members, give_up_if
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
-from asyncrlhf.transport.receiver import WeightReceiver
+from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
 from asyncrlhf.transport.sender import WeightSender, Wire
 from asyncrlhf.types import WeightManifest
 
 
 class CollectiveSender(WeightSender):
-    """Rank 0. A transfer: tell everyone the version, hear that all are ready, broadcast, hear that all are done. The
-    loss of a receiver ends the group.
+    """Rank 0 of each of its groups, which have no receiver in common: what happens to one leaves the others as they
+    are. A transfer goes to the group of the ticket's epoch: tell everyone the version, hear that all are ready,
+    broadcast, hear that all are done. The loss of a receiver ends its group.
 
     ``device``: where the learner's parameters live; it decides, with the receivers' devices, between NCCL and gloo.
+    ``bytes_per_second``: the slowest way that still counts as alive; ``timeout_seconds`` is given beside it.
     """
 
     def __init__(
         self, manifest: WeightManifest, *, timeout_seconds: float, device: torch.device | str = "cpu",
-        wire: Wire | None = None,
+        wire: Wire | None = None, bytes_per_second: float = math.inf,
     ) -> None:  # fmt: skip
         super().__init__(manifest, device, wire)
         self._device = torch.device(device)
         self._timeout_seconds = timeout_seconds
-        self._connected = False
-        self._group: BroadcastGroup | None = None  # None without receivers
+        self._transfer_seconds = timeout_seconds + sum(manifest.bucket_bytes) / bytes_per_second
         self._host = ""
         self._token = new_token()
         self._server: socket.socket | None = None
         self._store: dist.TCPStore | None = None
-        self._lines: dict[str, Line] = {}
+        self._members: dict[int, Members] = {}  # by epoch
 
     def listen(self, host: str = "") -> str:
         self._host = host or own_host()
@@ -69,91 +73,91 @@ class CollectiveSender(WeightSender):
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         with self.lock:
             self.epoch, self.sent = epoch, ()
-            self._drop()
+            for old in list(self._members.values()):
+                if not receivers or not old.lines or not old.lines.keys().isdisjoint(receivers):
+                    self._drop(old)
+            members = self._members[epoch] = Members(epoch, self._timeout_seconds)
             if receivers:
-                self._form(list(receivers), epoch)
-            self._connected = True
-            self._move_buckets()
+                with self._giving_up(members):
+                    self._form(members, list(receivers))
 
     def close(self) -> None:
         # Who waits on a broken line finds its end; that thread, or the lines below, give them back.
-        for line in list(self._lines.values()):
-            line.hang_up()
+        for members in list(self._members.values()):
+            members.hang_up()
         with self.lock:
-            self._drop()
+            for members in list(self._members.values()):
+                self._drop(members)
             if self._server is not None:
                 self._server.close()
             self._server = self._store = None
 
+    def _check_current(self, ticket: Ticket) -> None:
+        present = self.epoch if ticket.epoch not in self._members else ticket.epoch
+        if (ticket.version, ticket.epoch) != (self.version, present):
+            raise WeightSyncError(
+                f"The ticket is for version {ticket.version} of epoch {ticket.epoch}, but the sender holds "
+                f"version {self.version} of epoch {self.epoch}."
+            )
+
     def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
-        if not self._connected:
+        members = self._members.get(ticket.epoch)
+        if members is None:
             raise WeightSyncError(f"No group to send version {ticket.version} to: connect a new epoch first.")
-        if self._group is None:
+        if members.group is None:
             return
         what = f"Version {ticket.version} did not reach every receiver"
         self.sent = ()
-        self._tell({"version": ticket.version, "epoch": ticket.epoch, "buckets": outgoing}, what)
-        self._hear("ready", what)
-        self._group.broadcast([self.buckets.tensors[bucket] for bucket in outgoing])
-        self._hear("done", what)
-        self._group.wait()
+        self._move_buckets(members.group)
+        with self._giving_up(members):
+            members.tell({"version": ticket.version, "epoch": ticket.epoch, "buckets": outgoing}, what)
+            members.hear("ready", what)
+            members.group.broadcast([self.buckets.tensors[bucket] for bucket in outgoing])
+            members.hear("done", what, self._transfer_seconds)
+            members.group.wait()
 
-    def _move_buckets(self) -> None:
+    def _move_buckets(self, group: BroadcastGroup) -> None:
         """Hold the snapshot where the group reads it: on the GPU for NCCL, on the host for gloo."""
-        group = self._group
-        if group is None or group.device.type == self.buckets.device.type:
+        if group.device.type == self.buckets.device.type:
             return
         old = self.buckets
         self.buckets = FlatBuckets(self.manifest, group.device, pin_memory=group.device.type == "cpu")
         self.buckets.copy_buckets(old.tensors)
 
-    def _tell(self, message: Message, what: str) -> None:
-        """Send to all; ``what`` begins the sentence about receivers that are lost."""
-        lost = {}
-        for name, line in self._lines.items():
-            try:
-                line.send(message)
-            except LineClosedError:
-                lost[name] = "died or dropped the connection"
-        self._give_up_if(lost, what)
+    @contextmanager
+    def _giving_up(self, members: Members) -> Iterator[None]:
+        """What loses a receiver ends its group."""
+        try:
+            yield
+        except LostReceiversError:
+            self._drop(members)
+            raise
 
-    def _hear(self, kind: str, what: str) -> None:
-        """Wait until all have sent a message with the key ``kind``."""
-        self._give_up_if(collect(self._lines, kind, self._timeout_seconds), what)
+    def _drop(self, members: Members) -> None:
+        members.drop()
+        self._members.pop(members.epoch, None)
 
-    def _drop(self) -> None:
-        """The closed lines tell the receivers; a broadcast that hangs in the old group is left to its time-out."""
-        self._connected = False
-        for line in self._lines.values():
-            line.close()
-        self._lines = {}
-        if self._group is not None:
-            self._group.dispose()
-        self._group = None
-
-    def _give_up_if(self, lost: Mapping[str, str], what: str) -> None:
-        if lost:
-            self._drop()
-            raise LostReceiversError(what, lost)
-
-    def _form(self, receivers: list[str], epoch: int) -> None:
+    def _form(self, members: Members, receivers: list[str]) -> None:
         if self._store is None:
             raise WeightSyncError("The weight sender does not listen: call listen before connect.")
-        what = f"The weight group of epoch {epoch} could not form"
-        identities = self._accept(receivers, epoch, what)
+        epoch, what = members.epoch, f"The weight group of epoch {members.epoch} could not form"
+        identities = self._accept(members, receivers, what)
         backend = choose_backend([device_identity(self._device), *identities])
-        self._tell({"port": self._store.port, "backend": backend, "digest": manifest_digest(self.manifest)}, what)
+        welcome = {"port": self._store.port, "backend": backend, "digest": manifest_digest(self.manifest)}
+        members.tell({**welcome, "seconds": self._transfer_seconds}, what)
         try:
-            self._group = BroadcastGroup(
+            members.group = BroadcastGroup(
                 dist.PrefixStore(_keys(self._token, epoch), self._store),
-                backend, 0, len(receivers) + 1, self._host, self._device, self._timeout_seconds,
+                backend, 0, len(receivers) + 1, self._host, self._device, self._transfer_seconds,
             )  # fmt: skip
+            members.group.rehearse(self._timeout_seconds)
         except RuntimeError as error:
-            lost = collect(self._lines, "joined", 0.1)
-            self._give_up_if(lost or {"group": str(error).splitlines()[0]}, what)
-        self._hear("joined", what)
+            lost = collect(members.lines, "joined", 0.1)
+            give_up_if(lost or {"group": str(error).splitlines()[0]}, what)
+        members.hear("joined", what)
+        self._move_buckets(members.group)
 
-    def _accept(self, receivers: list[str], epoch: int, what: str) -> list[str]:
+    def _accept(self, members: Members, receivers: list[str], what: str) -> list[str]:
         """Take the receivers' calls until all are there; returns their devices. An old epoch's are sent away, as are
         strangers."""
         assert self._server is not None
@@ -161,20 +165,20 @@ class CollectiveSender(WeightSender):
 
         def expected(hello: Message) -> bool:
             name, rank = hello.get("name"), hello.get("rank")
-            return hello.get("epoch") == epoch and name in receivers and receivers.index(name) + 1 == rank
+            return hello.get("epoch") == members.epoch and name in receivers and receivers.index(name) + 1 == rank
 
         for line, hello in admit(self._server, self._token, expected, self._timeout_seconds):
             name = hello["name"]
-            if name in self._lines:
-                self._lines[name].close()
-            self._lines[name] = line
+            if name in members.lines:
+                members.lines[name].close()
+            members.lines[name] = line
             identities[name] = str(hello.get("device"))
             if len(identities) == len(receivers):
                 break
         missing = {
             name: f"did not join within {self._timeout_seconds:g} s" for name in receivers if name not in identities
         }
-        self._give_up_if(missing, what)
+        give_up_if(missing, what)
         return [identities[name] for name in receivers]
 
 
@@ -209,8 +213,9 @@ class CollectiveReceiver(WeightReceiver):
             store = dist.TCPStore(host, welcome["port"], None, False, timedelta(seconds=self._timeout_seconds))
             self._group = BroadcastGroup(
                 dist.PrefixStore(_keys(token, epoch), store),
-                welcome["backend"], rank, world_size, self._line.local_host, self._device, self._timeout_seconds,
+                welcome["backend"], rank, world_size, self._line.local_host, self._device, welcome["seconds"],
             )  # fmt: skip
+            self._group.rehearse(self._timeout_seconds)
             self._line.send({"joined": epoch})
         except (OSError, RuntimeError, LineClosedError) as error:
             self._drop_group()
@@ -225,15 +230,42 @@ class CollectiveReceiver(WeightReceiver):
             line.send({"ready": ticket.version})
             group.broadcast([staging.tensors[bucket] for bucket in coming])
             for place, bucket in enumerate(coming):
-                while not group.completed(place):
-                    if line.poll(POLL_SECONDS) is not None:
-                        raise WeightSyncError(f"The sender broke off version {ticket.version}.")
+                self._wait_for(place, ticket, line, group)
                 group.wait_one(place)
                 self._staged.verify(ticket, bucket)
             group.wait()
             weights = self._staged.finish(ticket)
             line.send({"done": ticket.version})
             return weights
+
+    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        with self._taking_part(ticket) as (line, group):
+            coming = list(self._agree(ticket, line)["buckets"])
+            entries = entries_by_bucket(ticket.manifest)
+            line.send({"ready": ticket.version})
+            group.broadcast([])
+            arriving: deque[torch.Tensor] = deque()
+            for place in range(-1, len(coming)):
+                if place + 1 < len(coming):  # the next one arrives while this one is loaded
+                    size = ticket.manifest.bucket_bytes[coming[place + 1]]
+                    arriving.append(torch.empty(size, dtype=torch.uint8, device=group.device))
+                    group.after_compute()
+                    group.begin(arriving[-1])
+                if place < 0:
+                    continue
+                self._wait_for(0, ticket, line, group)
+                group.take_first()
+                bucket = arriving.popleft()
+                views = {entry.name: view_of(entry, bucket) for entry in entries[coming[place]]}
+                check_bucket(ticket, coming[place], entries[coming[place]], views, self._staged.name)
+                yield views
+                del bucket, views
+            line.send({"done": ticket.version})
+
+    def _wait_for(self, place: int, ticket: Ticket, line: Line, group: BroadcastGroup) -> None:
+        while not group.completed(place):
+            if line.poll(POLL_SECONDS) is not None:
+                raise WeightSyncError(f"The sender broke off version {ticket.version}.")
 
     def close(self) -> None:
         self._drop_group()
@@ -246,6 +278,9 @@ class CollectiveReceiver(WeightReceiver):
             raise WeightSyncError(f"No group to receive version {ticket.version} from: connect first.")
         try:
             yield line, group
+        except GeneratorExit:  # whoever takes the stream gave up
+            self._drop_group()
+            raise
         except (RuntimeError, LineClosedError, WeightSyncError) as error:
             with suppress(LineClosedError):  # unless the sender gave up first
                 line.send({"error": str(error).splitlines()[0] if str(error) else type(error).__name__})

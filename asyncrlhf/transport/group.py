@@ -66,10 +66,22 @@ class BroadcastGroup:
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         """Start the broadcasts, one a tensor, in order; returns at once."""
+        self._works = []
+        for tensor in tensors:
+            self.begin(tensor)
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Start one broadcast more; returns at once."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with self._own_stream():
-            self._works = [self._group.broadcast([tensor], options) for tensor in tensors]
+            self._works.append(self._group.broadcast([tensor], options))
+
+    def after_compute(self) -> None:
+        """Broadcasts that begin from here on write after what the device was told to do so far: their memory may be
+        some that a kernel still reads."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def completed(self, place: int) -> bool:
         """Whether one broadcast has ended, well or not; never blocks."""
@@ -87,6 +99,32 @@ class BroadcastGroup:
         for place in range(len(self._works)):
             self.wait_one(place)
         self._works = []
+
+    def take_first(self) -> None:
+        """Wait for the oldest broadcast, and let go of it and of its memory."""
+        self.wait_one(0)
+        del self._works[0]
+
+    def rehearse(self, seconds: float) -> None:
+        """Broadcast one byte, so that what connects at the first broadcast alone (NCCL) does so now, within a time
+        limit. Raises RuntimeError where it does not."""
+        ended: list[BaseException | None] = []
+
+        def broadcast() -> None:
+            try:
+                self.broadcast([torch.zeros(1, dtype=torch.uint8, device=self.device)])
+                self.wait()
+                ended.append(None)
+            except RuntimeError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=broadcast, name="rehearse-weight-group", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if not ended:
+            raise RuntimeError(f"no byte passed within {seconds:g} s")
+        if ended[0] is not None:
+            raise RuntimeError(str(ended[0])) from ended[0]
 
     def dispose(self) -> None:
         """Let go of the group. What a lost rank left unfinished keeps gloo's destructor waiting until the time-out, so

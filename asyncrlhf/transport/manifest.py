@@ -138,12 +138,14 @@ class FlatBuckets:
     """Memory for one whole set of weights. ``tensors``: uint8 [bytes], one for each bucket of the manifest."""
 
     def __init__(
-        self, manifest: WeightManifest, device: torch.device | str = "cpu", *, pin_memory: bool = False
-    ) -> None:
+        self, manifest: WeightManifest, device: torch.device | str = "cpu", *, pin_memory: bool = False,
+        tensors: list[torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """``tensors``: memory that is there already."""
         self.manifest = manifest
         self.device = torch.device(device)
         # Zeroed, not empty: the pages are touched here, so that the first copy is as quick as the later ones.
-        self.tensors = [
+        self.tensors = tensors or [
             torch.zeros(size, dtype=torch.uint8, device=self.device, pin_memory=pin_memory)
             for size in manifest.bucket_bytes
         ]

@@ -22,6 +22,16 @@ class LostReceiversError(WeightSyncError):
         return LostReceiversError, (self.what, self.receivers)
 
 
+def worker_name(replica: str, worker: int) -> str:
+    """How a worker of a replica is called that is a receiver of its own."""
+    return f"{replica}/{worker}"
+
+
+def replica_name(receiver: str) -> str:
+    """The replica that a receiver belongs to."""
+    return receiver.partition("/")[0]
+
+
 @dataclass(frozen=True)
 class Ticket:
     """The right to receive one published version; small, and picklable, since messages carry it to the receivers.

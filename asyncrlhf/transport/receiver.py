@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,23 @@ from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import TensorEntry
 
 NAMES_SHOWN = 10
+
+
+def check_bucket(
+    ticket: Ticket, bucket: int, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor], receiver: str
+) -> None:
+    """Raise WeightSyncError naming a bucket, its tensors and the receiver unless its checksum is the ticket's, where
+    the ticket has checksums."""
+    if not ticket.checksums:
+        return
+    found, expected = bucket_checksum(entries, tensors), ticket.checksums[bucket]
+    if found != expected:
+        names = ", ".join(entry.name for entry in entries[:NAMES_SHOWN])
+        more = f" and {len(entries) - NAMES_SHOWN} more" if len(entries) > NAMES_SHOWN else ""
+        raise WeightSyncError(
+            f"Bucket {bucket} of version {ticket.version} arrived at {receiver} with the checksum "
+            f"{found:016x} instead of {expected:016x}; it holds {names}{more}."
+        )
 
 
 class Staging:
@@ -49,16 +66,8 @@ class Staging:
     def verify(self, ticket: Ticket, bucket: int) -> None:
         """Check one bucket that is complete. Raises WeightSyncError naming it, its tensors and the receiver unless its
         checksum is the ticket's."""
-        if ticket.checksums and self._buckets is not None and bucket in self._pending:
-            entries, expected = self._entries[bucket], ticket.checksums[bucket]
-            found = bucket_checksum(entries, self._buckets.views())
-            if found != expected:
-                names = ", ".join(entry.name for entry in entries[:NAMES_SHOWN])
-                more = f" and {len(entries) - NAMES_SHOWN} more" if len(entries) > NAMES_SHOWN else ""
-                raise WeightSyncError(
-                    f"Bucket {bucket} of version {ticket.version} arrived at {self.name} with the checksum "
-                    f"{found:016x} instead of {expected:016x}; it holds {names}{more}."
-                )
+        if self._buckets is not None and bucket in self._pending:
+            check_bucket(ticket, bucket, self._entries[bucket], self._buckets.views(), self.name)
         self._pending.discard(bucket)
 
     def finish(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
@@ -99,6 +108,12 @@ class WeightReceiver:
         staging, wanted = self._staged.begin(ticket)
         self._fetch(ticket, staging, wanted)
         return self._staged.finish(ticket)
+
+    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Take part in the transfer of ``ticket`` without memory for the whole: the tensors of one bucket after the
+        other, good until the next is asked for. Raises what :meth:`receive` raises; a user who stops early ends the
+        receiver's membership."""
+        raise NotImplementedError
 
     def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
         """Fill the buckets ``wanted``."""

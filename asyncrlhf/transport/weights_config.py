@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from asyncrlhf.validation import check, check_settings, setting
 
-TRANSPORTS = ("auto", "collective", "object_store", "disk", "local")
+TRANSPORTS = ("auto", "collective", "shared_memory", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -39,8 +39,9 @@ class WeightsConfig:
 
     transport: str = setting(
         "auto",
-        "How weights travel: over a process group of their own (collective), Ray's object store, files, or within one "
-        "process (local); auto is collective under Ray.",
+        "How weights travel: over a process group of their own (collective), by memory that all processes of one "
+        "machine map (shared_memory), Ray's object store, files, or within one process (local); auto is collective "
+        "under Ray.",
         choices=TRANSPORTS,
     )
     publish_every: int = setting(1, "Learner steps between two publishes; the lag between them counts.", low=1)
@@ -63,7 +64,13 @@ class WeightsConfig:
         0.0, "Mean |log-prob difference| that passes, in nats; 0: 1e-3, in half precision 1 if all arrived.", low=0
     )
     timeout_seconds: float = setting(
-        120.0, "Seconds that a publish may take before the run fails.", low=0, exclusive_low=True
+        120.0,
+        "Seconds that any answer of the weight transfer may take; what moves weights has slowest_mb_s beside it.",
+        low=0,
+        exclusive_low=True,
+    )
+    slowest_mb_s: float = setting(
+        100.0, "MB/s below which weights on their way count as stuck.", low=0, exclusive_low=True
     )
 
     def __post_init__(self) -> None:
@@ -76,6 +83,10 @@ class WeightsConfig:
             self.transport == "disk" or not self.disk_path,
             f"weights.disk_path={self.disk_path} is read by weights.transport=disk alone, not by {self.transport}.",
         )
+
+    def seconds_for(self, nbytes: int) -> float:
+        """The longest time that so many bytes may take on their way."""
+        return self.timeout_seconds + nbytes / (self.slowest_mb_s * 1e6)
 
     @property
     def verifies(self) -> bool:

@@ -22,7 +22,7 @@ from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 
 Params = dict[str, torch.Tensor]
-TRANSPORTS = ["local", "object_store", "collective", "disk"]
+TRANSPORTS = ["local", "object_store", "collective", "shared_memory", "disk"]
 
 
 def model(value: float = 0.0) -> Params:

@@ -1,0 +1,49 @@
+"""The sender's side of one weight group: who is in it, and the lines to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asyncrlhf.transport.group import BroadcastGroup, Line, LineClosedError, Message, collect
+from asyncrlhf.transport.protocol import LostReceiversError
+
+
+class Members:
+    """The receivers of one epoch: a control line to each, and the group that they are in with the sender."""
+
+    def __init__(self, epoch: int, seconds: float) -> None:
+        self.epoch = epoch
+        self.lines: dict[str, Line] = {}
+        self.group: BroadcastGroup | None = None  # None without receivers
+        self._seconds = seconds
+
+    def tell(self, message: Message, what: str) -> None:
+        """Send to all; ``what`` begins the sentence about receivers that are lost."""
+        lost = {}
+        for name, line in self.lines.items():
+            try:
+                line.send(message)
+            except LineClosedError:
+                lost[name] = "died or dropped the connection"
+        give_up_if(lost, what)
+
+    def hear(self, kind: str, what: str, seconds: float = 0.0) -> None:
+        """Wait until all have sent a message with the key ``kind``."""
+        give_up_if(collect(self.lines, kind, seconds or self._seconds), what)
+
+    def hang_up(self) -> None:
+        for line in list(self.lines.values()):
+            line.hang_up()
+
+    def drop(self) -> None:
+        """The closed lines tell the receivers; a broadcast that hangs in the group is left to its time-out."""
+        for line in self.lines.values():
+            line.close()
+        if self.group is not None:
+            self.group.dispose()
+        self.group = None
+
+
+def give_up_if(lost: Mapping[str, str], what: str) -> None:
+    if lost:
+        raise LostReceiversError(what, lost)

@@ -1,0 +1,93 @@
+"""Transport on one machine: the snapshot lies in memory that receivers map and read; nothing travels.
+
+The memory has no name in any folder and ends with the last process that holds it, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+import torch
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.manifest import FlatBuckets, entries_by_bucket, view_of
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
+from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.types import WeightManifest
+
+
+def _slices(memory: mmap.mmap, manifest: WeightManifest) -> list[torch.Tensor]:
+    """The buckets, one behind the other; uint8 [bytes] each."""
+    sizes = manifest.bucket_bytes
+    starts = accumulate((0, *sizes))
+    return [
+        torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0).byte()
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+class SharedMemorySender(WeightSender):
+    """A ticket names the process and its file descriptor of the memory; whoever runs as the same user on the same
+    machine can map it."""
+
+    def __init__(self, manifest: WeightManifest, wire: Wire | None = None) -> None:
+        super().__init__(manifest, "meta", wire)
+        self._name = f"asyncrlhf-{secrets.token_hex(8)}"
+        self._file = os.memfd_create(self._name)
+        os.ftruncate(self._file, max(1, sum(manifest.bucket_bytes)))
+        memory = mmap.mmap(self._file, 0)
+        self.buckets = FlatBuckets(manifest, tensors=_slices(memory, manifest))
+
+    def _refs(self, version: int) -> tuple[int, int, str]:
+        return os.getpid(), self._file, self._name
+
+    def _check_current(self, ticket: Ticket) -> None:
+        if ticket.version != self.version:
+            raise WeightSyncError(
+                f"The ticket is for version {ticket.version}, but the sender holds version {self.version}."
+            )
+
+
+class SharedMemoryReceiver(WeightReceiver):
+    """Maps the sender's memory at the first ticket, and keeps it mapped."""
+
+    _mapped: tuple[str, list[torch.Tensor]] | None = None
+
+    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        buckets = self._map(ticket)
+        for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
+            views = {entry.name: view_of(entry, buckets[bucket]) for entry in entries}
+            check_bucket(ticket, bucket, entries, views, self._staged.name)
+            yield views
+
+    def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
+        buckets = self._map(ticket)
+        staging.copy_buckets([buckets[i] for i in wanted], wanted)
+
+    def _map(self, ticket: Ticket) -> list[torch.Tensor]:
+        process, number, name = ticket.refs
+        if self._mapped is not None and self._mapped[0] == name:
+            return self._mapped[1]
+        path = f"/proc/{process}/fd/{number}"
+        try:
+            if os.readlink(path).removesuffix(" (deleted)") != f"/memfd:{name}":
+                raise FileNotFoundError(f"{path} is another file")
+            with open(path, "rb") as file:
+                # A private mapping: a stray write reaches neither the sender nor the other receivers.
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise WeightSyncError(
+                f"{self._staged.name} cannot map the learner's memory ({error}); weights.transport=shared_memory needs "
+                "all generators on the learner's machine."
+            ) from error
+        self._mapped = name, _slices(memory, ticket.manifest)
+        return self._mapped[1]
+
+    def close(self) -> None:
+        super().close()
+        self._mapped = None

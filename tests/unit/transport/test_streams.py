@@ -1,0 +1,188 @@
+"""Weights bucket by bucket without staging: what a receiver holds meanwhile, groups that leave one another alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport import collective
+from asyncrlhf.transport.collective import CollectiveReceiver, CollectiveSender
+from asyncrlhf.transport.group import BroadcastGroup
+from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.protocol import LostReceiversError, Ticket, replica_name, worker_name
+from asyncrlhf.transport.sender import Wire
+from asyncrlhf.transport.weights_config import WeightsConfig
+
+BUCKETS = 6
+
+
+def model(version: int) -> dict[str, torch.Tensor]:
+    return {f"layer{i}": torch.full((64, 64), float(version * 10 + i)) for i in range(BUCKETS)}
+
+
+class Groups:
+    """A sender, and receivers in threads, as many groups as asked for."""
+
+    def __init__(self, seconds: float = 20.0) -> None:
+        manifest = build_manifest(model(0), 64 * 64 * 4)
+        self.sender = CollectiveSender(manifest, timeout_seconds=seconds, wire=Wire(checksum=True))
+        self.endpoint = self.sender.listen("127.0.0.1")
+        self.receivers: dict[str, CollectiveReceiver] = {}
+        self.pool = ThreadPoolExecutor(8)
+        self.seconds = seconds
+
+    def connect(self, epoch: int, *names: str) -> None:
+        for name in names:
+            self.receivers[name] = CollectiveReceiver(timeout_seconds=self.seconds)
+        joins = [
+            self.pool.submit(self.receivers[name].connect, self.endpoint, rank, len(names) + 1, epoch, name)
+            for rank, name in enumerate(names, start=1)
+        ]
+        self.sender.connect(self.endpoint, names, epoch)
+        for join in joins:
+            join.result(timeout=60)
+
+    def ticket(self, version: int, epoch: int) -> Ticket:
+        self.sender.snapshot(version, model(version))
+        ticket = self.sender.ticket()
+        return Ticket(ticket.version, epoch, ticket.manifest, ticket.refs, ticket.checksums, ticket.delta)
+
+    def close(self) -> None:
+        self.sender.close()
+        for receiver in self.receivers.values():
+            receiver.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    made = Groups()
+    yield made
+    made.close()
+
+
+def taken(receiver: CollectiveReceiver, ticket: Ticket) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for tensors in receiver.stream(ticket) for name, tensor in tensors.items()}
+
+
+def check(found: dict[str, torch.Tensor], version: int) -> None:
+    assert found.keys() == model(version).keys()
+    for name, tensor in model(version).items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_stream_brings_every_bucket_and_at_most_two_live_at_once(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups.connect(1, "g/0", "g/1")
+    live: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = []
+    original = BroadcastGroup.begin
+
+    def begin(self: BroadcastGroup, tensor: torch.Tensor) -> None:
+        if tensor.numel() > 1 and not any(tensor is bucket for bucket in groups.sender.buckets.tensors):
+            live.add(tensor.untyped_storage())
+            gc.collect()
+            most.append(len(live))
+        original(self, tensor)
+
+    for version in (1, 2):
+        ticket = groups.ticket(version, 1)
+        others = groups.pool.submit(taken, groups.receivers["g/1"], ticket)
+        sending = groups.pool.submit(groups.sender.transfer, ticket)
+        check(taken(groups.receivers["g/0"], ticket), version)
+        check(others.result(timeout=60), version)
+        sending.result(timeout=60)
+    monkeypatch.setattr(BroadcastGroup, "begin", begin)
+    groups.connect(2, "alone")
+    ticket = groups.ticket(3, 2)
+    sending = groups.pool.submit(groups.sender.transfer, ticket)
+    found = {}
+    for tensors in groups.receivers["alone"].stream(ticket):
+        found |= {name: tensor.clone() for name, tensor in tensors.items()}
+        del tensors
+    check(found, 3)
+    sending.result(timeout=60)
+    assert len(most) == BUCKETS and max(most) <= 2, most
+
+
+def test_the_end_of_one_group_leaves_the_other_as_it_is(groups: Groups) -> None:
+    groups.connect(1, "a/0", "a/1")
+    groups.connect(2, "b/0")
+    standing = groups.sender._members[2].group
+    ticket = groups.ticket(1, 1)
+    for name in ("a/0", "a/1"):
+        groups.receivers[name].close()
+    with pytest.raises(LostReceiversError, match=r"a/[01] died") as caught:
+        groups.sender.transfer(ticket)
+    assert {replica_name(name) for name in caught.value.receivers} == {"a"}
+    with pytest.raises(WeightSyncError, match=r"No group|The ticket is for"):
+        groups.sender.transfer(ticket)
+    ticket = groups.ticket(2, 2)
+    sending = groups.pool.submit(groups.sender.transfer, ticket)
+    check(taken(groups.receivers["b/0"], ticket), 2)
+    sending.result(timeout=60)
+    assert groups.sender._members[2].group is standing
+    groups.connect(3, "a/0", "a/1")
+    assert set(groups.sender._members) == {2, 3}
+
+
+def test_a_receiver_that_gives_up_in_the_middle_is_named(groups: Groups) -> None:
+    groups.connect(1, "a/0")
+    ticket = groups.ticket(1, 1)
+    sending = groups.pool.submit(groups.sender.transfer, ticket)
+    stream = groups.receivers["a/0"].stream(ticket)
+    next(stream)
+    stream.close()
+    with pytest.raises(LostReceiversError, match="a/0"):
+        sending.result(timeout=60)
+
+
+def test_a_bucket_that_arrives_wrong_is_named(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups.connect(1, "a/0")
+    ticket = groups.ticket(1, 1)
+    original = collective.view_of
+    monkeypatch.setattr(collective, "view_of", lambda entry, bucket: original(entry, bucket) * 2)
+    sending = groups.pool.submit(groups.sender.transfer, ticket)
+    with pytest.raises(WeightSyncError, match=r"Bucket 0 of version 1 arrived at a/0 .*it holds layer0"):
+        taken(groups.receivers["a/0"], ticket)
+    with pytest.raises(LostReceiversError):
+        sending.result(timeout=60)
+
+
+def test_a_group_over_which_no_byte_passes_is_not_waited_for() -> None:
+    """What NCCL does when it connects at the first broadcast alone, and one rank never comes."""
+
+    class Hanging(BroadcastGroup):
+        def __init__(self) -> None:
+            self.device, self._works = torch.device("cpu"), []
+
+        def broadcast(self, tensors: list[torch.Tensor]) -> None:
+            released.wait(30)
+
+    released = threading.Event()
+
+    with pytest.raises(RuntimeError, match=r"no byte passed within 0\.1 s"):
+        Hanging().rehearse(0.1)
+    released.set()
+
+
+def test_the_time_limit_grows_with_the_bytes() -> None:
+    config = WeightsConfig(timeout_seconds=60, slowest_mb_s=100)
+    assert config.seconds_for(0) == 60
+    assert config.seconds_for(140 * 10**9) == 60 + 1400
+    sender = CollectiveSender(build_manifest(model(0), 1 << 20), timeout_seconds=1, bytes_per_second=1000)
+    assert sender._transfer_seconds == pytest.approx(1 + BUCKETS * 64 * 64 * 4 / 1000)
+
+
+def test_a_worker_belongs_to_its_replica() -> None:
+    assert replica_name(worker_name("generator-fast-0", 3)) == "generator-fast-0"
+    assert replica_name("generator-0") == "generator-0"
