@@ -167,9 +167,8 @@ def _simulated(scene: Scene, template: Template, split: Split, options: argparse
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
     from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 
-    cohort = max(1, round(split.replicas / HANDLES))
     workers, batch = min(HANDLES // 2, split.reward), scene.batch // scene.thin
-    costs = TemplateCosts(scene, split, template.chunk, cohort, workers, scene.thin)
+    costs = TemplateCosts(scene, split, template.chunk, workers, scene.thin)
     config = load_config(
         [
             *OVERRIDES,
@@ -177,8 +176,8 @@ def _simulated(scene: Scene, template: Template, split: Split, options: argparse
             f"steps={options.steps + 2 * template.lag}",
             f"batch_size={batch}",
             f"num_generations={scene.group}",
-            f"generator.replicas={split.replicas // cohort}",
-            f"generator.slots={max(1, round(scene.slots(split) * cohort / scene.thin))}",
+            f"generator.replicas={split.handles}",
+            f"generator.slots={max(1, round(scene.slots(split) * split.cohort / scene.thin))}",
             f"generator.max_completion_length={scene.lengths.longest}",
             f"reward.workers={workers}",
             f"fusion.max_batch={math.ceil(batch / workers)}",
@@ -190,7 +189,7 @@ def _simulated(scene: Scene, template: Template, split: Split, options: argparse
     )
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        summary = simulate(config, costs, scene.lengths, run, Conditions(cohort=cohort))
+        summary = simulate(config, costs, scene.lengths, run, Conditions(cohort=split.cohort))
         found = figures(read_metrics(run / METRICS_FILE), config.async_.bound, warm_up=options.steps // 3)
     return _as_row(scene, split, found, summary)
 

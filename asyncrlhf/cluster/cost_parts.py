@@ -82,7 +82,7 @@ class Conditions:
     hiccups: float = 0.0
     hiccup_seconds: float = 0.2
     interference: tuple[float, float] = (1.0, 1.0)
-    cohort: int = 1
+    cohort: float = 1
 
 
 class World:

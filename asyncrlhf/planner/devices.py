@@ -9,7 +9,7 @@ from typing import Any
 from asyncrlhf.planner.shapes import Cluster, Device, Link
 
 FILE = Path(__file__).with_name("devices.json")
-EXPECT = "from catalogue figures, not measured here: expect 30%"
+EXPECT = "from a catalogue's peaks, not measured here: expect 30%"
 
 
 def catalogue() -> list[str]:

@@ -69,6 +69,16 @@ class Split:
     def generating(self) -> int:
         return self.replicas * self.tensor
 
+    @property
+    def handles(self) -> int:
+        """Simulated replicas."""
+        return min(HANDLES, self.replicas)
+
+    @property
+    def cohort(self) -> float:
+        """How many replicas a simulated one stands for."""
+        return self.replicas / self.handles
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -171,10 +181,8 @@ class Scene:
         parts = min(16, devices)
         for learner in range(1, parts - 1):
             for reward in range(1, parts - learner):
-                wanted = (devices - (learner + reward) * devices // parts) // tensor
-                cohort = max(1, round(wanted / HANDLES))
-                replicas = wanted // cohort * cohort  # equal cohorts; what is left over goes to the learner
                 scoring = reward * devices // parts
+                replicas = (devices - learner * devices // parts - scoring) // tensor
                 ranks = devices - replicas * tensor - scoring
                 if replicas and scoring * self.cluster.device.memory * USABLE > 2 * self.shape.parameters:
                     yield Split(replicas, tensor, scoring, ranks)
@@ -189,7 +197,6 @@ class TemplateCosts:
     scene: Scene
     split: Split
     chunk: int
-    cohort: int
     workers: int
     thin: int = 1
     submit: float = 0.002
@@ -198,6 +205,11 @@ class TemplateCosts:
     @cached_property
     def model(self) -> CostModel:
         return self.scene.costs(self.split)
+
+    @cached_property
+    def _keeps_up(self) -> bool:
+        generation, reward, _ = self.scene.stages(self.split)
+        return reward < generation
 
     @property
     def snapshot(self) -> float:
@@ -216,7 +228,7 @@ class TemplateCosts:
 
     def prefill(self, tokens: int) -> float:
         """Of one group's prompt; a cohort's replicas prefill side by side."""
-        return self.model.prefill(round(self.scene.lengths.prompt)) * self.thin / self.cohort
+        return self.model.prefill(round(self.scene.lengths.prompt)) * self.thin / self.split.cohort
 
     def train(self, lengths: Sequence[int]) -> float:
         return self.model.train([round(length + self.scene.lengths.prompt) for length in lengths] * self.thin)
@@ -225,8 +237,7 @@ class TemplateCosts:
         """Of a call. With chunks a device has read all but half a chunk of each by then, where the devices keep up with
         what is sampled: the most that chunks can hide."""
         length = self.scene.lengths.prompt + tokens / rollouts
-        generation, reward, _ = self.scene.stages(self.split)
-        if self.chunk and reward < generation:
+        if self.chunk and self._keeps_up:
             length = min(length, self.chunk / 2)
         devices = max(1.0, self.split.reward / self.workers)
         device = self.scene.cluster.device

@@ -8,11 +8,11 @@ import pytest
 
 from asyncrlhf.planner.devices import cluster_of
 from asyncrlhf.planner.shapes import Workload
-from asyncrlhf.planner.templates import HANDLES, MODELS, TEMPLATES, Scene, TemplateCosts
+from asyncrlhf.planner.templates import MODELS, TEMPLATES, Scene, TemplateCosts
 
 LENGTHS = Workload(512, 1024, 0.6, 4096)
 SMALL = Scene(MODELS["llama-3-8b"], cluster_of("H100", 8), LENGTHS, 256)
-LARGE = Scene(MODELS["llama-3-70b"], cluster_of("H100", 10_000), LENGTHS, 16_384)
+LARGE = Scene(MODELS["llama-3-70b"], cluster_of("H100", 10_000), LENGTHS, 2048)
 COLOCATED, IN_STEP, FUSED, ONE_STEP, *_, LAG_8 = TEMPLATES
 
 
@@ -24,7 +24,6 @@ def test_all_devices_are_dealt_out_and_hold_their_part(scene: Scene, template) -
         assert (split.generating, split.reward, split.ranks) == (devices,) * 3
     else:
         assert split.generating + split.reward + split.ranks == devices
-        assert split.replicas % max(1, round(split.replicas / HANDLES)) == 0  # equal cohorts
     assert 1 <= scene.slots(split) <= 256
     assert max(scene.memory(split).values()) <= 0.92 * scene.cluster.device.memory
 
@@ -47,19 +46,19 @@ def test_a_model_that_no_device_holds_is_refused() -> None:
 def test_a_thinned_run_costs_what_the_whole_one_does() -> None:
     """One rollout of 4 stands for 4: the same seconds of an iteration, a prompt, a step and a call."""
     split = SMALL.split(ONE_STEP)
-    whole, thin = (TemplateCosts(SMALL, split, 0, 2, 1, thin) for thin in (1, 4))
+    whole, thin = (TemplateCosts(SMALL, split, 0, 1, thin) for thin in (1, 4))
     assert thin.decode(8 / 2, 600) == whole.decode(32 / 2, 600)
     assert thin.prefill(9) == pytest.approx(4 * whole.prefill(9))
     assert thin.train([100, 200]) == whole.train([100, 200] * 4)
     assert thin.score("reward", 8, 8 * 100) == whole.score("reward", 32, 32 * 100)
-    assert LARGE.thin == 64 and SMALL.thin == 1
+    assert LARGE.thin == 8 and SMALL.thin == 1
     assert LARGE.batch % (LARGE.thin * LARGE.group) == 0
 
 
 def test_chunks_hide_all_but_their_last_half() -> None:
     """Only while the reward's devices keep up with what is sampled."""
     split = SMALL.split(FUSED)
-    read, chunked = (TemplateCosts(SMALL, split, chunk, 1, 1).score("reward", 4, 4 * 2000) for chunk in (0, 256))
+    read, chunked = (TemplateCosts(SMALL, split, chunk, 1).score("reward", 4, 4 * 2000) for chunk in (0, 256))
     assert chunked < 0.1 * read
     generation, reward, _ = SMALL.stages(split)
     assert reward < generation
