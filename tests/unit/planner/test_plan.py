@@ -151,7 +151,7 @@ def test_a_plan_of_a_data_sheet_says_so() -> None:
 
     chosen = choose(space, subject, lambda layout: "no" if layout.ranks == 8 else None, simulated)
     words = " ".join(sentences(chosen, subject))
-    assert "not measured here, expect 30%" in words and "NVIDIA H100 data sheet" in words
+    assert "not measured here, expect 30%" in words and "NVIDIA H100" in words
     assert chosen.best.layout.ranks == 4 and "no" in chosen.refused
     assert all(c.layout.devices <= 16 for c in (chosen.best, *chosen.others))
     assert weakest({"a": "fitted", "b": "catalogue", "c": "measured"}) == "catalogue"
