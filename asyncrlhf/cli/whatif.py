@@ -18,6 +18,8 @@ from rich.table import Table
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.callgraph import PLACEMENTS, PPO, Graph, Space, placed
 from asyncrlhf.planner.devices import EXPECT, catalogue, cluster_of
+from asyncrlhf.planner.resharding import System, reshard
+from asyncrlhf.planner.schedules import Pair, bound, greedy, one_after_another
 from asyncrlhf.planner.search import metropolis
 from asyncrlhf.planner.shapes import ModelShape, Workload
 from asyncrlhf.planner.templates import HANDLES, MODELS, TEMPLATES, Scene, Split, Template, TemplateCosts
@@ -96,8 +98,30 @@ def what_if(arguments: Sequence[str]) -> int:
         rows = [f"{call.name}: {words}" for call, words in zip(PPO, layouts, strict=True)]
         table.add_row(name, f"{found.cost:.2f}", "\n".join(rows))
     Console().print(table)
+    for sentence in _beside(graph):
+        print(sentence)
     print(f"{NOT_RUNNABLE} Figures are {EXPECT}.")
     return 0
+
+
+def _beside(graph: Graph) -> list[str]:
+    """What resharding moves between training and generation, and what fused training of actor and critic gains, for
+    training that is tensor parallel in a node and pipeline parallel between nodes."""
+    cluster, shape = graph.cluster, graph.shapes["actor"]
+    stages, tensor = cluster.nodes, cluster.per_node
+    systems: tuple[System, ...] = ("ds-chat", "ungrouped", "hybridflow")
+    moved = {name: float(reshard(name, stages, tensor, 1, 1, max(1, tensor // 2)).received) for name in systems}
+    size = 2e-9 * shape.parameters
+    words = ", ".join(f"{share * size:.2f} GB ({system})" for system, share in moved.items())
+    said = [f"From training p={stages} t={tensor} to generation p=1 t={max(1, tensor // 2)} a device receives {words}."]
+    if stages > 1:
+        pair = Pair((stages, stages), (4 * stages, 4 * stages), (1.0, 1.0))
+        gain, reached = (one_after_another(pair) / seconds for seconds in (bound(pair), greedy(pair)))
+        said.append(
+            f"Fused training of actor and critic, {stages} stages and {4 * stages} micro-batches each, is at most "
+            f"{gain:.2f} times as fast as one after the other; a greedy schedule reaches {reached:.2f}."
+        )
+    return said
 
 
 def templates_parser() -> _Parser:

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+from cells import fit_cells, leave_one_out, phases, predict, read_cells
 
-from asyncrlhf.planner.calibrate import fit_cells, leave_one_out, phases, predict, read_cells
 from asyncrlhf.planner.devices import cluster_of
 
 HERE = Path(__file__).parent

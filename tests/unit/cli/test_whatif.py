@@ -33,6 +33,8 @@ def test_plans_of_other_systems_are_labelled(capsys: pytest.CaptureFixture[str])
     assert main(["whatif", "--model", "llama-2-7b", "--devices", "8", "--batch", "64", "--steps", "10"]) == 0
     out = capsys.readouterr().out
     assert "cannot run it" in out and "separate, delayed" in out and "expect 30%" in out
+    # Of 13.48 GB: 7/8, 7/8 and 1/4 - 1/8 (p=1, t=8, d=1 to t_g=4).
+    assert "11.79 GB (ds-chat), 11.79 GB (ungrouped), 1.68 GB (hybridflow)" in out
 
 
 @pytest.mark.thorough
