@@ -67,9 +67,9 @@ def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
     kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})
     if learner.sharding == "fsdp2" and spec.algorithm.anchor != "ema":
-        blank = {name: load_blank(spec.model, dtype) for name, dtype in kinds.items()}
-        if all(blank.values()):
-            return {name: found[0] for name, found in blank.items()} | {"files": blank["model"][1]}
+        blank = {name: found for name, dtype in kinds.items() if (found := load_blank(spec.model, dtype))}
+        if len(blank) == len(kinds):
+            return {name: model for name, (model, _) in blank.items()} | {"files": blank["model"][1]}
     # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
     place = "cpu" if learner.sharded else device
     return {name: load_policy(spec.model, place, dtype) for name, dtype in kinds.items()}

@@ -192,7 +192,8 @@ class PackedPolicy(nn.Module):
         if not self._plain_head:
             return self._chunked(self._head, hidden, targets, temperature, kept)
         head: Any = self.model.get_output_embeddings()
-        with _replaced(head, lambda rows: self._chunked(own, rows, targets, temperature, kept).stacked()) as own:
+        own = head.forward
+        with _replaced(head, lambda rows: self._chunked(own, rows, targets, temperature, kept).stacked()):
             facts = head(hidden)
         return TokenFacts.unstacked(facts, kept is not None)
 
@@ -289,12 +290,12 @@ class _Operations(TorchDispatchMode):
 
 
 @contextmanager
-def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """``module`` does ``forward`` when it is called, its hooks around it; gives what it did before."""
-    own, before = module.forward, vars(module).get("forward")
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """``module`` does ``forward`` when it is called, its hooks around it."""
+    before = vars(module).get("forward")
     module.forward = forward
     try:
-        yield own
+        yield
     finally:
         if before is None:
             del module.forward
