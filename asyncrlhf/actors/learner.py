@@ -25,6 +25,7 @@ from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy
+from asyncrlhf.data.weight_files import load_blank
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.plan import StepPlan
@@ -60,6 +61,20 @@ class LearnerSpec(BackendSpec):
         return {"recorded": sampled([r.rollout_id for r in rollouts], self.tokens_sampled, self.seed)}
 
 
+def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
+    """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights where it reads its shards of
+    them itself, else whole. What is trained is float32, a frozen reference in the model's own type."""
+    learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
+    kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})
+    if learner.sharding == "fsdp2" and spec.algorithm.anchor != "ema":
+        blank = {name: found for name, dtype in kinds.items() if (found := load_blank(spec.model, dtype))}
+        if len(blank) == len(kinds):
+            return {name: model for name, (model, _) in blank.items()} | {"files": blank["model"][1]}
+    # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
+    place = "cpu" if learner.sharded else device
+    return {name: load_policy(spec.model, place, dtype) for name, dtype in kinds.items()}
+
+
 class LearnerWorker:
     """A rank without Ray. ``train`` and ``transfer`` may run in two threads: they share only the snapshot."""
 
@@ -72,12 +87,7 @@ class LearnerWorker:
         if ranks > 1:
             init_process_group(rank, ranks, address, device=device)
         torch.manual_seed(spec.seed)
-        # A rank that keeps a part cuts it out of host memory: the whole model may be too large for its device.
-        place = "cpu" if spec.learner.sharded else device
-        load = partial(load_policy, spec.model, place, dtype=torch.float32)
-        model, own_reference = load(), spec.algorithm.needs_reference and not spec.reference_served
-        reference = load() if own_reference else None
-        self.backend = TorchBackend(model, spec, reference=reference, rank=rank, ranks=ranks, device=device)
+        self.backend = TorchBackend(spec=spec, **load_models(spec, device), rank=rank, ranks=ranks, device=device)
         self.sender: WeightSender | None = None
         self._critic_sender: WeightSender | None = None
         if rank == 0:

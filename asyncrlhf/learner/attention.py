@@ -32,7 +32,14 @@ class Layout(ABC):
 
     @abstractmethod
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
     ) -> tuple[torch.Tensor, None]:
         """As :func:`packed_attention`, with its ``scaling`` and, where there is one, ``sliding_window``."""
 

@@ -15,12 +15,11 @@ import torch
 import transformers
 from torch import nn
 
-from asyncrlhf.data.packing import pack
+from asyncrlhf.data.packing import microbatch_indices, pack
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.learner.attention import use_packed_attention
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, packed_hidden
 from asyncrlhf.learner.passes import AUTOCAST
-from asyncrlhf.rewards.model import padded_batches
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class RolloutPasses(ABC):
     Args:
         device: of the model.
         precision: a ``learner.mixed_precision``.
-        token_budget: padded tokens of one forward pass; a longer sequence is a pass of its own.
+        token_budget: tokens of one forward pass; a longer sequence is a pass of its own.
     """
 
     model_name: str  # as sentences name it
@@ -105,7 +104,7 @@ class RolloutPasses(ABC):
         answers: list[FloatArray | str] = [refusal] * len(rollouts)
         able = [i for i, rollout in enumerate(rollouts) if len(rollout.prompt.token_ids) and len(rollout.response_ids)]
         lengths = np.array([len(rollouts[i].prompt.token_ids) + len(rollouts[i].response_ids) for i in able], np.int64)
-        for batch in padded_batches(lengths, self._budget):
+        for batch in microbatch_indices(lengths, self._budget):
             chosen = [able[place] for place in batch]
             for i, answer in zip(chosen, self._pass([rollouts[i] for i in chosen]), strict=True):
                 answers[i] = answer

@@ -39,7 +39,7 @@ class _OneTensor(nn.Module):
         self.policy = policy
 
     def forward(self, inputs: PackedInputs, temperature: float) -> torch.Tensor:
-        return torch.stack([fact for fact in self.policy(inputs, temperature) if len(fact)])
+        return self.policy(inputs, temperature).stacked()
 
 
 class _Unpacked:
@@ -49,10 +49,7 @@ class _Unpacked:
         self.engine = engine
 
     def __call__(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
-        logprobs, entropies, *rest = self.engine(inputs, temperature).unbind(0)
-        none = logprobs.new_empty(0)
-        mass = none if inputs.kept is None else rest.pop().detach()
-        return TokenFacts(logprobs, entropies, rest[0].detach() if rest else none, mass)
+        return TokenFacts.unstacked(self.engine(inputs, temperature), inputs.kept is not None)
 
 
 class _StateFiles:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
 
 # Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
 MAX_LOGITS = 2**27
+# What a linear layer, and choosing rows before it, are made of: a model that does more to its logits is not plain.
+PLAIN_OPERATIONS = {
+    "aten::alias", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select", "aten::zeros",
+    "aten::t", "aten::transpose", "aten::mm", "aten::addmm", "aten::expand", "aten::bmm", "aten::linear",
+    "aten::_to_copy", "aten::empty", "aten::unsqueeze",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,18 @@ class TokenFacts(NamedTuple):
     collision: torch.Tensor  # [M] sum_v pi_v^2, detached; empty unless the policy was built to give it
     kept_mass: torch.Tensor  # [M] of the whole distribution, detached; empty unless the inputs have kept sets
 
+    def stacked(self) -> torch.Tensor:
+        """Those that are there as one tensor [2 to 4, M]: what a module may return whose outputs ZeRO-3 hooks."""
+        return torch.stack([fact for fact in self if len(fact)])
+
+    @classmethod
+    def unstacked(cls, facts: torch.Tensor, truncated: bool) -> TokenFacts:
+        """What :meth:`stacked` made; ``truncated``: the inputs have kept sets."""
+        logprobs, entropies, *rest = facts.unbind(0)
+        none = logprobs.new_empty(0)
+        mass = rest.pop().detach() if truncated else none
+        return cls(logprobs, entropies, rest[0].detach() if rest else none, mass)
+
 
 class PackedPolicy(nn.Module):
     """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
@@ -114,8 +135,9 @@ class PackedPolicy(nn.Module):
     distribution; where sampling was truncated, both are renormalised on the set that the sampler kept. Dropout is
     switched off for the same reason.
 
-    ``chunked`` False holds all logits at once: for weights that each call of the output layer gathers from the ranks,
-    which must then make equally many.
+    Logits beyond ``MAX_LOGITS`` are made in chunks inside one call of the output layer, so that ranks that gather its
+    weight at each call make equally many. ``chunked`` False: a model whose logits are more than its output layer's
+    gives them all at once, for its own forward would be called once a chunk.
     """
 
     def __init__(
@@ -155,7 +177,8 @@ class PackedPolicy(nn.Module):
 
     def alone(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
         """``forward`` without any other rank."""
-        if not self._plain_head:
+        small = len(inputs.rows) * self._vocabulary <= MAX_LOGITS
+        if not self._plain_head and (small or not self._chunks):
             return self._facts(self._full_logits(inputs), inputs.targets, temperature, inputs.kept)
         hidden = self._hidden(inputs).index_select(0, inputs.rows)
         return self.of_hidden(hidden, inputs.targets, temperature, inputs.kept)
@@ -164,9 +187,15 @@ class PackedPolicy(nn.Module):
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None = None
     ) -> TokenFacts:
         """Of ``targets`` [M], by the last hidden states [M, H] that predict them."""
-        if not self._chunks or len(hidden) * self._vocabulary <= MAX_LOGITS:
+        if len(hidden) * self._vocabulary <= MAX_LOGITS:
             return self._facts(self._head(hidden), targets, temperature, kept)
-        return self._chunked(hidden, targets, temperature, kept)
+        if not self._plain_head:
+            return self._chunked(self._head, hidden, targets, temperature, kept)
+        head: Any = self.model.get_output_embeddings()
+        own = head.forward
+        with _replaced(head, lambda rows: self._chunked(own, rows, targets, temperature, kept).stacked()):
+            facts = head(hidden)
+        return TokenFacts.unstacked(facts, kept is not None)
 
     def _facts(
         self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None
@@ -180,11 +209,16 @@ class PackedPolicy(nn.Module):
         return TokenFacts(logprobs, entropies, collision, mass)
 
     def _chunked(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None
+        self,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        kept: KeptSets | None,
     ) -> TokenFacts:
         def score(first: int, rows: torch.Tensor, wanted: torch.Tensor) -> TokenFacts:
             sets = None if kept is None else kept.rows(first, first + len(rows))
-            return self._facts(self._head(rows), wanted, temperature, sets)
+            return self._facts(head(rows), wanted, temperature, sets)
 
         size = max(1, MAX_LOGITS // self._vocabulary)
         parts = [
@@ -201,24 +235,20 @@ class PackedPolicy(nn.Module):
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [M, V] of last hidden states [M, H]; what does more than the output layer is asked of the model's own
-        forward, around a trunk that only hands these states over."""
+        """Logits [M, V] of last hidden states [M, H]."""
         if self._plain_head:
             return self.model.get_output_embeddings()(hidden)
+        return self._full_head(hidden)
+
+    def _full_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As :meth:`_head`, by the model's own forward around a trunk that only hands these states over."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         trunk: Any = self.model.base_model
         states: Any = hidden[None]
-        before = vars(trunk).get("forward")
-        trunk.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=states)
-        try:
+        with _replaced(trunk, lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=states)):
             placeholder = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
             own: torch.Tensor = self.model(input_ids=placeholder, use_cache=False).logits[0]
-        finally:
-            if before is None:
-                del trunk.forward
-            else:
-                trunk.forward = before
         return own
 
     def _trunk(self, inputs: PackedInputs) -> torch.Tensor:
@@ -236,11 +266,41 @@ class PackedPolicy(nn.Module):
         head = self.model.get_output_embeddings()
         if head is None:
             return False
+        if head.weight.is_meta:
+            with _Operations() as operations:
+                self._full_head(torch.empty((2, head.weight.shape[1]), dtype=head.weight.dtype, device="meta"))
+            return operations.names <= PLAIN_OPERATIONS
         inputs = PackedInputs.build(
             np.arange(4, dtype=np.int64), np.array([0, 4]), np.array([False, True, True, True]), head.weight.device
         )
         logits = head(packed_hidden(self.model.base_model, inputs).index_select(0, inputs.rows))
         return torch.allclose(logits, self._full_logits(inputs), rtol=1e-3, atol=1e-4)
+
+
+class _Operations(TorchDispatchMode):
+    """The names of all that torch computes while it lasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """``module`` does ``forward`` when it is called, its hooks around it."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def packed_hidden(backbone: Any, inputs: PackedInputs) -> torch.Tensor:

@@ -25,7 +25,7 @@ class WorkersConfig:
     workers: int = setting(1, "Workers, under where=service.", low=1, high=10**4)
     threads: int = setting(1, "CPU threads of one worker.", low=1, high=1024)
     gpus: float = setting(0.0, "GPUs of one worker, at most 1; 0 runs it on the CPU.", low=0)
-    token_budget: int = setting(16384, "Tokens of one call, and padded tokens of one forward pass.", low=1)
+    token_budget: int = setting(16384, "Tokens of one call, and of one forward pass.", low=1)
     max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
 
     def check(self, key: str, model: str) -> None:
@@ -75,6 +75,7 @@ OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 OFFLOADS = ("none", "cpu")
 SHARDINGS = ("none", "fsdp2")
 PRECISIONS = ("none", "bfloat16", "float16")
+REDUCTIONS = ("microbatch", "update")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,12 @@ class LearnerConfig:
     ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1, high=10**4)
     sharding: str = setting(
         "none", "backend=torch: every rank holds everything (none), or FSDP2 deals the weights out.", choices=SHARDINGS
+    )
+    gradient_reduction: str = setting(
+        "microbatch",
+        "sharding=fsdp2: gradients are dealt out after each microbatch, or once an update, which holds them whole till "
+        "then: 4 bytes a parameter on each rank.",
+        choices=REDUCTIONS,
     )
     zero_stage: int = setting(
         0, "backend=deepspeed: 1 shards the optimizer's states over the ranks, 2 gradients, too, 3 weights, too.",
@@ -139,6 +146,11 @@ class LearnerConfig:
             self.mixed_precision != "none" or not self.float32_head,
             "learner.float32_head=true changes nothing under learner.mixed_precision=none, where all is float32; "
             "allowed: float32_head=false, or mixed_precision bfloat16 or float16.",
+        )
+        check(
+            self.sharding == "fsdp2" or self.gradient_reduction == "microbatch",
+            "learner.gradient_reduction=update needs learner.sharding=fsdp2; elsewhere gradients are added up over the "
+            "ranks once an update, or, under learner.zero_stage 2 and 3, after each microbatch.",
         )
         check(
             self.ranks % self.sequence_parallel_size == 0,

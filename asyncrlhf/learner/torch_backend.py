@@ -15,6 +15,7 @@ from torch import nn
 from asyncrlhf.algorithms.aggregate import normaliser_count
 from asyncrlhf.algorithms.weights import sqrt_ess_factor
 from asyncrlhf.data.adapter import trained_tensors
+from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
@@ -49,6 +50,8 @@ class TorchBackend:
         model: a loaded causal language model; it becomes float32 and moves to ``device``.
         reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``, unless its
             log-probs are served.
+        files: of the weights of both, whose parameters are then on the device ``meta``
+            (``learner.sharding=fsdp2``, see ``data.weight_files.load_blank``).
         rank, ranks: with ``ranks > 1`` torch.distributed must have been initialised, see ``init_process_group``.
     """
 
@@ -58,6 +61,7 @@ class TorchBackend:
         spec: BackendSpec,
         *,
         reference: transformers.PreTrainedModel | None = None,
+        files: WeightFiles | None = None,
         rank: int = 0,
         ranks: int = 1,
         device: str | torch.device = "cpu",
@@ -85,7 +89,7 @@ class TorchBackend:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
         kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
-        self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks)
+        self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
         if self.sequence_peers.ranks > 1:
             self.policy.sequence = SequenceParallel(self.model, self.sequence_peers)

@@ -20,10 +20,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.data.adapter import is_adapter, trained_tensors
+from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import Peers, Shards, all_sum, init_single_process_group, on_host, padded, whole
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.loading import read_shards
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
 from asyncrlhf.learner.state_file import read_sharded
@@ -77,8 +79,10 @@ class Updater(ABC):
         critic: nn.Module | None,
         device: torch.device,
         ranks: int,
+        files: WeightFiles | None = None,
     ) -> None:
-        self.config, self.model, self.device, self.ranks = config, model, device, ranks
+        """``files``: of the model's weights, where its parameters, and so the critic's, are on the device ``meta``."""
+        self.config, self.model, self.device, self.ranks, self.files = config, model, device, ranks, files
         # Called each time before the parameters change: a snapshot may still be read from them.
         self.before_update: Callable[[], object] = lambda: None
         self._lay_out(policy, critic)
@@ -262,7 +266,8 @@ class FsdpUpdater(TorchUpdater):
     """``learner.sharding=fsdp2`` (``fully_shard``, Zhao et al. 2304.11277 for the idea).
 
     Weights are gathered one decoder layer at a time, in the forward pass and again in the backward pass, and gradients
-    are scattered after every microbatch. Both are collective: ranks with fewer microbatches pass dummy data.
+    are scattered after every microbatch, or once an update (``learner.gradient_reduction``). Both are collective:
+    ranks with fewer microbatches pass dummy data.
     """
 
     def spread(self, module: nn.Module) -> nn.Module:
@@ -283,6 +288,8 @@ class FsdpUpdater(TorchUpdater):
             if type(layer).__name__ in names:
                 fully_shard(layer, **options)
         fully_shard(module, **options)
+        if self.files is not None:
+            read_shards(module, self.files, self.model, self.device)
         return module
 
     def frozen(self, module: nn.Module) -> nn.Module:
@@ -292,8 +299,12 @@ class FsdpUpdater(TorchUpdater):
     def shards(self) -> Shards:
         return Shards(self.model)
 
-    def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
-        return iter(padded(microbatches, self.device, self.ranks) or [None])
+    def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
+        passes = padded(microbatches, self.device, self.ranks) or [None]
+        for index, microbatch in enumerate(passes):
+            last = index == len(passes) - 1
+            module.set_requires_gradient_sync(last or self.config.gradient_reduction == "microbatch")
+            yield microbatch
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         writer.write_state(folder / FOLDER / f"rank-{rank}.safetensors", self._state())

@@ -233,15 +233,15 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value."""
     causal, prefixes = _calls(spans.numpy().tobytes())
-    given, wanted = (query, key, value), tuple(torch.empty_like(x) for x in (query, key, value))
-    q, k, v = (x[0] for x in given)
+    wanted = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    q, k, v = query[0], key[0], value[0]
     dq, dk, dv = (x[0] for x in wanted)
     out, dout = (x[0].transpose(0, 1) for x in (result, grad))
     copied: list[tuple[_Grid, torch.Tensor, torch.Tensor]] = []
     for call in causal:
         grid, kind = _Grid(call), _kernel_type(v, call.longest)
-        parts = (grid.take_gradient(dout), *(grid.take(x) for x in (q, k, v, out)))
-        found = _flash_backward(*(x.to(kind) for x in parts), grid.take(lse), 0.0, True, scale=scale)
+        laid = (grid.take_gradient(dout), *(grid.take(x) for x in (q, k, v, out)))
+        found = _flash_backward(*(x.to(kind) for x in laid), grid.take(lse), 0.0, True, scale=scale)
         for target, gradient in zip((dq, dk, dv), found, strict=True):
             grid.put(target, gradient)
         if call.copies is not None:

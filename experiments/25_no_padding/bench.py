@@ -1,11 +1,12 @@
-"""Tokens a second of a learner step, of two checkouts in turn, and what attention and its padding take of it.
+"""Tokens a CPU second of a learner step, of two checkouts in turn, and what attention and its padding take of it.
 
 ``python experiments/25_no_padding/bench.py --before CHECKOUT --model tiny --law short`` starts a process for each
 checkout and one of the first whose attention does nothing, and lets them make a step each in turn. The share that
 padding takes, and so the ceiling of what its absence can give, follow from the first and the last: attention's time is
 that of its pairs of query and key, padded against needed.
 
-A process of its own (``--serve``) uses only what older checkouts have as well.
+Seconds are CPU seconds of the process, which runs one thread unless ``--threads`` says more: a machine that others
+use as well changes them little. A process of its own (``--serve``) uses only what older checkouts have as well.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def batch(law: str, count: int, vocabulary: int) -> Any:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A step for each line that comes in; its seconds go out."""
+    """A step for each line that comes in; its CPU seconds go out."""
     import torch
     import transformers
 
@@ -96,9 +97,9 @@ def serve(options: argparse.Namespace) -> None:
     learner.train_step(given)
     print("ready", flush=True)
     for _ in sys.stdin:
-        started = time.perf_counter()
+        started = time.process_time()
         loss = [learner.train_step(given).metrics["loss"] for _ in range(options.repeat)][-1]
-        print(json.dumps({"seconds": (time.perf_counter() - started) / options.repeat, "loss": loss}), flush=True)
+        print(json.dumps({"seconds": (time.process_time() - started) / options.repeat, "loss": loss}), flush=True)
 
 
 def needed(options: argparse.Namespace) -> tuple[float, float]:
@@ -160,7 +161,7 @@ def summary(options: argparse.Namespace, seconds: dict[str, list[float]], losses
         "threads": options.threads, "budget": options.budget,
         "grid_over_rows_before": 1 / rows, "pairs_over_needed_before": 1 / pairs,
         "attention_share_before": 1 - without / before, "ceiling": ceiling,
-        "tokens_per_second": {"before": tokens / before, "after": tokens / after},
+        "tokens_per_cpu_second": {"before": tokens / before, "after": tokens / after},
         "speedup": float(np.median(ratios)), "speedup_spread": [float(ratios.min()), float(ratios.max())],
         "of_the_ceiling": float(np.median(ratios)) / ceiling,
         "losses": losses, "seconds": seconds,

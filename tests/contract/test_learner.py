@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -12,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrlhf.algorithms.logprobs import token_logprobs
 from asyncrlhf.data.packing import select
 from asyncrlhf.errors import CheckpointError
+from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.companions import ServedCritic
 from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
@@ -86,6 +89,22 @@ def test_a_learner_takes_no_room_for_gradients_that_its_model_lacks(make: Make) 
     before = process.memory_info().vms
     make().train_step(random_batch())
     assert process.memory_info().vms - before < 2**29
+
+
+def test_logits_of_many_tokens_are_never_there_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [learner.train_step(random_batch()).metrics for learner in [make()] for _ in range(2)]
+    rows: list[int] = []
+
+    def counted(logits: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        rows.append(len(logits))
+        return token_logprobs(logits, *rest, **options)
+
+    monkeypatch.setattr(forward, "token_logprobs", counted)
+    monkeypatch.setattr(forward, "MAX_LOGITS", 5 * VOCABULARY)
+    found = [learner.train_step(random_batch()).metrics for learner in [make()] for _ in range(2)]
+    assert max(rows) == 5
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_metrics_are_finite_floats_under_the_names_of_the_run_directory(make: Make) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrlhf.config.compose import load_config
@@ -21,8 +23,17 @@ SHORT: dict[str, tuple[AlgorithmConfig, dict[str, Any]]] = {
     "ppo": (AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1, num_iterations=2), {}),
     "m2po": (load_config(["algorithm=m2po"]).algorithm, {"gradient_checkpointing": True}),
     "impact": (load_config(["algorithm=impact"]).algorithm, {}),
+    "gradients dealt out once an update": (AlgorithmConfig(), {"gradient_reduction": "update"}),
 }
 SHORT_STEPS = 3
+
+
+def scatters(rank: int, **settings: Any) -> int:
+    """How often gradients are dealt out in one step of several microbatches."""
+    trained, real = build(rank, 2, sharding="fsdp2", **settings), torch.distributed.reduce_scatter_single
+    with mock.patch.object(torch.distributed, "reduce_scatter_single", side_effect=real) as counted:
+        curve(trained, batches(1), rank, 2)
+    return counted.call_count
 
 
 def job(rank: int, folder: Path) -> dict[str, Any]:
@@ -38,6 +49,7 @@ def job(rank: int, folder: Path) -> dict[str, Any]:
     resumed.load(folder)
     found["resumed"] = curve(resumed, given[SAVED_AFTER:], rank, 2)
     found["skips"] = skips(trained, rank)
+    found["scatters"] = scatters(rank), scatters(rank, gradient_reduction="update")
     for name, (algorithm, settings) in SHORT.items():
         found[name] = curve(build(rank, 2, algorithm, sharding="fsdp2", **settings), batches(SHORT_STEPS), rank, 2)
     return found
@@ -75,6 +87,11 @@ def test_other_algorithms_too(two_ranks: list[dict[str, Any]], name: str) -> Non
     for rank in two_ranks:
         for found, wanted in zip(rank[name], expected, strict=True):
             assert_close(found, wanted, rtol=2e-3, atol=2e-4)
+
+
+def test_gradients_are_dealt_out_once_an_update_where_that_is_asked_for(two_ranks: list[dict[str, Any]]) -> None:
+    for each, once in (rank["scatters"] for rank in two_ranks):
+        assert once == 5 and each >= 2 * once  # four decoder layers and the rest
 
 
 def test_a_resumed_run_makes_the_same_curve_with_two_ranks_and_with_one(
@@ -126,6 +143,7 @@ def test_a_checkpoint_of_another_layout_is_refused(two_ranks: list[dict[str, Any
     [
         ({"sharding": "fsdp"}, r"learner\.sharding=fsdp is not known \(did you mean fsdp2\?\); allowed: none, fsdp2"),
         ({"sharding": "fsdp2", "mixed_precision": "float16"}, r"float16 needs learner\.sharding=none"),
+        ({"gradient_reduction": "update"}, r"gradient_reduction=update needs learner\.sharding=fsdp2"),
         ({"sharding": "fsdp2", "compile": True}, r"learner\.compile does not work with learner\.sharding=fsdp2"),
     ],
 )

@@ -1,0 +1,74 @@
+"""A checkpoint's tensors by name, read from its safetensors files a part at a time; models without weights for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from asyncrlhf.data.checkpoint_folder import load_shape, resolve
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.errors import ConfigError
+
+
+class WeightFiles:
+    """The tensors of a local folder's safetensors files. Files are mapped, not read: only what is asked for costs
+    memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: Mapping[str, Path] = {}
+        for file in sorted(folder.glob("model*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                self._files = {**self._files, **dict.fromkeys(opened.keys(), file)}
+        self.folder = folder
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """The rows ``first`` to ``last`` (not included) of a tensor, in the type of the file, in host memory.
+
+        Raises ConfigError where the file cannot be read.
+        """
+        try:
+            with safe_open(self._files[name], "pt") as file:
+                part: torch.Tensor = file.get_slice(name)[first:last]
+                return part
+        except (OSError, SafetensorError, LookupError) as error:
+            raise ConfigError(f"model.path={self.folder}: {name} cannot be read: {error}.") from error
+
+
+def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, WeightFiles] | None:
+    """The model in ``eval()``, its parameters on the device ``meta``, its buffers as they are computed, and the files
+    that hold the parameters; None where only transformers can load it.
+
+    That is so for names of the hub, keywords of ``from_pretrained``, tensors that transformers renames, splits or joins
+    on their way (fused experts, quantised weights), and a checkpoint that lacks some.
+    """
+    folder, shape = Path(resolve(config.path)), load_shape(config)
+    if config.model_init_kwargs or not folder.is_dir() or getattr(shape, "quantization_config", None):
+        return None
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(shape, **options)
+    model.tie_weights()  # again: what stands for a parameter on ``meta`` is a new one each time it is set
+    files = WeightFiles(folder)
+    persistent = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    if persistent or {name for name, _ in model.named_parameters()} != files.names - tied_names(model):
+        return None
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.eval(), files
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """The other names of parameters that have several; a file may hold them or not."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in model.named_parameters()}

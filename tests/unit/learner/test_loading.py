@@ -1,0 +1,115 @@
+"""Weights read shard by shard: the model that transformers loads, the same training, and no tensor read twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GraniteConfig
+
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.data.pretrained import load_model
+from asyncrlhf.data.weight_files import WeightFiles, load_blank
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.forward import PackedPolicy
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend
+from tests.unit.learner.ranks import run_ranks
+from tests.unit.learner.worlds import SIZES, from_config, llama, random_batch, share
+
+PPO = AlgorithmConfig(advantage="gae", kl="loss", beta=0.1)  # with a critic and a reference
+STEPS = 5
+
+
+def saved(folder: Path, **sizes: Any) -> ModelConfig:
+    llama(**sizes).save_pretrained(folder, max_shard_size="20KB")  # in several files
+    return ModelConfig(path=str(folder))
+
+
+def trained(config: ModelConfig, blank: bool, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """What five steps give, and how many numbers were read from files."""
+    read, whole = [], WeightFiles.rows
+
+    def counted(files: WeightFiles, name: str, first: int, last: int) -> torch.Tensor:
+        found = whole(files, name, first, last)
+        read.append(found.numel())
+        return found
+
+    WeightFiles.rows = counted  # type: ignore[method-assign]
+    options: dict[str, Any] = {"rank": rank, "ranks": ranks}
+    if blank:
+        (model, files), (reference, _) = (load_blank(config, torch.float32) or pytest.fail() for _ in range(2))
+        options["files"] = files
+    else:
+        model, reference = (load_model(config, dtype=torch.float32) for _ in range(2))
+    learner = LearnerConfig(learning_rate=1e-2, token_budget=40, sharding="fsdp2", ranks=ranks)
+    spec = BackendSpec(learner=learner, algorithm=PPO, steps=STEPS)
+    try:
+        backend = TorchBackend(model, spec, reference=reference, **options)
+    finally:
+        WeightFiles.rows = whole  # type: ignore[method-assign]
+    first = {name: tensor.clone() for name, tensor in backend.parameters().items()}
+    steps = [backend.train_step(share(random_batch(seed=seed), rank, ranks)).metrics for seed in range(STEPS)]
+    return {"first": first, "steps": steps, "last": dict(backend.parameters()), "read": sum(read)}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["steps"] == other["steps"]
+    for part in ("first", "last"):
+        assert one[part].keys() == other[part].keys()
+        assert all(torch.equal(tensor, other[part][name]) for name, tensor in one[part].items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_read_from_files_train_as_the_model_loaded_whole(tied: bool, tmp_path: Path) -> None:
+    config = saved(tmp_path, tie_word_embeddings=tied)
+    model = load_model(config)
+    found = trained(config, blank=True)
+    same(found, trained(config, blank=False))
+    assert all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in found["first"].items())
+
+
+def job(rank: int, config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    return trained(config, True, rank, 2), trained(config, False, rank, 2)
+
+
+@pytest.mark.thorough
+def test_two_ranks_read_half_of_it_each(tmp_path: Path) -> None:
+    config = saved(tmp_path)
+    ranks = run_ranks(job, 2, config)
+    for found, whole in ranks:
+        same(found, whole)
+    model = load_model(config)
+    policy, trunk = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.model.parameters())
+    assert sum(found["read"] for found, _ in ranks) == 2 * policy + trunk  # policy, reference, critic
+
+
+def test_buffers_and_ties_are_those_of_a_model_that_was_loaded(tmp_path: Path) -> None:
+    config = saved(tmp_path)
+    blank, files = load_blank(config, torch.bfloat16) or pytest.fail()
+    model = load_model(config)
+    assert all(parameter.is_meta for parameter in blank.parameters())
+    assert {parameter.dtype for parameter in blank.parameters()} == {torch.bfloat16}
+    buffers = dict(blank.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+    assert blank.get_output_embeddings().weight is blank.get_input_embeddings().weight
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(files.rows(name, 3, 9), model.get_parameter(name)[3:9])
+
+
+def test_a_checkpoint_that_is_not_the_model_tensor_by_tensor_is_left_to_transformers(tmp_path: Path) -> None:
+    llama().model.save_pretrained(tmp_path / "trunk")
+    assert load_blank(ModelConfig(path=str(tmp_path / "trunk")), torch.float32) is None
+    keywords = {"attention_dropout": 0.1}
+    config = saved(tmp_path / "model")
+    assert load_blank(ModelConfig(path=config.path, model_init_kwargs=keywords), torch.float32) is None
+
+
+def test_whether_logits_are_the_output_layers_is_told_without_weights(tmp_path: Path) -> None:
+    from_config(GraniteConfig(**SIZES, logits_scaling=3.0)).save_pretrained(tmp_path / "scaled")
+    for config, plain in ((saved(tmp_path / "plain"), True), (ModelConfig(path=str(tmp_path / "scaled")), False)):
+        blank, _ = load_blank(config, torch.float32) or pytest.fail()
+        assert PackedPolicy(blank)._plain_head is plain
