@@ -130,7 +130,7 @@ def _draw_config(rng: random.Random, seed: int) -> RunConfig:
     )
 
 
-def draw_faults(rng: random.Random, session: int) -> Faults:
+def draw_faults(rng: random.Random, seed: int, session: int) -> Faults:
     """Few kinds at a time find more than all at once: one fault does not hide what another would show."""
     if session >= 2:
         return Faults(random.Random(0))
@@ -144,7 +144,7 @@ def draw_faults(rng: random.Random, session: int) -> Faults:
             ("weight", "learner", "generator"),
         )
     )
-    return Faults(
+    drawn = Faults(
         random.Random(rng.random()),
         kinds=rng.sample(KINDS, rng.choice((1, 2, 4))),
         parts=parts,
@@ -152,6 +152,9 @@ def draw_faults(rng: random.Random, session: int) -> Faults:
         most=rng.choice((1, 2, 4, 8)),
         crash_at=rng.randrange(5, 400) if rng.random() < 0.25 else -1,
     )
+    if random.Random(f"learner {seed}/{session}").random() < 0.25:  # it alone dies, and the run goes back
+        return replace(drawn, kinds=("kill", "freeze"), parts=("learner",), rate=0.05)
+    return drawn
 
 
 @dataclass
@@ -188,7 +191,7 @@ def simulate(seed: int, tell: Callable[[str], None] = lambda text: None, told_pa
     with tempfile.TemporaryDirectory(dir=place) as folder:
         run_dir = Path(folder) / "run-0"
         for number in range(SESSIONS):
-            faults, world = draw_faults(rng, number), World(fails_one_in=fails)
+            faults, world = draw_faults(rng, seed, number), World(fails_one_in=fails)
             stop_at = rng.uniform(0.0, 8.0) if number < 2 and rng.random() < 0.2 else None
             faults.tell, faults.told_passes = tell, told_passes
             checkpoints = list_checkpoints(run_dir)
