@@ -135,7 +135,7 @@ def catalogue(name: str, devices: int, per_node: int = 0) -> Cluster:
 def counts(most: int) -> list[int]:
     """1 to ``most``: all up to 16, and beyond it powers of two, three times these, and ``most``."""
     more = {k * 2**i for k in (1, 3) for i in range(24)}
-    return sorted(n for n in {*range(1, 17), *more, most} if n <= most)
+    return sorted(n for n in {*range(1, 17), *more, most} if 1 <= n <= most)
 
 
 def enumerate_layouts(

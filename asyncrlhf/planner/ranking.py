@@ -209,7 +209,7 @@ def estimate(layout: Layout, subject: Subject, train: float | None = None) -> Es
     alone += costs.submit + costs.collect
     stall = costs.snapshot / layout.publish_every
     publish = costs.snapshot + costs.transfer + costs.load
-    generation = batch / rate
+    generation = batch / rate + costs.load / layout.publish_every
     if layout.placement == "flatten":
         made = alone if layout.max_staleness == 0 else generation
         step = made + train + publish / layout.publish_every

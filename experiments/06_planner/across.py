@@ -2,7 +2,7 @@
 
     python experiments/06_planner/across.py --out FOLDER [--steps 200] [--seed 0] [--local]
 
-``--local``: on the local runtime, whose virtual clock no other work on the machine disturbs (8 ms an iteration, 30 ms
+``--local``: on the local runtime, whose virtual clock no other work on the machine disturbs (8 ms an iteration, 15 ms
 a step). Writes ``across.csv``, or ``across_local.csv``, beside itself: seconds a step, the learner's idle share and
 staleness, predicted and measured, and how busy the machine was. The first two rows are the source itself, then another
 run of it.
@@ -35,7 +35,7 @@ OTHERS = {
     "2 replicas": ("async.max_staleness=2", "generator.replicas=2"),
 }
 LOCAL = (
-    "runtime=local", "generator.virtual_step_seconds=0.008", "learner.virtual_step_seconds=0.03", "batch_size=32",
+    "runtime=local", "generator.virtual_step_seconds=0.008", "learner.virtual_step_seconds=0.015", "batch_size=32",
     "generator.slots=32",
 )  # fmt: skip
 FIGURES = ("step_seconds", "learner_idle", "staleness", "dropped_share")
