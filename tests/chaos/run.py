@@ -148,31 +148,44 @@ def attempt(
     stall, hung, family = 0.0, False, set[psutil.Process]()
     struck = not (faulty and case.part == "driver")
     seen, begun = -1, False
-    while True:
-        done, status = os.waitpid(number, os.WNOHANG)
-        if done:
-            return Ended(os.waitstatus_to_exitcode(status), hung, stall, family, time.monotonic() - began)
-        now = time.monotonic()
-        if now - looked > SCAN_SECONDS:
-            looked = now
-            with suppress(psutil.NoSuchProcess):
-                own = psutil.Process(number)
-                family |= PROCESSOR.look(own) - {own}
-            PROCESSOR.look(keeper)
-        size = sum(path.stat().st_size for path in run_dir.glob("*.jsonl"))
-        if size != seen:
-            seen, moved = size, now
-            begun = begun or has_begun(run_dir)
-        if begun:
-            stall = max(stall, now - moved)
-        if not struck and moment(case, run_dir, now - began):
-            struck = True
-            strike_driver(case, number, told)
-        if now - began > patience(limit):
-            hung = True
+    with ended_with_us(number):
+        while True:
+            done, status = os.waitpid(number, os.WNOHANG)
+            if done:
+                return Ended(os.waitstatus_to_exitcode(status), hung, stall, family, time.monotonic() - began)
+            now = time.monotonic()
+            if now - looked > SCAN_SECONDS:
+                looked = now
+                with suppress(psutil.NoSuchProcess):
+                    own = psutil.Process(number)
+                    family |= PROCESSOR.look(own) - {own}
+                PROCESSOR.look(keeper)
+            size = sum(path.stat().st_size for path in run_dir.glob("*.jsonl"))
+            if size != seen:
+                seen, moved = size, now
+                begun = begun or has_begun(run_dir)
+            if begun:
+                stall = max(stall, now - moved)
+            if not struck and moment(case, run_dir, now - began):
+                struck = True
+                strike_driver(case, number, told)
+            if now - began > patience(limit):
+                hung = True
+                with suppress(ProcessLookupError):
+                    os.killpg(number, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+@contextmanager
+def ended_with_us(number: int) -> Iterator[None]:
+    """A process that does not outlive this one's interruption."""
+    try:
+        yield
+    except BaseException:
+        for end in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
-                os.killpg(number, signal.SIGKILL)
-        time.sleep(0.02)
+                end(number, signal.SIGKILL)
+        raise
 
 
 def has_begun(run_dir: Path) -> bool:
