@@ -138,7 +138,7 @@ def attempt(
     case: Case, run_dir: Path, told: Path, address: str, keeper: psutil.Process | None, limit: float, *, faulty: bool
 ) -> Ended:
     """One process of the run, from its start to its end."""
-    given = (str(run_dir), str(told), address, limit, faulty)
+    given = (str(run_dir), str(told), address, patience(limit), faulty)
     if case.runtime == "ray":  # a process that holds a Ray must not be forked
         words = [sys.executable, "-m", "tests.chaos.injection", json.dumps([dataclasses.asdict(case), *given])]
         number = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).pid
@@ -258,7 +258,7 @@ def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None
     }  # fmt: skip
     row["held"] = not (broken or untrue or hung or orphans or not again or any(found.values()))
     for mark in ("Traceback", "Timeout ("):
-        if mark in output:
+        if mark in output and not row["held"]:
             row["trace"] = output[output.index(mark) :][-1500:]
     return row
 
