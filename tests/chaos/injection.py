@@ -165,17 +165,23 @@ def inject_on_ray(case: Case, told: Path) -> None:
         wait(lambda: seen)
         handles = lambda: targets(seen[0]._runtime, case.part)  # noqa: E731
         wait(handles)
+        name, actor = handles()[case.seed % len(handles())]
+        number = process_of(actor)  # asked early: on a crowded machine the answer takes longer than the run
         if case.at >= 0:
             wait(lambda: seen[0].state.version >= case.at and seen[0]._annotators)
         time.sleep(case.delay)
-        chosen = handles()[case.seed % len(handles())]
-        name, actor = chosen
-        number = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+        now = handles()[case.seed % len(handles())]
+        if now[1] is not actor:
+            name, number = now[0], process_of(now[1])
         say(told, struck=[f"{case.kind} of {name} (process {number})"], part=name, pid=number)
         ACTS[case.kind](number, case)
 
     if case.kind in ACTS and case.part != "driver":
         threading.Thread(target=strike, daemon=True).start()
+
+
+def process_of(actor: Any) -> int:
+    return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=300))
 
 
 def wait(condition: Callable[[], Any]) -> None:

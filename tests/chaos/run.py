@@ -138,7 +138,7 @@ def attempt(
     case: Case, run_dir: Path, told: Path, address: str, keeper: psutil.Process | None, limit: float, *, faulty: bool
 ) -> Ended:
     """One process of the run, from its start to its end."""
-    given = (str(run_dir), str(told), address, limit, faulty)
+    given = (str(run_dir), str(told), address, patience(limit), faulty)
     if case.runtime == "ray":  # a process that holds a Ray must not be forked
         words = [sys.executable, "-m", "tests.chaos.injection", json.dumps([dataclasses.asdict(case), *given])]
         number = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).pid
@@ -148,31 +148,44 @@ def attempt(
     stall, hung, family = 0.0, False, set[psutil.Process]()
     struck = not (faulty and case.part == "driver")
     seen, begun = -1, False
-    while True:
-        done, status = os.waitpid(number, os.WNOHANG)
-        if done:
-            return Ended(os.waitstatus_to_exitcode(status), hung, stall, family, time.monotonic() - began)
-        now = time.monotonic()
-        if now - looked > SCAN_SECONDS:
-            looked = now
-            with suppress(psutil.NoSuchProcess):
-                own = psutil.Process(number)
-                family |= PROCESSOR.look(own) - {own}
-            PROCESSOR.look(keeper)
-        size = sum(path.stat().st_size for path in run_dir.glob("*.jsonl"))
-        if size != seen:
-            seen, moved = size, now
-            begun = begun or has_begun(run_dir)
-        if begun:
-            stall = max(stall, now - moved)
-        if not struck and moment(case, run_dir, now - began):
-            struck = True
-            strike_driver(case, number, told)
-        if now - began > patience(limit):
-            hung = True
+    with ended_with_us(number):
+        while True:
+            done, status = os.waitpid(number, os.WNOHANG)
+            if done:
+                return Ended(os.waitstatus_to_exitcode(status), hung, stall, family, time.monotonic() - began)
+            now = time.monotonic()
+            if now - looked > SCAN_SECONDS:
+                looked = now
+                with suppress(psutil.NoSuchProcess):
+                    own = psutil.Process(number)
+                    family |= PROCESSOR.look(own) - {own}
+                PROCESSOR.look(keeper)
+            size = sum(path.stat().st_size for path in run_dir.glob("*.jsonl"))
+            if size != seen:
+                seen, moved = size, now
+                begun = begun or has_begun(run_dir)
+            if begun:
+                stall = max(stall, now - moved)
+            if not struck and moment(case, run_dir, now - began):
+                struck = True
+                strike_driver(case, number, told)
+            if now - began > patience(limit):
+                hung = True
+                with suppress(ProcessLookupError):
+                    os.killpg(number, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+@contextmanager
+def ended_with_us(number: int) -> Iterator[None]:
+    """A process that does not outlive this one's interruption."""
+    try:
+        yield
+    except BaseException:
+        for end in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
-                os.killpg(number, signal.SIGKILL)
-        time.sleep(0.02)
+                end(number, signal.SIGKILL)
+        raise
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -245,7 +258,7 @@ def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None
     }  # fmt: skip
     row["held"] = not (broken or untrue or hung or orphans or not again or any(found.values()))
     for mark in ("Traceback", "Timeout ("):
-        if mark in output:
+        if mark in output and not row["held"]:
             row["trace"] = output[output.index(mark) :][-1500:]
     return row
 
