@@ -50,7 +50,7 @@ def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytes
     assert "step_seconds" in said and "within 10% of the plan" in said
 
 
-@pytest.mark.parametrize(("bound", "training"), [(0, 0.5), (2, 0.05)])
+@pytest.mark.parametrize(("bound", "training"), [(0, 0.5), pytest.param(2, 0.05, marks=pytest.mark.thorough)])
 def test_the_closed_forms_agree_with_the_controller(tmp_path: Path, bound: int, training: float) -> None:
     """A step in which generation, its longest response, training and publishing follow one another; and one that the
     generators' speed decides."""

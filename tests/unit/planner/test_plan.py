@@ -72,7 +72,7 @@ def test_a_synchronous_step_pays_for_the_longest_response_and_for_publishing() -
 def test_the_bound_admits_one_batch_more_than_it_says() -> None:
     """Of slow messages one batch's way is shared by as many batches as are under way: bound and one."""
     assert [Layout(slots=9999, max_staleness=lag, batch_size=10).in_flight for lag in (0, 1, 4)] == [10, 20, 50]
-    slow = measured(100.0, load=50.0)
+    slow = measured(100.0, transfer=50.0)
     steps = [estimate(Layout("auto", slots=9999, max_staleness=lag, batch_size=10), slow).step for lag in (0, 1, 4)]
     assert steps[0] / steps[1] == pytest.approx(2.0) and steps[0] / steps[2] == pytest.approx(5.0)
 
