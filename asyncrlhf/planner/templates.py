@@ -164,7 +164,7 @@ class Scene:
         if template.turns:
             chosen = [Split(devices // self.tensor, self.tensor, devices, devices, turns=True)]
         else:
-            chosen = [replace(split, batches=template.lag + 1) for split in self._splits()]
+            chosen = [replace(split, batches=template.lag + 1) for split in self.splits()]
 
         def seconds(split: Split) -> float:
             generation, reward, training = self.stages(split)
@@ -176,7 +176,8 @@ class Scene:
             raise ValueError(f"{template.name}: {devices} {self.cluster.device.name} do not hold the learner.")
         return min(fitting, key=seconds)
 
-    def _splits(self) -> Iterator[Split]:
+    def splits(self) -> Iterator[Split]:
+        """All by sixteenths of the devices; what fills no replica goes to the learner."""
         devices, tensor = self.cluster.devices, self.tensor
         parts = min(16, devices)
         for learner in range(1, parts - 1):

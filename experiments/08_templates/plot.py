@@ -1,4 +1,4 @@
-"""Draws templates.png out of the CSV files beside it: ``python experiments/08_templates/plot.py``."""
+"""Draws templates.png out of the CSV files beside it and prints their tables."""
 
 from __future__ import annotations
 
@@ -19,22 +19,46 @@ COLOURS = ("#222222", "#9c9c9c", "#e15759", "#f28e2b", "#b6cbe2", "#7ea6cc", "#4
 MARKS = "osD^vP*X"
 
 
+def rows_of(model: str) -> list[dict[str, str]]:
+    """Of all templates and counts that fit, with their speed over the synchronous colocated run's."""
+    if not (HERE / f"{model}.csv").exists():
+        return []
+    with (HERE / f"{model}.csv").open() as file:
+        rows = sorted((row for row in csv.DictReader(file) if not row["note"]), key=lambda row: int(row["devices"]))
+    base = {row["devices"]: float(row["step_seconds"]) for row in rows if row["template"] == "sync, colocated"}
+    return [{**row, "speed": f"{base[row['devices']] / float(row['step_seconds']):.2f}"} for row in rows]
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """A Markdown table: a row a template, and for each count speed, idle, staleness and bytes."""
+    counts = list(dict.fromkeys(row["devices"] for row in rows))
+    lines = [
+        f"| {rows[0]['model']} on | {' | '.join(f'{int(count):,}' for count in counts)} |",
+        "|---" * (1 + len(counts)) + "|",
+    ]
+    for name in dict.fromkeys(row["template"] for row in rows):
+        own = {row["devices"]: row for row in rows if row["template"] == name}
+        cells = [
+            f"{r['speed']}, {float(r['idle']):.2f}, {float(r['staleness']):.1f}, "
+            f"{float(r['learner_gb']):.0f}/{float(r['generator_gb']):.0f}"
+            for r in (own[count] for count in counts)
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    figure = Figure(figsize=(13, 6.6), dpi=110, layout="constrained")
+    models = {model: rows for model in ("llama-3-8b", "llama-3-70b") if (rows := rows_of(model))}
+    figure = Figure(figsize=(14, 3.4 * len(models) + 0.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(2, len(PANELS), squeeze=False)
-    for axes, model in zip(grid, ("llama-3-8b", "llama-3-70b"), strict=True):
-        with (HERE / f"{model}.csv").open() as file:
-            rows = sorted((row for row in csv.DictReader(file) if not row["note"]), key=lambda row: int(row["devices"]))
-        base = {row["devices"]: float(row["step_seconds"]) for row in rows if row["template"] == "sync, colocated"}
+    grid = figure.subplots(len(models), len(PANELS), squeeze=False)
+    for axes, (model, rows) in zip(grid, models.items(), strict=True):
+        print(table(rows), end="\n\n")
         for number, name in enumerate(dict.fromkeys(row["template"] for row in rows)):
             own = [row for row in rows if row["template"] == name]
+            counts = [int(row["devices"]) for row in own]
             for axis, (key, title) in zip(axes, PANELS, strict=True):
-                values = [
-                    base[row["devices"]] / float(row["step_seconds"]) if key == "speed" else float(row[key])
-                    for row in own
-                ]
-                counts = [int(row["devices"]) for row in own]
+                values = [float(row[key]) for row in own]
                 axis.plot(counts, values, MARKS[number] + "-", color=COLOURS[number], label=name, markersize=5)
                 axis.set_title(f"{model}: {title}", loc="left", fontsize=9)
                 axis.set_xscale("log")
