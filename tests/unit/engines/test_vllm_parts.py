@@ -16,7 +16,7 @@ import torch
 from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines import vllm_core
-from asyncrlhf.engines.generator_config import OWN_ENGINE, REFUSED_ENGINE, GeneratorConfig, VllmConfig
+from asyncrlhf.engines.generator_config import OWN_ENGINE, GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
 from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
 from asyncrlhf.engines.vllm_keywords import check_known
@@ -242,7 +242,15 @@ def test_an_engine_option_passes_through(name: str) -> None:
     assert engine_arguments(GeneratorConfig(engine="vllm", vllm=own), ModelConfig())[name] == PASSED[name]
 
 
-@pytest.mark.parametrize("name", [*REFUSED_ENGINE, "data_parallel_size", "data_parallel_rank"])
+REFUSED = (
+    "stream_interval", "diffusion_config", "kv_transfer_config", "ec_transfer_config", "logits_processors",
+    "watermark_config", "scheduler_cls", "worker_cls", "runner", "convert", "hf_overrides", "hf_config_path",
+    "model_weights", "model_class_overrides", "revision", "nnodes", "node_rank", "master_addr", "master_port",
+    "prefill_context_parallel_size", "enable_elastic_ep", "data_parallel_size", "data_parallel_rank",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_an_engine_option_that_breaks_stamps_or_the_one_model_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^generator\.vllm\.engine_kwargs\.{name} is not allowed: it \w.+\.$"):
         VllmConfig(engine_kwargs={name: 2})
