@@ -82,6 +82,8 @@ def loop_rate(overrides: Sequence[str]) -> float:
 async def alone(config: RunConfig) -> tuple[float, float]:
     """Steps' worth of rollouts a second from the generators with no learner, and steps a second of the learner with
     its batches lying ready. The same actors as in a run, one side at a time."""
+    # Weights travel before anything is timed: by whatever way needs no group.
+    config = replace(config, weights=config.weights.beside_the_policy(config.runtime))
     prepared = prepare(config)
     runtime = build_runtime(config)
     try:

@@ -28,6 +28,33 @@ OWN_ENGINE = (
     "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
     "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes",
 )  # fmt: skip
+# Of vLLM's EngineArgs, what would break the promise that a token's version is that of the weights that sampled it, or
+# that engine and learner hold one model; and why.
+_OTHER_MODEL = "makes the engine's model another one than the learner's"
+_PLACED = "is decided by the run, which starts and places every worker"
+REFUSED_ENGINE = {
+    "stream_interval": "hands tokens on after the step that sampled them, when the weights may be newer",
+    "diffusion_config": "samples tokens again that were handed on already",
+    "kv_transfer_config": "brings keys and values from engines that may hold other weights",
+    "ec_transfer_config": "brings encoded inputs from engines that may hold other weights",
+    "logits_processors": "changes what is sampled in ways that no log-prob tells the learner",
+    "watermark_config": "changes what is sampled in ways that no log-prob tells the learner",
+    "scheduler_cls": "replaces the steps between which weights are loaded",
+    "worker_cls": "replaces the workers that load weights",
+    "runner": "lets the engine do other things than generate",
+    "convert": _OTHER_MODEL,
+    "hf_overrides": _OTHER_MODEL,
+    "hf_config_path": _OTHER_MODEL,
+    "model_weights": _OTHER_MODEL,
+    "model_class_overrides": _OTHER_MODEL,
+    "revision": _OTHER_MODEL,
+    "nnodes": _PLACED,
+    "node_rank": _PLACED,
+    "master_addr": _PLACED,
+    "master_port": _PLACED,
+    "prefill_context_parallel_size": _PLACED,
+    "enable_elastic_ep": _PLACED,
+}
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # from ``generator.*`` by a group
 
@@ -88,6 +115,8 @@ class VllmConfig:
         check_keywords("generator.vllm.engine_kwargs", self.engine_kwargs)
         for name in self.engine_kwargs or ():
             check(name not in OWN_ENGINE, f"generator.vllm.engine_kwargs.{name} is decided by settings of its own.")
+            why = "is generator.replicas here" if name.startswith("data_parallel_") else REFUSED_ENGINE.get(name)
+            check(why is None, f"generator.vllm.engine_kwargs.{name} is not allowed: it {why}.")
         check_known("generator.vllm.engine_kwargs", self.engine_kwargs or (), "EngineArgs")
         check_settings("generator.vllm", self)
 

@@ -238,7 +238,8 @@ def packed_matrix(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer.weight
     if not hasattr(layer, "cpu_linear"):
         return weight
-    width = layer.input_size_per_partition if weight.numel() == 0 else weight.shape[1]
+    # A layer that every worker has whole, a mixture's gate among them, knows no partition.
+    width = getattr(layer, "input_size_per_partition", layer.input_size) if weight.numel() == 0 else weight.shape[1]
     identity = torch.eye(width, dtype=weight.dtype, device=weight.device)
     columns = [layer.quant_method.apply(layer, rows) for rows in identity.split(_ROWS)]
     return torch.cat(columns).T.contiguous()

@@ -1,7 +1,5 @@
 """One vLLM replica takes weights from a learner's sender, in flight: the pause of each load, the memory that each
 process takes for it, and whether the engine then computes what the learner does.
-
-Runs with the package of another commit, too (``PYTHONPATH``): there the replica's own process receives.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +27,15 @@ from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.engine import named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
-from asyncrlhf.transport.build_transport import build_sender
+from asyncrlhf.transport.build_transport import build_receiver, build_sender
+from asyncrlhf.transport.protocol import worker_name
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, Prompt, SamplingParams
 
 # SmolLM2-135M but for its 9 heads and 3 of keys, which two workers cannot share.
 SHAPES = {
-    "135m": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=10,
-                 num_key_value_heads=2, head_dim=64, vocab_size=49152, tie_word_embeddings=True),
+    "135m": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=8,
+                 num_key_value_heads=4, head_dim=64, vocab_size=49152, tie_word_embeddings=True),
     "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32, vocab_size=128),
 }  # fmt: skip
@@ -61,22 +59,24 @@ def own_scores(model: Any) -> list[np.ndarray]:
     return found
 
 
-def serve(pipe: Connection, size: str, weights: WeightsConfig) -> None:
-    """The learner's side, in a process of its own."""
+def serve(pipe: Connection, size: str, settings: dict[str, WeightsConfig]) -> None:
+    """The learner's side, in a process of its own: one model, and a sender for each transport."""
     torch.set_num_threads(1)
     model = make_model(size)
-    sender = build_sender(weights, "ray", named_weights(model))
+    senders = {name: build_sender(weights, "ray", named_weights(model)) for name, weights in settings.items()}
     pool, sending = ThreadPoolExecutor(1), None
-    pipe.send((sender.listen("127.0.0.1"), sum(sender.manifest.bucket_bytes), max(sender.manifest.bucket_bytes)))
+    sizes = next(iter(senders.values())).manifest.bucket_bytes
+    pipe.send(({name: sender.listen("127.0.0.1") for name, sender in senders.items()}, sum(sizes), max(sizes)))
     while (order := pipe.recv()) is not None:
-        what, argument = order
+        what, transport, argument = order
+        sender = senders.get(transport)
         if what == "connect":
             sending = pool.submit(sender.connect, "", *argument)
             pipe.send(None)
         elif what == "move":
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.add_(MOVED * parameter.abs().mean() * torch.randn(parameter.shape))
+                    parameter.mul_(1 + MOVED * torch.rand(()).item()).add_(MOVED * parameter.abs().mean())
             sender.snapshot(argument, named_weights(model))
             pipe.send((sender.ticket(), own_scores(model)))
         elif what == "transfer":
@@ -84,7 +84,8 @@ def serve(pipe: Connection, size: str, weights: WeightsConfig) -> None:
             pipe.send(None)
         elif what == "done":
             pipe.send(_outcome(sending))
-    sender.close()
+    for sender in senders.values():
+        sender.close()
 
 
 def _outcome(sending: Any) -> str:
@@ -122,84 +123,84 @@ def anonymous(pid: int) -> int:
 
 
 class Replica:
-    """A replica's worker as its actor drives it, and the sender's process."""
+    """A replica's worker as its actor drives it, and the senders' process. Way ``staged``: the replica's own process
+    holds the whole version and hands it to vLLM's workers, as it does for the transports that have no stream."""
 
-    def __init__(self, folder: str, size: str, workers: int, weights: WeightsConfig, dtype: str) -> None:
+    def __init__(self, folder: str, size: str, workers: int, dtype: str, bucket_mb: float) -> None:
+        self.settings = {
+            name: WeightsConfig(transport=name, checksum=False, bucket_mb=bucket_mb)
+            for name in ("collective", "shared_memory")
+        }
         own = VllmConfig(block_size=32, kv_cache_gb=0.2, max_model_len=256, tensor_parallel_size=workers, dtype=dtype)
         generator = GeneratorConfig(engine="vllm", slots=8, threads=0, vllm=own, ignore_eos=True)
-        spec = replica.GeneratorSpec(NAME, generator, ModelConfig(path=folder, dtype=dtype), "ray", weights)
-        self.worker = replica.build_worker(spec)
-        self.direct = getattr(self.worker, "direct", None) is not None
-        self.size, self.workers = size, workers
-        self._next, self._epoch = 0, 0
-        self.connect(weights)
-
-    def connect(self, weights: WeightsConfig) -> None:
-        """A learner's sender in a process of its own, and the replica in a group with it."""
-        if self.direct:
-            self.worker.direct = weights
+        model, weights = ModelConfig(path=folder, dtype=dtype), self.settings["collective"]
+        self.worker = replica.build_worker(replica.GeneratorSpec(NAME, generator, model, "ray", weights))
+        self.staging = build_receiver(self.settings["shared_memory"], "ray")
+        self.members = [worker_name(NAME, i) for i in range(workers)]
+        self.epoch = self.next = 0
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.sender = context.Process(target=serve, args=(theirs, self.size, weights), daemon=True)
+        self.sender = context.Process(target=serve, args=(theirs, size, self.settings), daemon=True)
         self.sender.start()
-        self.endpoint, self.bytes, self.largest_bucket = self.pipe.recv()
-        names = [f"{NAME}/{i}" for i in range(self.workers)] if self.direct else [NAME]
-        self._epoch += 1
-        self.ask("connect", (names, self._epoch))
-        self.worker.connect(self.endpoint, 1, len(names) + 1, self._epoch)
-        assert self.ask("done") == ""
+        self.endpoints, self.bytes, self.largest_bucket = self.pipe.recv()
 
-    def ask(self, what: str, argument: Any = None) -> Any:
-        self.pipe.send((what, argument))
+    def ask(self, what: str, transport: str = "", argument: Any = None) -> Any:
+        self.pipe.send((what, transport, argument))
         return self.pipe.recv()
+
+    def join(self, transport: str) -> None:
+        """Have the workers enter a group with the sender of ``transport``."""
+        self.epoch += 1
+        self.worker.direct = self.settings[transport]
+        self.ask("connect", transport, (self.members, self.epoch))
+        self.worker.connect(self.endpoints[transport], 1, len(self.members) + 1, self.epoch)
+        assert self.ask("done") == ""
 
     def keep_busy(self) -> None:
         while len(self.worker.engine.in_flight()) < 8:
-            prompt = np.random.default_rng(self._next).integers(3, 120, 8)
+            prompt = np.random.default_rng(self.next).integers(3, 120, 8)
             sampling = SamplingParams(max_completion_length=200)
-            self.worker.submit([GenerationRequest(self._next, 0, Prompt("", "", prompt), self._next, sampling)])
-            self._next += 1
+            self.worker.submit([GenerationRequest(self.next, 0, Prompt("", "", prompt), self.next, sampling)])
+            self.next += 1
 
     def processes(self) -> list[int]:
         workers = [p.pid for p in psutil.Process().children(recursive=True) if p.pid != self.sender.pid]
         return [os.getpid(), *(pid for pid in workers if anonymous(pid) > 50 << 20)]
 
-    def update(self, version: int, *, watch: bool = True) -> dict[str, Any]:
-        """One version, with sequences in flight; ``pause``: seconds between two steps."""
+    def update(self, version: int, way: str, *, watch: bool) -> dict[str, Any]:
+        """One version, with sequences in flight; ``pause``: seconds between two steps; ``cpu``: processor seconds that
+        the replica's processes and the sender's took in it."""
         self.keep_busy()
-        for _ in range(3):
+        for _ in range(2):
             self.worker.step()
-        ticket, expected = self.ask("move", version)
-        memory = Memory(self.processes()) if watch else None
-        self.ask("transfer", ticket)
-        if not self.direct:
-            self.worker.receive(ticket)
-            assert self.ask("done") == ""
-            staged = Memory(self.processes()) if watch else None
-            started = time.perf_counter()
-            self.worker.load(version, "keep")
-            pause = time.perf_counter() - started
-            if staged is not None:
-                staged.growth()
+        transport = "shared_memory" if way == "staged" else way
+        if way != "staged":
+            self.join(way)
+        ticket, expected = self.ask("move", transport, version)
+        processes = self.processes()
+        held = self.staging.receive(ticket) if way == "staged" else None
+        memory = Memory(processes) if watch else None
+        before, started = processor_seconds([*processes, self.sender.pid]), time.perf_counter()
+        if held is not None:
+            self.worker.engine.load_weights(version, held, "keep")
         else:
+            self.ask("transfer", transport, ticket)
             self.worker.receive(ticket)
-            started = time.perf_counter()
             self.worker.load(version, "keep")
-            pause = time.perf_counter() - started
-            assert self.ask("done") == ""
+        pause = time.perf_counter() - started
+        cpu = processor_seconds([*processes, self.sender.pid]) - before
         growth = memory.growth() if memory is not None else {}
+        assert held is not None or self.ask("done") == ""
         apart = max(float(np.abs(a - b).max()) for a, b in zip(expected, self.worker.score(PROBE), strict=True))
-        return {"pause": pause, "audit": apart, "growth_mb": [round(g / 1e6, 1) for g in growth.values()]}
-
-    def disconnect(self) -> None:
-        self.pipe.send(None)
-        self.sender.join(10)
+        grown = [round(g / 1e6, 1) for g in growth.values()]
+        return {"pause": round(pause, 3), "cpu": round(cpu, 2), "audit": apart, "growth_mb": grown}
 
     def lose_a_worker(self, version: int) -> tuple[str, str]:
         """Kill the last worker at its second bucket; what the replica and what the sender say then."""
+        self.join("collective")
         self.worker.engine._core._llm.collective_rpc(die_at_second_bucket)
-        ticket, _ = self.ask("move", version)
-        self.ask("transfer", ticket)
+        ticket, _ = self.ask("move", "collective", version)
+        self.ask("transfer", "collective", ticket)
         self.worker.receive(ticket)
         try:
             self.worker.load(version, "keep")
@@ -207,6 +208,16 @@ class Replica:
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
         return told, self.ask("done")
+
+    def close(self) -> None:
+        self.pipe.send(None)
+        self.sender.join(10)
+        self.worker.close()
+
+
+def processor_seconds(processes: list[int]) -> float:
+    times = [psutil.Process(pid).cpu_times() for pid in processes]
+    return sum(t.user + t.system for t in times)
 
 
 def die_at_second_bucket(worker: Any) -> None:
@@ -222,66 +233,57 @@ def die_at_second_bucket(worker: Any) -> None:
     inner.update_weights = update_weights
 
 
-def rows_of(made: Replica, arguments: argparse.Namespace, transport: str) -> dict[str, Any]:
-    rows = []
-    for version in range(1, arguments.updates + 1):
-        rows.append(made.update(version, watch=not arguments.blind))
-        print(f"{transport}, version {version}: {rows[-1]}", flush=True)
+def largest(rows: list[list[float]]) -> list[float]:
+    """Of each process."""
+    return [max(column) for column in zip(*rows, strict=True)]
+
+
+def summary(made: Replica, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The first round warms up; pauses and processor seconds are medians, growth and audit the largest."""
+    later = {way: of[1:] or of for way, of in rows.items()}
     return {
-        "workers": arguments.workers, "transport": transport, "direct": made.direct,
-        "megabytes": round(made.bytes / 1e6, 1), "largest_bucket_mb": round(made.largest_bucket / 1e6, 1),
-        "in_flight": len(made.worker.engine.in_flight()), "pause_seconds": [round(row["pause"], 3) for row in rows],
-        "pause_median": round(median(row["pause"] for row in rows), 3),
-        "audit_largest": max(row["audit"] for row in rows),
-        "growth_mb": [max(column) for column in zip(*(row["growth_mb"] for row in rows[1:]), strict=False)],
+        "megabytes": round(made.bytes / 1e6, 1),
+        "largest_bucket_mb": round(made.largest_bucket / 1e6, 1),
+        "workers": len(made.members),
+        "versions": sum(map(len, rows.values())),
+        "in_flight": len(made.worker.engine.in_flight()),
+        "audit_largest": max(row["audit"] for of in rows.values() for row in of),
+        "pause_seconds": {way: [row["pause"] for row in of] for way, of in later.items()},
+        "pause_median": {way: median(row["pause"] for row in of) for way, of in later.items()},
+        "cpu_median": {way: median(row["cpu"] for row in of) for way, of in later.items()},
+        "growth_mb": {way: largest([row["growth_mb"] for row in of if row["growth_mb"]]) for way, of in later.items()},
     }  # fmt: skip
 
 
-def obey(made: Replica) -> None:
-    """One update a line of standard input, for :mod:`alternate`."""
-    print("ready", flush=True)
-    for version, order in enumerate(sys.stdin, start=1):
-        row = made.update(version, watch=order.strip() == "watch")
-        facts = {"megabytes": made.bytes / 1e6, "largest_bucket_mb": made.largest_bucket / 1e6}
-        print(json.dumps(row | facts), flush=True)
-    made.disconnect()
-    made.worker.close()
-
-
 def measure(arguments: argparse.Namespace) -> None:
-    def settings(transport: str) -> WeightsConfig:
-        return WeightsConfig(transport=transport, checksum=False, bucket_mb=arguments.bucket_mb)
-
-    transports = arguments.transports.split(",")
+    rows: dict[str, list[dict[str, Any]]] = {way: [] for way in arguments.ways.split(",")}
+    version = 0
     with TemporaryDirectory() as folder:
         make_model(arguments.size).to(getattr(torch, arguments.dtype)).save_pretrained(folder)
         load_tokenizer(ModelConfig()).save_pretrained(folder)
-        made = Replica(folder, arguments.size, arguments.workers, settings(transports[0]), arguments.dtype)
-        if arguments.steer:
-            obey(made)
-            return
-        for place, transport in enumerate(transports):
-            if place:
-                made.disconnect()
-                made.connect(settings(transport))
-            print(json.dumps(rows_of(made, arguments, transport)), flush=True)
+        made = Replica(folder, arguments.size, arguments.workers, arguments.dtype, arguments.bucket_mb)
+        for round_ in range(arguments.rounds):
+            for way, of in rows.items():
+                version += 1
+                of.append(made.update(version, way, watch=round_ >= arguments.rounds - arguments.watched))
+                print(way, version, of[-1], flush=True)
+            arguments.out.write_text(json.dumps(summary(made, rows), indent=1) + "\n")
         if arguments.kill:
-            print(json.dumps({"killed": made.lose_a_worker(arguments.updates + 1)}), flush=True)
-        made.disconnect()
-        made.worker.close()
+            print("killed:", made.lose_a_worker(version + 1), flush=True)
+        made.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SHAPES, default="135m")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--transports", default="collective", help="one after the other, by commas")
+    parser.add_argument("--ways", default="staged,collective,shared_memory", help="alternated, by commas")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--bucket-mb", type=float, default=32.0)
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--blind", action="store_true", help="without a look at the memory, which takes time")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--watched", type=int, default=7, help="of the last rounds: their memory is looked at")
     parser.add_argument("--kill", action="store_true", help="at last kill a worker in the middle of a load")
-    parser.add_argument("--steer", action="store_true", help="one update a line of standard input")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
     measure(parser.parse_args())
 
 

@@ -19,6 +19,7 @@ from asyncrlhf.engines import vllm_core
 from asyncrlhf.engines.generator_config import OWN_ENGINE, GeneratorConfig, VllmConfig
 from asyncrlhf.engines.vllm_core import VllmCore, engine_arguments, sampling_arguments
 from asyncrlhf.engines.vllm_engine import VllmEngine, _Draft
+from asyncrlhf.engines.vllm_keywords import check_known
 from asyncrlhf.engines.vllm_transfer import merge_shares
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
@@ -224,6 +225,37 @@ def test_half_a_gpu_is_a_device() -> None:
     GeneratorConfig(engine="vllm", gpus=0.5)
     with pytest.raises(ConfigError, match=r"generator\.vllm\.dtype"):
         VllmConfig(dtype="float8")
+
+
+PASSED: dict[str, object] = {
+    "quantization": "fp8", "kv_cache_dtype": "fp8", "cudagraph_capture_sizes": [1, 8], "max_num_scheduled_tokens": 256,
+    "long_prefill_token_threshold": 64, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    "async_scheduling": True, "attention_backend": "FLASH_ATTN", "enable_return_routed_experts": True,
+    "enable_eplb": True,
+    "decode_context_parallel_size": 2, "compilation_config": {"mode": 3}, "moe_backend": "triton", "seed": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_an_engine_option_passes_through(name: str) -> None:
+    own = VllmConfig(engine_kwargs={name: PASSED[name]})
+    assert engine_arguments(GeneratorConfig(engine="vllm", vllm=own), ModelConfig())[name] == PASSED[name]
+
+
+REFUSED = (
+    "stream_interval", "diffusion_config", "kv_transfer_config", "ec_transfer_config", "logits_processors",
+    "watermark_config", "scheduler_cls", "worker_cls", "runner", "convert", "hf_overrides", "hf_config_path",
+    "model_weights", "model_class_overrides", "revision", "nnodes", "node_rank", "master_addr", "master_port",
+    "prefill_context_parallel_size", "enable_elastic_ep", "data_parallel_size", "data_parallel_rank",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_engine_option_that_breaks_stamps_or_the_one_model_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^generator\.vllm\.engine_kwargs\.{name} is not allowed: it \w.+\.$"):
+        VllmConfig(engine_kwargs={name: 2})
+    if find_spec("vllm") is not None:
+        check_known("generator.vllm.engine_kwargs", [name], "EngineArgs")  # or the refusal refuses nothing
 
 
 def test_more_keywords_of_vllm_pass_through_and_those_with_settings_do_not() -> None:
