@@ -8,7 +8,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,8 @@ from asyncrlhf.actors.messages import Offer, annotated
 from asyncrlhf.actors.worker import GeneratorSpec, Outbox
 from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.learner.learner_config import StepResult
-from asyncrlhf.types import Annotation, GenerationRequest, Rollout
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.types import Annotation, GenerationRequest, Rollout, WeightManifest
 
 TOLERANCE = 1e-9  # seconds and iterations
 
@@ -288,7 +288,7 @@ class CostLearner:
         return Offer(self._world.costs.snapshot)
 
     def ticket(self) -> Any:
-        return SimpleNamespace(version=self.version)
+        return Ticket(self.version, 0, WeightManifest((), ()))
 
     async def transfer(self, ticket: Any) -> None:
         await asyncio.sleep(self._world.costs.transfer)

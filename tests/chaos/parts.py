@@ -24,7 +24,7 @@ from asyncrlhf.actors.messages import Offer, annotated
 from asyncrlhf.actors.worker import Outbox
 from asyncrlhf.engines.engine import StepOutput
 from asyncrlhf.learner.learner_config import StepResult
-from asyncrlhf.types import Annotation, GenerationFailure, GenerationRequest, Rollout
+from asyncrlhf.types import Annotation, GenerationFailure, GenerationRequest, Rollout, WeightManifest
 
 TOKENS = 3  # of each response
 TRAINED_FILE = "trained.json"
@@ -176,7 +176,8 @@ class Learner:
         return offer()
 
     def ticket(self) -> Any:
-        return SimpleNamespace(version=self._snapshot, truth=(len(self._world.lives) - 1) * LIFE + self._snapshot)
+        truth = (len(self._world.lives) - 1) * LIFE + self._snapshot
+        return SimpleNamespace(version=self._snapshot, truth=truth, manifest=WeightManifest((), ()))
 
     critic_ticket = ticket
 

@@ -23,7 +23,7 @@ from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
-from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout
+from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, WeightManifest
 from tests.integration.test_spans import assert_tiled, lanes_of
 from tests.loop import FAKE, QUIET
 
@@ -86,7 +86,7 @@ class Learner:
         return Offer(0.0)
 
     def ticket(self) -> Any:
-        return SimpleNamespace(version=self.version)
+        return SimpleNamespace(version=self.version, manifest=WeightManifest((), ()))
 
     critic_ticket = ticket
 
