@@ -182,7 +182,16 @@ class GeneratorActor(PartActor):
         return done, float(self._worker.tokens)
 
     def close(self) -> list[SpanBatch]:
-        self._commands.put(None)
+        """In the engine's thread, with which the engine's processes end."""
+        closing = super().close
+
+        def end() -> None:
+            self._commands.put(None)
+            closing()
+
+        try:
+            self._between_steps(end)
+        except ReplicaError:  # the thread died before
+            closing()
         self._thread.join(timeout=5)
-        super().close()
         return [self._lane.take()]

@@ -33,6 +33,7 @@ SHAPES = {
     "20m": (256, 12, 768, 4, 2, 32768),
     "2m": (128, 4, 384, 4, 2, 4096),
 }
+CPU = ", CPU"  # of figures that are the learner's own seconds of CPU
 EVERY = 4  # steps between two checkpoints of the whole run
 
 
@@ -65,28 +66,29 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
     learner.make_room()
     learner.writer.end()
     source = target = torch.empty(0, dtype=torch.uint8)
-    names = ("memcpy", "memcpy, CPU", "stall", "stall, CPU", "written", "step", "step while writing")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    names = ("memcpy", "stall", "step", "step while writing")
+    seconds: dict[str, list[float]] = {name + of: [] for name in names for of in ("", CPU)} | {"written": []}
     first, step = 0.0, partial(learner.train_step, given)
     for number in range(repeats + 1):
         tell(number, repeats)
-        plain, _ = timed(step)
+        plain = timed(step)
         started = time.perf_counter()
-        stall, stall_cpu = timed(partial(learner.begin_save, folder / f"{number % 2}"))
+        stall = timed(partial(learner.begin_save, folder / f"{number % 2}"))
         beside = []
         while not learner.writer.idle:
-            beside.append(timed(step)[0])
+            beside.append(timed(step))
         seals = learner.writer.end()
         written = time.perf_counter() - started
         if not number:
-            first, total = stall, sum(facts["bytes"] for facts in seals.values())
+            first, total = stall[0], sum(facts["bytes"] for facts in seals.values())
             source, target = (torch.ones(total, dtype=torch.uint8) for _ in range(2))
             continue
         copied = timed(partial(target.copy_, source))
-        found = (*copied, stall, stall_cpu, written, plain, float(np.mean(beside)) if beside else plain)
-        for name, value in zip(names, found, strict=True):
-            seconds[name].append(value)
-    compared = [("stall", "memcpy"), ("stall, CPU", "memcpy, CPU"), ("step while writing", "step")]
+        seconds["written"].append(written)
+        for name, found in zip(names, (copied, stall, plain, np.mean(beside or [plain], axis=0)), strict=True):
+            for of, value in zip(("", CPU), found, strict=True):
+                seconds[name + of].append(float(value))
+    compared = [(a + of, b + of) for a, b in (("stall", "memcpy"), ("step while writing", "step")) for of in ("", CPU)]
     ratios = {f"{a} / {b}": [x / y for x, y in zip(seconds[a], seconds[b], strict=True)] for a, b in compared}
     rows = {name: spread(values) for name, values in seconds.items()}
     show(f"A checkpoint of {len(source) / 2**20:.0f} MiB; the first one's stall is {first:.3g} s", rows, "s")

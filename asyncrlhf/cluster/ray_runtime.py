@@ -50,6 +50,8 @@ MALLOC = {
 BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
 # What an actor starts (an engine's processes) ends with it, however it ends. Read when Ray starts.
 END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
+# Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray has not.
+NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
 KNOCK_SECONDS = 5.0
 ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
 
@@ -95,6 +97,8 @@ class RayRuntime(Runtime):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault(*END_WITH_ACTORS)
+        if not self._config.cluster:
+            os.environ.setdefault(*NO_TASK_EVENTS)
         for name, value in MALLOC.items():
             os.environ.setdefault(name, value)  # inherited by Ray's processes, and by nothing else that matters
         terminate = signal.getsignal(signal.SIGTERM)

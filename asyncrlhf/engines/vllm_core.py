@@ -14,7 +14,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
 from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
 from asyncrlhf.errors import ConfigError, WeightSyncError
-from asyncrlhf.rewards.judge import starting_vllm
+from asyncrlhf.rewards.judge import end_with_parent, starting_vllm
 from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class VllmCore:
         self.trust_remote_code = model.trust_remote_code
         self.in_process = settings.parallel_config.world_size == 1
         self.can_sleep = config.vllm.enable_sleep_mode
+        if not self.in_process:
+            self._llm.collective_rpc(end_with_parent)
         self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
 
     def generate(self, request: GenerationRequest, salt: str) -> None:

@@ -21,6 +21,7 @@ from asyncrlhf.errors import CheckpointError
 Plain = Any  # JSON values: lists are lists, scalars themselves; an object's one key says what it stands for
 TENSOR, DICT, TUPLE = "tensor", "dict", "tuple"
 STATE = "state"  # of the header's metadata
+PIECE = 1 << 20  # bytes written and hashed at a time: they come from memory once, and the steps beside it keep theirs
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -88,8 +89,10 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for part in (memoryview(struct.pack("<Q", len(text))), memoryview(text), *map(_bytes, tensors.values())):
-            file.write(part)
-            digest.update(part)
+            for start in range(0, len(part), PIECE):
+                piece = part[start : start + PIECE]
+                file.write(piece)
+                digest.update(piece)
             size += len(part)
         file.flush()
         os.fsync(file.fileno())

@@ -5,8 +5,12 @@ It is asked a question a rollout, and a number is read from its answer.
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +27,7 @@ from asyncrlhf.rewards.reward import RewardSource, Score, ServiceError, late
 from asyncrlhf.rewards.reward_config import HttpConfig, JudgeConfig
 from asyncrlhf.types import Rollout
 
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 SHOWN = 120  # characters of an answer in a message
 
 
@@ -213,6 +218,8 @@ def start(config: JudgeConfig, key: str, gpus: float) -> Any:
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ConfigError(f"{key}.judge.model={config.model} could not be started under vLLM: {reason}.") from error
+    if config.tensor_parallel_size > 1:
+        llm.collective_rpc(end_with_parent)
     llm.generate([TokensPrompt(prompt_token_ids=[0])], SamplingParams(max_tokens=2), use_tqdm=False)
     return llm
 
@@ -233,6 +240,13 @@ def engine_arguments(config: JudgeConfig, gpus: float) -> dict[str, Any]:
     if config.kv_cache_gb or on_cpu:
         arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gb or CPU_CACHE_GB) * 2**30)
     return arguments
+
+
+def end_with_parent(worker: Any) -> None:
+    """Runs in a vLLM worker: where that is a process of its own, the kernel kills it when the thread that started it
+    ends. vLLM's own watch is a thread of the worker, which sees nothing where the worker hangs or is frozen."""
+    if sys.platform == "linux" and multiprocessing.parent_process() is not None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

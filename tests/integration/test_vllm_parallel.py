@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -20,6 +24,7 @@ from asyncrlhf.transport.build_transport import build_sender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import assert_close
+from tests.ray_run import is_alive, wait_until
 from tests.vllm_tiny import needs_vllm
 
 pytestmark = needs_vllm
@@ -87,3 +92,37 @@ def test_two_workers_in_a_ray_actor_compute_what_one_model_does(tmp_path: Path) 
     ray.get(actor.close.remote())
     ray.kill(actor)
     sender.close()
+
+
+ALONE = """
+import signal
+from asyncrlhf.data.data_config import ModelConfig
+from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
+from asyncrlhf.engines.vllm_core import VllmCore
+
+own = VllmConfig(block_size=32, kv_cache_gb=0.05, max_model_len=128, tensor_parallel_size=2)
+core = VllmCore(GeneratorConfig(engine="vllm", slots=4, threads=0, vllm=own), ModelConfig())
+print("stands", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.thorough
+def test_workers_end_with_a_replica_that_is_killed(tmp_path: Path) -> None:
+    """Without a Ray that ends process groups, as in a cluster that was started without it; one of them is frozen."""
+    paths = f"{entry_points(tmp_path)}:{Path(asyncrlhf.__file__).parents[1]}"
+    command, env = [sys.executable, "-c", ALONE], {**os.environ, "PYTHONPATH": paths}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    started: list[psutil.Process] = []
+    try:
+        assert parent.stdout is not None and "stands\n" in iter(parent.stdout.readline, "")
+        started = psutil.Process(parent.pid).children(recursive=True)
+        workers = [process for process in started if "VLLM::Worker" in " ".join(process.cmdline())]
+        assert len(workers) == 2, [process.cmdline() for process in started]
+        workers[0].suspend()
+        parent.kill()
+        parent.wait()
+        wait_until(lambda: not any(map(is_alive, started)), "the end of what the replica started", 20.0)
+    finally:
+        for process in filter(is_alive, [psutil.Process(parent.pid)] if parent.poll() is None else started):
+            process.kill()

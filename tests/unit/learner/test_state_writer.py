@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from asyncrlhf.errors import CheckpointError
-from asyncrlhf.learner import state_writer
+from asyncrlhf.learner import state_file, state_writer
 from asyncrlhf.learner.deepspeed_updater import _StateFiles
 from asyncrlhf.learner.state_file import read_plain, read_state, split, write_file
 from asyncrlhf.learner.state_writer import StateWriter
@@ -42,7 +42,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
+def test_a_state_comes_back_as_it_was(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_file, "PIECE", 7)
     writer = StateWriter(torch.device("cpu"))
     writer.begin(tmp_path)
     writer.write_state(tmp_path / "deep" / "state", STATES[name])
