@@ -158,7 +158,7 @@ def compare(plan: Path, run: Path) -> None:
         raise ConfigError(f"{run} has {len(rows)} learner steps; 4 at least are compared.")
     measured = figures(rows, bound)
     table = Table("", *(Column(name, justify="right") for name in ("predicted", "measured", "error")))
-    for name, want, have, error in compared(predicted, measured):
-        table.add_row(name, f"{want:.4g}", f"{have:.4g}", error)
+    for name, want, have, apart in compared(predicted, measured):
+        table.add_row(name, f"{want:.4g}", f"{have:.4g}", apart)
     Console().print(table)
     print(profile_again(predicted, measured))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from asyncrlhf.planner.layout import MAX_LAYOUTS, Layout, enumerate_layouts
@@ -29,6 +29,11 @@ class Candidate:
     estimate: Estimate
     figures: Figures
     seeds: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """A rollout, simulated: what is made small."""
+        return self.figures["step_seconds"] / self.layout.batch_size
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def choose(
     Raises ValueError with one sentence where nothing is left.
     """
     refused: dict[str, str] = {}
-    learners = _variants(space, subject, refused)
+    learners = _variants(space, subject, valid, refused)
     ranked = _ranked(replace(space, learners=learners), subject, refused)
     if not ranked:
         why = f", for example: {next(iter(refused.values()))}" if refused else ""
@@ -84,13 +89,11 @@ def choose(
         tried.append(Candidate(layout, guess, simulate(layout, SEEDS[0])))
     if not tried:
         raise ValueError(f"no layout passes the config's own checks, for example: {next(iter(refused.values()))}")
-    tried.sort(key=lambda c: c.figures["step_seconds"])
+    tried.sort(key=lambda c: c.seconds)
     finalists = [_averaged(candidate, simulate) for candidate in tried[:FINALISTS]]
-    least = min(c.figures["step_seconds"] for c in finalists)
-    best = min(finalists, key=lambda c: (c.figures["step_seconds"] > (1 + TIE) * least, *_modest(c)))
-    others = sorted(
-        (c for c in (*finalists, *tried[FINALISTS:]) if c is not best), key=lambda c: c.figures["step_seconds"]
-    )
+    least = min(c.seconds for c in finalists)
+    best = min(finalists, key=lambda c: (c.seconds > (1 + TIE) * least, *_modest(c)))
+    others = sorted((c for c in (*finalists, *tried[FINALISTS:]) if c is not best), key=lambda c: c.seconds)
     return Chosen(best, others, refused, len(ranked))
 
 
@@ -111,7 +114,9 @@ def _averaged(candidate: Candidate, simulate: Callable[[Layout, int], Figures]) 
     return replace(candidate, figures=mean, seeds=len(runs))
 
 
-def _variants(space: Space, subject: Subject, refused: dict[str, str]) -> list[Layout]:
+def _variants(
+    space: Space, subject: Subject, valid: Callable[[Layout], str | None], refused: dict[str, str]
+) -> list[Layout]:
     """Of each number of ranks the fastest that fit and the smallest, for what else they are changes nothing but the
     learner's seconds and bytes."""
     batch = max(space.axes.get("batch_size", (subject.base.batch_size,)))
@@ -122,11 +127,18 @@ def _variants(space: Space, subject: Subject, refused: dict[str, str]) -> list[L
             refused.setdefault(sentence.partition(" needs ")[0], sentence)
         else:
             found.setdefault((layout.learner_on, layout.ranks, layout.services), []).append(layout)
+
+    def passes(layout: Layout) -> bool:
+        if (sentence := valid(layout)) is not None:
+            refused.setdefault(sentence, sentence)
+        return sentence is None
+
     kept = dict[Layout, None]()
     for group in found.values():
         seconds = {layout: costs_of(layout, subject).train(lengths) for layout in group}
-        kept |= dict.fromkeys(sorted(group, key=lambda one: seconds[one])[:VARIANTS])
-        kept |= {min(group, key=lambda one: bytes_of(one, subject)[1].total): None}
+        kept |= dict.fromkeys(islice(filter(passes, sorted(group, key=lambda one: seconds[one])), VARIANTS))
+        small = sorted(group, key=lambda one: bytes_of(one, subject)[1].total)
+        kept |= dict.fromkeys(islice(filter(passes, small), 1))
     return list(kept)
 
 
@@ -150,7 +162,7 @@ def _ranked(space: Space, subject: Subject, refused: dict[str, str]) -> list[tup
             trained[key] = estimate(layout, subject).train
         by_bound.setdefault(layout.max_staleness, []).append((layout, estimate(layout, subject, trained[key])))
     for entries in by_bound.values():
-        entries.sort(key=lambda e: (e[1].step, e[0].devices, e[0].publish_every, e[0].slots))
-    least = min((entries[0][1].step for entries in by_bound.values()), default=0.0)
+        entries.sort(key=lambda e: (e[1].step / e[0].batch_size, e[0].devices, e[0].publish_every, e[0].slots))
+    least = min((entries[0][1].step / entries[0][0].batch_size for entries in by_bound.values()), default=0.0)
     turns = zip_longest(*(by_bound[bound] for bound in sorted(by_bound)))
-    return [e for turn in turns for e in turn if e is not None and e[1].step <= HOPELESS * least]
+    return [e for turn in turns for e in turn if e is not None and e[1].step <= HOPELESS * least * e[0].batch_size]

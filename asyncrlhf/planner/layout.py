@@ -112,7 +112,7 @@ def _word(value: Any) -> str:
 def keeps(said: str) -> Any:
     """The test of a layout that ``[WHY=]NAME<=VALUE`` stands for (or ``>=``, ``=``); raises ValueError."""
     found = _KEEP.fullmatch(said)
-    kinds = {declared.name: declared.default for declared in fields(Layout)}
+    kinds: dict[str, Any] = {declared.name: declared.default for declared in fields(Layout)}
     if found is None or found[1] not in kinds:
         raise ValueError(f"{said} keeps nothing; write NAME<=VALUE, NAME>=VALUE or NAME=VALUE of {', '.join(kinds)}")
     name, compare, word = found.groups()

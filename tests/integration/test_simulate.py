@@ -12,6 +12,7 @@ import pytest
 from asyncrlhf.cli.main import main
 from asyncrlhf.cluster.cost_parts import Conditions
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
 from asyncrlhf.planner.fit import costs_of_run
 from asyncrlhf.planner.queueing import steady
@@ -102,6 +103,19 @@ def test_a_slow_replica_and_failures_cost_time_and_lose_nothing(tmp_path: Path) 
     _, summary = run(tmp_path / "faults", costs_of(1.0, 0.3), *given, "generator.max_restarts=1000", conditions=faults)
     assert summary["exit_reason"] == "done" and summary["ledger"]["adds_up"]
     assert summary["ledger"]["trained"] == 30 * 64
+
+
+def test_a_cohort_does_what_its_replicas_do(tmp_path: Path) -> None:
+    """16 replicas of 4 slots, and 4 that stand for 4 each: an iteration costs by the sequences of one replica. Pooled
+    slots are never left free by a group that does not fit, which makes them a little quicker."""
+    costs = Fitted((0.01, 0.002, 0.0), (0.1, 0.0))
+    given = ("num_generations=4", "generator.replicas=16", "generator.slots=4", "steps=24")
+    each, _ = run(tmp_path / "each", costs, *given)
+    four, _ = run(tmp_path / "four", costs, *given, conditions=Conditions(cohort=4))
+    assert four["step_seconds"] == pytest.approx(each["step_seconds"], rel=0.12)
+    assert four["staleness"] == pytest.approx(each["staleness"], abs=0.3)
+    with pytest.raises(ConfigError, match="cohort of 3 replicas does not divide"):
+        run(tmp_path / "three", costs, *given, conditions=Conditions(cohort=3))
 
 
 def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) -> None:

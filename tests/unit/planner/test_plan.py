@@ -170,3 +170,16 @@ def test_overrides_name_every_decision() -> None:
 def test_nonsense_is_refused(said: str) -> None:
     with pytest.raises(ValueError, match=said.partition("<=")[0].partition("=")[0]):
         keeps(said)
+
+
+def test_a_freed_batch_is_judged_by_seconds_a_rollout() -> None:
+    """Training has a fixed cost, which a larger batch shares: its step is longer, its rollouts are cheaper."""
+    costs = Fitted((0.001, 0.0, 0.0), (1.0, 1 / 3000))
+    subject = Subject(SMALL, FLAT, 1, (HERE,), Layout(slots=10), costs, dtype="float32")
+    axes = {"placement": ("auto",), "max_staleness": (4,), "publish_every": (1,), "batch_size": (60, 120, 240)}
+    space = Space([Layout()], [Layout(slots=10)], [8], axes)
+
+    def simulated(layout: Layout, seed: int) -> Mapping[str, float]:
+        return {"step_seconds": estimate(layout, subject).step, "staleness": 0.0}
+
+    assert choose(space, subject, lambda layout: None, simulated).best.layout.batch_size == 240
