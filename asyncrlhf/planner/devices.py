@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from asyncrlhf.planner.shapes import Cluster, Device, Link
 
 FILE = Path(__file__).with_name("devices.json")
+LATENCY, FAR_LATENCY = 5e-6, 1e-5  # seconds a message inside a node and between nodes
 EXPECT = "from a catalogue's peaks, not measured here: expect 30%"
 
 
-def catalogue() -> list[str]:
-    """The names that devices.json has."""
-    return list(json.loads(FILE.read_text(encoding="utf-8"))["devices"])
+def catalogue() -> dict[str, dict[str, Any]]:
+    """The rows of devices.json by name."""
+    rows = json.loads(FILE.read_text(encoding="utf-8"))
+    return {name: row for name, row in rows.items() if name != "note"}
 
 
 def cluster_of(name: str, devices: int) -> Cluster:
     """So many of a named device, in full nodes or in one. Raises ValueError with one sentence for an unknown one."""
-    known = json.loads(FILE.read_text(encoding="utf-8"))["devices"]
+    known = catalogue()
     if name not in known:
         raise ValueError(f"{name} is no device of {FILE.name}; allowed: {', '.join(known)}.")
     row = known[name]
@@ -26,4 +29,5 @@ def cluster_of(name: str, devices: int) -> Cluster:
     if devices < 1 or devices % per_node:
         raise ValueError(f"{devices} devices fill no nodes of {per_node}; allowed: fewer than that, or a multiple.")
     device = Device(name, row["flops"], row["bandwidth"], row["memory"], row["source"])
-    return Cluster(device, devices // per_node, per_node, Link(*row["intra"]), Link(*row["inter"]))
+    links = Link(LATENCY, row["intra"]), Link(FAR_LATENCY, row["inter"])
+    return Cluster(device, devices // per_node, per_node, *links)
