@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.planner.layout import Layout, catalogue, counts, keeps
+from asyncrlhf.planner.devices import nodes_for
+from asyncrlhf.planner.layout import Layout, counts, keeps
 from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape
 from asyncrlhf.validation import check
 
@@ -50,7 +51,7 @@ def clusters_of(options: argparse.Namespace) -> tuple[Any, ...]:
             f"plan: --gpus {options.gpus} --device {options.device} are no groups; write as many numbers "
             "of at least 1 as names, such as --gpus 8,16 --device H100,L4."
         )
-    return tuple(catalogue(name, int(count), options.per_node) for count, name in zip(counts, names, strict=True))
+    return tuple(nodes_for(name, int(count), options.per_node) for count, name in zip(counts, names, strict=True))
 
 
 def layout_of(config: RunConfig, here: bool) -> Layout:

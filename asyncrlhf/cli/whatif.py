@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from asyncrlhf.bench.templates import HANDLES, MODELS, TEMPLATES, Scene, Split, Template, TemplateCosts
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.callgraph import PLACEMENTS, PPO, Graph, Space, placed
 from asyncrlhf.planner.devices import EXPECT, catalogue, cluster_of
@@ -22,7 +23,6 @@ from asyncrlhf.planner.resharding import System, reshard
 from asyncrlhf.planner.schedules import Pair, bound, greedy, one_after_another
 from asyncrlhf.planner.search import metropolis
 from asyncrlhf.planner.shapes import ModelShape, Workload
-from asyncrlhf.planner.templates import HANDLES, MODELS, TEMPLATES, Scene, Split, Template, TemplateCosts
 
 NOT_RUNNABLE = (
     "A plan of other systems: `train` has no tensor or pipeline parallelism in its learner and cannot run it."

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from typing import Any
-
-from asyncrlhf.planner.devices import nodes_of, row_of
-from asyncrlhf.planner.shapes import Cluster
 
 MAX_LAYOUTS = 200_000
 _KEEP = re.compile(r"(?:\w+=)?(\w+)(<=|>=|=)([\w.]+)")
@@ -124,12 +120,6 @@ def keeps(said: str) -> Any:
     if kind is not int and compare != "=":
         raise ValueError(f"{said}: {name} has no order; write {name}=VALUE")
     return lambda layout: bool(_COMPARED[compare](getattr(layout, name), value))
-
-
-def catalogue(name: str, devices: int, per_node: int = 0) -> Cluster:
-    """So many devices of the catalogue, in full nodes as far as they go; raises ValueError for a name that is none."""
-    each = min(devices, per_node or row_of(name)["per_node"])
-    return nodes_of(name, math.ceil(devices / each), each)
 
 
 def counts(most: int) -> list[int]:

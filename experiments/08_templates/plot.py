@@ -64,8 +64,9 @@ def main() -> None:
                 axis.set_xscale("log")
                 axis.set_xticks(counts, [f"{count:,}" for count in counts])
                 axis.minorticks_off()
-                axis.set_ylim(0)
                 axis.set_xlabel("H100", fontsize=8)
+        for axis in axes:
+            axis.set_ylim(bottom=0)  # after all lines: it ends the scaling of the axis
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=8, frameon=False, fontsize=9)
     figure.savefig(HERE / "templates.png")

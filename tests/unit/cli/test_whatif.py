@@ -13,7 +13,7 @@ from asyncrlhf.cli.main import main
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["whatif", "--device", "H1000"], "H1000 is no device of devices.json; allowed: A100"),
+        (["whatif", "--device", "H1000"], "H1000 is no device of devices.json; allowed: A10"),
         (["whatif", "--model", "nowhere"], "--model nowhere is neither one of"),
         (["whatif", "--batch", "0"], "--batch 0 is too small"),
         (["templates", "--devices", "8,nine"], "--devices 8,nine: invalid literal"),

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from asyncrlhf.planner.choose import Chosen, Space, choose
+from asyncrlhf.planner.devices import nodes_for
 from asyncrlhf.planner.explain import sentences, weakest
-from asyncrlhf.planner.layout import Layout, catalogue, counts, keeps, overrides
+from asyncrlhf.planner.layout import Layout, counts, keeps, overrides
 from asyncrlhf.planner.queueing import balanced
 from asyncrlhf.planner.ranking import Subject, bytes_of, costs_of, estimate, refusal
 from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload
@@ -80,7 +81,7 @@ def test_the_bound_admits_one_batch_more_than_it_says() -> None:
 def test_bytes_of_both_sides_are_exact() -> None:
     """bfloat16 weights take 2 bytes, float32 ones 4; a cache of 128 k tokens of Llama-3-8B 16.8 GB."""
     work = Workload(1000.0, 1000.0, 0.0, 1000)
-    subject = Subject(LLAMA_8B, work, 8, (catalogue("H100", 8),), Layout())
+    subject = Subject(LLAMA_8B, work, 8, (nodes_for("H100", 8),), Layout())
     generator, learner = bytes_of(Layout(slots=64, sharding="2", ranks=4), subject)
     assert generator.parts["weights"] == 2 * LLAMA_8B.parameters
     assert generator.parts["key-value cache"] == 64 * 2000 * 131_072
@@ -91,7 +92,7 @@ def test_bytes_of_both_sides_are_exact() -> None:
 
 def test_what_is_too_large_is_named() -> None:
     work = Workload(100.0, 500.0, 0.5, 1000)
-    subject = Subject(LLAMA_8B, work, 8, (catalogue("L4", 8),), Layout())
+    subject = Subject(LLAMA_8B, work, 8, (nodes_for("L4", 8),), Layout())
     said = refusal(Layout(ranks=4, sharding="2"), subject)
     assert said is not None and "ZeRO-2" in said and "weights and optimizer is the largest part" in said
     huge = replace(SMALL, vocabulary=200_000, hidden=16)
@@ -103,7 +104,7 @@ def test_what_is_too_large_is_named() -> None:
 
 
 def replace_memory(memory: float) -> Cluster:
-    cluster = catalogue("L4", 8)
+    cluster = nodes_for("L4", 8)
     return replace(cluster, device=replace(cluster.device, memory=memory))
 
 
@@ -137,7 +138,7 @@ def test_generators_and_learner_lie_on_the_devices_that_suit_them() -> None:
 
 def test_a_plan_of_a_data_sheet_says_so() -> None:
     work = Workload(100.0, 500.0, 0.5, 1000)
-    subject = Subject(LLAMA_8B, work, 8, (catalogue("H100", 16),), Layout())
+    subject = Subject(LLAMA_8B, work, 8, (nodes_for("H100", 16),), Layout())
     space = Space(
         [Layout(ranks=n, sharding="fsdp2") for n in (4, 8)],
         [Layout(replicas=n) for n in (2, 4, 8)],
