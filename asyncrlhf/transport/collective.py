@@ -146,16 +146,16 @@ class CollectiveSender(WeightSender):
         welcome = {"port": self._store.port, "backend": backend, "digest": manifest_digest(self.manifest)}
         members.tell({**welcome, "seconds": self._transfer_seconds}, what)
         try:
-            members.group = BroadcastGroup(
+            group = members.group = BroadcastGroup(
                 dist.PrefixStore(_keys(self._token, epoch), self._store),
                 backend, 0, len(receivers) + 1, self._host, self._device, self._transfer_seconds,
             )  # fmt: skip
-            members.group.rehearse(self._timeout_seconds)
+            group.rehearse(self._timeout_seconds)
         except RuntimeError as error:
             lost = collect(members.lines, "joined", 0.1)
-            give_up_if(lost or {"group": str(error).splitlines()[0]}, what)
+            raise LostReceiversError(what, lost or {"group": str(error).splitlines()[0]}) from error
         members.hear("joined", what)
-        self._move_buckets(members.group)
+        self._move_buckets(group)
 
     def _accept(self, members: Members, receivers: list[str], what: str) -> list[str]:
         """Take the receivers' calls until all are there; returns their devices. An old epoch's are sent away, as are

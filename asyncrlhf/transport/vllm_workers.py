@@ -28,6 +28,7 @@ class WeightReceiving:
     start_weight_update: Any
     update_weights: Any
     finish_weight_update: Any
+    _weight_receiver: WeightReceiver  # of the newest group
 
     def join_weights(
         self, weights: WeightsConfig, endpoint: str, rank: int, world_size: int, epoch: int, name: str
