@@ -149,15 +149,15 @@ class _Grid:
         call = self.call
         if call.rows is None:
             return rows[None, :, call.first : call.first + call.longest]
-        return self._laid(rows.index_select(1, call.rows))
+        return self._laid(rows.transpose(0, 1).index_select(0, call.rows))
 
     def take_gradient(self, rows: torch.Tensor) -> torch.Tensor:
         """As :meth:`take`, and zero where the row is padding or a copy."""
         call = self.call
         if call.kept is None or call.own is None:
             return self.take(rows)
-        grid = rows.new_zeros((len(rows), call.count * call.longest, *rows.shape[2:]))
-        return self._laid(grid.index_copy_(1, call.kept, rows.index_select(1, call.own)))
+        grid = rows.new_zeros((call.count * call.longest, len(rows), *rows.shape[2:]))
+        return self._laid(grid.index_copy_(0, call.kept, rows.transpose(0, 1).index_select(0, call.own)))
 
     def put(self, target: torch.Tensor, grid: torch.Tensor) -> None:
         """The sequences' own rows into packed ones."""
@@ -165,20 +165,21 @@ class _Grid:
         if call.kept is None or call.own is None:
             target[:, call.first : call.first + call.longest] = grid[0]
         else:
-            target.index_copy_(1, call.own, self._flat(grid).index_select(1, call.kept).to(target.dtype))
+            found = self._flat(grid).index_select(0, call.kept).to(target.dtype)
+            target.transpose(0, 1).index_copy_(0, call.own, found)
 
     def add_copies(self, target: torch.Tensor, grid: torch.Tensor) -> None:
         """What belongs to prompts that lie with other sequences, onto packed rows."""
         call = self.call
         if call.copies is not None and call.rows is not None:
-            found = self._flat(grid).index_select(1, call.copies).to(target.dtype)
-            target.index_add_(1, call.rows[call.copies], found)
+            found = self._flat(grid).index_select(0, call.copies).to(target.dtype)
+            target.transpose(0, 1).index_add_(0, call.rows[call.copies], found)
 
     def _laid(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.unflatten(1, (self.call.count, self.call.longest)).transpose(0, 1)
+        return rows.unflatten(0, (self.call.count, self.call.longest)).transpose(1, 2)
 
     def _flat(self, grid: torch.Tensor) -> torch.Tensor:
-        return grid.transpose(0, 1).flatten(1, 2)
+        return grid.transpose(1, 2).flatten(0, 1)
 
 
 def _kernel_type(value: torch.Tensor, longest: int) -> torch.dtype:
