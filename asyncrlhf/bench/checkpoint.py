@@ -67,7 +67,10 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
     learner.writer.end()
     source = target = torch.empty(0, dtype=torch.uint8)
     names = ("memcpy", "stall", "step", "step while writing")
-    seconds: dict[str, list[float]] = {name + of: [] for name in names for of in ("", CPU)} | {"written": []}
+    timings = [name + of for name in names for of in ("", CPU)]
+    seconds: dict[str, list[float]] = {name: [] for name in (*timings, "written")}
+        name: [] for name in (*(name + of for name in names for of in ("", CPU)), "written")
+    }
     first, step = 0.0, partial(learner.train_step, given)
     for number in range(repeats + 1):
         tell(number, repeats)

@@ -171,7 +171,7 @@ def _choose(task: Task, simulated: int) -> Chosen:
 def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[str, float]:
     """The figures of a run of this layout, whose records are written to ``folder``."""
     from asyncrlhf.cluster.cost_parts import Conditions
-    from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+    from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
     from asyncrlhf.planner.ranking import costs_of
 
     start = 6 + layout.max_staleness
@@ -185,6 +185,7 @@ def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[s
     )
     conditions = Conditions(hiccups=task.hiccups[0], hiccup_seconds=task.hiccups[1], cohort=cohort)
     costs = costs_of(layout, task.subject)
+    config = in_cohorts(config, cohort)
     simulate(config, costs, task.subject.workload, folder, conditions, take_turns=layout.placement == "flatten")
     return figures(read_metrics(folder / METRICS_FILE), layout.max_staleness, start)
 

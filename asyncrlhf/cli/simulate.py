@@ -94,7 +94,7 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
     """The simulated run's summary with its figures, and those of the real run where nothing was changed."""
     from asyncrlhf.cluster.cost_parts import Conditions
     from asyncrlhf.orchestrator.run import new_run_dir
-    from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+    from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
     from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
     from asyncrlhf.planner.shapes import Workload
     from asyncrlhf.planner.tables import Fitted
@@ -119,7 +119,7 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
         failures=options.failures, hiccups=hiccups[0], hiccup_seconds=hiccups[1], cohort=options.cohort
     )
     folder = options.out or new_run_dir(f"simulated-{config.name}")
-    summary = simulate(config, costs, lengths, folder, conditions)
+    summary = simulate(in_cohorts(config, options.cohort), costs, lengths, folder, conditions)
     found = figures(read_metrics(folder / METRICS_FILE), config.async_.bound)
     measured = None
     if options.run is not None and not overrides:

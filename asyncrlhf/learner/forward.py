@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrlhf.algorithms.logprobs import KeptSets, collision_probability, kept_mass, token_logprobs
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.attention import PackedLayout, use_packed_attention
+from asyncrlhf.learner.attention import Layout, PackedLayout, use_packed_attention
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PackedInputs:
     token_ids: torch.Tensor  # [1, K]
     rows: torch.Tensor  # [M] the position whose hidden state predicts each target
     targets: torch.Tensor  # [M]
-    layout: PackedLayout
+    layout: Layout
     kept: KeptSets | None = None  # of the M targets, where sampling was truncated
 
     @classmethod

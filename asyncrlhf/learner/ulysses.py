@@ -91,11 +91,9 @@ class SequenceParallel:
             return F.pad(values, (0, size * self._peers.ranks - count))[:, first : first + size]
 
         own = torch.nonzero((inputs.rows >= first) & (inputs.rows < first + size)).squeeze(1)
-        layout = _Stretch(
-            position_ids=part(inputs.layout.position_ids),
-            whole=inputs.layout,
-            exchange=self._exchange,
-        )
+        whole = inputs.layout
+        assert isinstance(whole, PackedLayout), "a stretch is cut of a whole batch"
+        layout = _Stretch(position_ids=part(whole.position_ids), whole=whole, exchange=self._exchange)
         local = replace(
             inputs,
             token_ids=part(inputs.token_ids),

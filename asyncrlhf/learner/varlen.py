@@ -307,10 +307,10 @@ def varlen_kernel(
     """
     from torch.nn.attention import varlen
 
-    rows = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     seen = (-1, 0) if window is None else (window - 1, 0)
     grouped = query.shape[1] != key.shape[1]
-    out: Any = varlen.varlen_attn(*rows, *bounds, scale=scale, window_size=seen, enable_gqa=grouped)
+    out: Any = varlen.varlen_attn(q, k, v, *bounds, scale=scale, window_size=seen, enable_gqa=grouped)
     return out[None]
 
 

@@ -54,12 +54,11 @@ def simulate(
     """Run ``config`` on the virtual clock and write its records to ``run_dir``; returns the summary, whose
     ``controller_ms_per_rollout`` is what the real controller took of this machine.
 
-    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` each simulated replica stands for so many of the
-    config's. ``take_turns``: all replicas share their devices with the learner, whose ranks the overrides leave out.
-    Raises ConfigError for a folder that holds a run, and what a loop of the controller raised.
+    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` each of its replicas stands for so many, with the
+    slots of all of them (:func:`in_cohorts`). ``take_turns``: all replicas share their devices with the learner, whose
+    ranks the overrides leave out. Raises ConfigError for a folder that holds a run, and what a loop of the controller raised.
     """
     conditions = conditions or Conditions()
-    config = _merged(config, conditions.cohort)
     tokenizer = load_tokenizer(config.model)
     task = build_task(config.task, tokenizer)
     world = World(costs, lengths, conditions, config.seed)
@@ -103,8 +102,8 @@ def simulate(
     return summary
 
 
-def _merged(config: RunConfig, cohort: int) -> RunConfig:
-    """The config with one replica of the slots of ``cohort`` in place of so many."""
+def in_cohorts(config: RunConfig, cohort: int) -> RunConfig:
+    """One replica with the slots of ``cohort`` in place of so many; raises ConfigError where that does not divide."""
     given = config.generator
     if cohort == 1:
         return config

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncrlhf.cluster.cost_parts import Conditions
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.recorder import read_metrics
@@ -44,7 +44,11 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         summary = simulate(
-            config, COSTS, Workload(128, 256, 0.7, 1024), Path(folder) / "run", Conditions(cohort=given.cohort)
+            in_cohorts(config, given.cohort),
+            COSTS,
+            Workload(128, 256, 0.7, 1024),
+            Path(folder) / "run",
+            Conditions(cohort=given.cohort),
         )
         found = figures(read_metrics(Path(folder) / "run" / "metrics.jsonl"), 4, warm_up=5)
     print(

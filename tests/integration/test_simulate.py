@@ -13,7 +13,7 @@ from asyncrlhf.cli.main import main
 from asyncrlhf.cluster.cost_parts import Conditions
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
 from asyncrlhf.planner.fit import costs_of_run
 from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Workload
@@ -31,6 +31,8 @@ def run(
     folder: Path, costs: Fitted, *overrides: str, conditions: Conditions | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     config = load_config([*OVERRIDES, *BATCH, *FLAT, *overrides])
+    if conditions:
+        config = in_cohorts(config, int(conditions.cohort))
     summary = simulate(config, costs, LENGTHS, folder, conditions)
     return figures(read_metrics(folder / "metrics.jsonl"), config.async_.bound), summary
 
