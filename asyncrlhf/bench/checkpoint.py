@@ -66,7 +66,7 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
     learner.writer.end()
     source = target = torch.empty(0, dtype=torch.uint8)
     names = ("memcpy", "stall", "step", "step while writing")
-    seconds: dict[str, list[float]] = {name + of: [] for name in names for of in ("", CPU)} | {"written": []}
+    seconds: dict[str, list[float]] = {"written": [], **{name + of: [] for name in names for of in ("", CPU)}}
     first, step = 0.0, partial(learner.train_step, given)
     for number in range(repeats + 1):
         tell(number, repeats)
@@ -84,9 +84,10 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
             continue
         copied = timed(partial(target.copy_, source))
         seconds["written"].append(written)
-        for name, found in zip(names, (copied, stall, plain, np.mean(beside or [plain], axis=0)), strict=True):
-            for of, value in zip(("", CPU), found, strict=True):
-                seconds[name + of].append(float(value))
+        measured: list[Sequence[float]] = [copied, stall, plain, np.mean(beside or [plain], axis=0).tolist()]
+        for name, pair in zip(names, measured, strict=True):
+            for of, value in zip(("", CPU), pair, strict=True):
+                seconds[name + of].append(value)
     compared = [(a + of, b + of) for a, b in (("stall", "memcpy"), ("step while writing", "step")) for of in ("", CPU)]
     ratios = {f"{a} / {b}": [x / y for x, y in zip(seconds[a], seconds[b], strict=True)] for a, b in compared}
     rows = {name: spread(values) for name, values in seconds.items()}
