@@ -303,8 +303,12 @@ class GeneratorWorker:
 
 
 def taken_by_workers(generator: GeneratorConfig, model: ModelConfig, weights: WeightsConfig, runtime: str) -> bool:
-    """Whether the workers of a replica's engine are the receivers, and not the replica's own process."""
-    return generator.engine == "vllm" and model.lora.r == 0 and streams(weights, runtime)
+    """Whether the workers of a replica's engine are the receivers, and not the replica's own process.
+
+    A single worker lives in that process: it gets the tensors by reference, and one broadcast serves all replicas.
+    """
+    several = generator.engine == "vllm" and generator.vllm.workers > 1
+    return several and model.lora.r == 0 and streams(weights, runtime)
 
 
 def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotonic) -> GeneratorWorker:

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     ``--steps`` steps with a checkpoint every fourth, where the event loop's lag is that of ``metrics.jsonl``. Other
     arguments are overrides of that run."""
     parser = argparse.ArgumentParser(prog="asyncrlhf bench checkpoint", description=__doc__)
-    parser.add_argument("--shape", default="135m", choices=[*SHAPES], help="the model, by its parameters")
+    parser.add_argument("--shape", default="135m", choices=[*SHAPES], help="the model: 135m, 20m or 2m parameters")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--steps", type=int, default=16, help="of the run on Ray; 0 leaves it out")
@@ -67,10 +67,7 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
     learner.writer.end()
     source = target = torch.empty(0, dtype=torch.uint8)
     names = ("memcpy", "stall", "step", "step while writing")
-    timings = [name + of for name in names for of in ("", CPU)]
-    seconds: dict[str, list[float]] = {name: [] for name in (*timings, "written")}
-        name: [] for name in (*(name + of for name in names for of in ("", CPU)), "written")
-    }
+    seconds: dict[str, list[float]] = {"written": [], **{name + of: [] for name in names for of in ("", CPU)}}
     first, step = 0.0, partial(learner.train_step, given)
     for number in range(repeats + 1):
         tell(number, repeats)
@@ -88,9 +85,10 @@ def measure(shape: str, repeats: int, tokens: int, folder: Path) -> dict[str, An
             continue
         copied = timed(partial(target.copy_, source))
         seconds["written"].append(written)
-        for name, found in zip(names, (copied, stall, plain, np.mean(beside or [plain], axis=0)), strict=True):
-            for of, value in zip(("", CPU), found, strict=True):
-                seconds[name + of].append(float(value))
+        measured: list[Sequence[float]] = [copied, stall, plain, np.mean(beside or [plain], axis=0).tolist()]
+        for name, pair in zip(names, measured, strict=True):
+            for of, value in zip(("", CPU), pair, strict=True):
+                seconds[name + of].append(value)
     compared = [(a + of, b + of) for a, b in (("stall", "memcpy"), ("step while writing", "step")) for of in ("", CPU)]
     ratios = {f"{a} / {b}": [x / y for x, y in zip(seconds[a], seconds[b], strict=True)] for a, b in compared}
     rows = {name: spread(values) for name, values in seconds.items()}

@@ -56,7 +56,8 @@ def simulate(
 
     ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` each of its replicas stands for so many, with the
     slots of all of them (:func:`in_cohorts`). ``take_turns``: all replicas share their devices with the learner, whose
-    ranks the overrides leave out. Raises ConfigError for a folder that holds a run, and what a loop of the controller raised.
+    ranks the overrides leave out.
+    Raises ConfigError for a folder that holds a run, and what a loop of the controller raised.
     """
     conditions = conditions or Conditions()
     tokenizer = load_tokenizer(config.model)
