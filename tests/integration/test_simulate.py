@@ -107,6 +107,7 @@ def test_a_slow_replica_and_failures_cost_time_and_lose_nothing(tmp_path: Path) 
     assert summary["ledger"]["trained"] == 30 * 64
 
 
+@pytest.mark.thorough
 def test_a_cohort_does_what_its_replicas_do(tmp_path: Path) -> None:
     """16 replicas of 4 slots, and 4 that stand for 4 each: an iteration costs by the sequences of one replica. Pooled
     slots are never left free by a group that does not fit, which makes them a little quicker."""
