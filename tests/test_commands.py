@@ -44,7 +44,7 @@ COMPOSED_ONLY = {
     r"--from runs/|--profile profile": "a run of the reader's own; tests/integration/test_simulate.py has one",
     r"^asyncrlhf templates": "minutes for each count; tests/unit/cli/test_whatif.py runs it small",
     r"reward\.model\.path=\./my-reward": "a reward model of the reader's own",
-    r"cluster=": "devices",
+    r"cluster=(flatten|interleave)": "devices",
     r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
 }
 SMALL = "batch_size=16 task.heldout_size=4 logging.wandb=disabled"
