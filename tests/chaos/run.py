@@ -235,7 +235,7 @@ def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None
             ended = attempt(case, run_dir, told, address, keeper, limit, faulty=number == 0)
             codes.append(ended.code)
             lasted.append(round(ended.seconds, 1))
-            reasons.append(reason_of(run_dir))
+            reasons.append(reason_of(run_dir, told.with_suffix(".txt")))
             stall, hung = max(stall, ended.stall), hung or ended.hung
             orphans += left_over(ended.family, keeper)
             struck = json.loads(told.read_text()) if told.exists() else {}
@@ -263,10 +263,13 @@ def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None
     return row
 
 
-def reason_of(run_dir: Path) -> str:
+def reason_of(run_dir: Path, output: Path) -> str:
+    """What the summary says; on a disk too full for one, the command's own sentence."""
     with suppress(OSError, ValueError, KeyError):
         return str(json.loads((run_dir / "summary.json").read_text())["exit_reason"])
-    return "no summary"
+    text = output.read_text(errors="replace") if output.exists() else ""
+    said = [line for line in text.splitlines() if line.startswith("asyncrlhf: ")]
+    return said[-1].replace("asyncrlhf", "failed", 1) if said else "no summary"
 
 
 def left_over(family: set[psutil.Process], keeper: psutil.Process | None) -> int:
