@@ -42,7 +42,7 @@ COMPOSED_ONLY = {
     r"my_module:MySink": "a class of the reader's own; tests/unit/records/test_sinks.py has one",
     r"logging=online": "the W&B server",
     r"--from runs/|--profile profile": "a run of the reader's own; tests/integration/test_simulate.py has one",
-    r"^asyncrlhf templates": "minutes for each count; tests/unit/cli/test_whatif.py runs it small",
+    r"--compare-templates": "minutes for each count; tests/unit/cli/test_whatif.py runs it small",
     r"reward\.model\.path=\./my-reward": "a reward model of the reader's own",
     r"cluster=(flatten|interleave)": "devices",
     r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
@@ -116,8 +116,8 @@ def resolve(words: Sequence[str]) -> None:
         output_file(rest)
     elif verb in ("simulate", "profile"):
         load_config([word for word in rest[2:] if "=" in word])
-    elif verb in ("whatif", "templates"):
-        (what_if_parser if verb == "whatif" else templates_parser)().parse_args(rest)
+    elif {"--what-if", "--compare-templates"} & set(rest):
+        (what_if_parser if "--what-if" in rest else templates_parser)().parse_args(rest[1:])
     elif verb in ("schema", "report", "status", "verify", "watch"):
         assert all(not word.startswith("-") for word in rest)
     elif "-m" in rest:

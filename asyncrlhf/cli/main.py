@@ -39,8 +39,6 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf plan --from RUN        the best layout for this machine, or for --gpus 16 --device H100, as an experiment
   asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
   asyncrlhf profile --from RUN     what this machine and model cost, out of a run's records
-  asyncrlhf templates [--devices]  the field's templates compared at equal devices (docs/systems.md)
-  asyncrlhf whatif [--devices]     plans of other systems for comparison, which train cannot run
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, soak, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
@@ -80,8 +78,6 @@ COMMANDS = {
     "plan": ("asyncrlhf.cli.plan", "plan"),
     "simulate": ("asyncrlhf.cli.simulate", "simulate"),
     "profile": ("asyncrlhf.cli.simulate", "profile"),
-    "whatif": ("asyncrlhf.cli.whatif", "what_if"),
-    "templates": ("asyncrlhf.cli.whatif", "compare_templates"),
     "bench": ("asyncrlhf.bench.run", "main"),
     "doctor": ("asyncrlhf.cli.doctor", "run"),
 }

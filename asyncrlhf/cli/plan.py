@@ -37,8 +37,16 @@ DECIDES = {
 }  # fmt: skip
 
 
+OTHER_SYSTEMS = {"--what-if": "what_if", "--compare-templates": "compare_templates"}  # with options of their own
+
+
 def plan(arguments: Sequence[str]) -> int:
     rest, folder = split_config_dir(arguments)
+    for word, verb in OTHER_SYSTEMS.items():
+        if word in rest:
+            from asyncrlhf.cli import whatif
+
+            return getattr(whatif, verb)([other for other in rest if other != word])  # type: ignore[no-any-return]
     options, overrides = _parser().parse_known_args(rest)
     if options.compare is not None:
         from asyncrlhf.cli.plan_files import compare
@@ -70,6 +78,8 @@ def _parser() -> Parser:
     parser.add_argument("--free", action="append", default=[], choices=["batch_size"], help="what else may be changed")
     parser.add_argument("--simulate", type=int, default=32, help="layouts that are simulated")
     parser.add_argument("--out", type=Path, default=Path("plans/plan"), help="FOLDER/NAME of the files (plans/plan)")
+    parser.add_argument("--compare-templates", action="store_true", help="the field's templates at equal devices")
+    parser.add_argument("--what-if", action="store_true", help="plans of other systems, which train cannot run")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("PLAN", "RUN"), help="predicted beside measured")
     return parser
 

@@ -13,14 +13,14 @@ from asyncrlhf.cli.main import main
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["whatif", "--device", "H1000"], "H1000 is no device of devices.json; allowed: A10"),
-        (["whatif", "--model", "nowhere"], "--model nowhere is neither one of"),
-        (["whatif", "--batch", "0"], "--batch 0 is too small"),
-        (["templates", "--devices", "8,nine"], "--devices 8,nine: invalid literal"),
-        (["templates", "--devices", "12"], "12 devices fill no nodes of 8"),
-        (["templates", "--batch", "100"], "--batch 100 are no whole groups of 8"),
-        (["templates", "--cv", "nan"], "--cv nan is too small"),
-        (["templates", "--staleness"], "unrecognized arguments"),
+        (["plan", "--what-if", "--device", "H1000"], "H1000 is no device of devices.json; allowed: A10"),
+        (["plan", "--what-if", "--model", "nowhere"], "--model nowhere is neither one of"),
+        (["plan", "--what-if", "--batch", "0"], "--batch 0 is too small"),
+        (["plan", "--compare-templates", "--devices", "8,nine"], "--devices 8,nine: invalid literal"),
+        (["plan", "--compare-templates", "--devices", "12"], "12 devices fill no nodes of 8"),
+        (["plan", "--compare-templates", "--batch", "100"], "--batch 100 are no whole groups of 8"),
+        (["plan", "--compare-templates", "--cv", "nan"], "--cv nan is too small"),
+        (["plan", "--compare-templates", "--staleness"], "unrecognized arguments"),
     ],
 )
 def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +30,7 @@ def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.Ca
 
 
 def test_plans_of_other_systems_are_labelled(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["whatif", "--model", "llama-2-7b", "--devices", "8", "--batch", "64", "--steps", "10"]) == 0
+    assert main(["plan", "--what-if", "--model", "llama-2-7b", "--devices", "8", "--batch", "64", "--steps", "10"]) == 0
     out = capsys.readouterr().out
     assert "cannot run it" in out and "separate, delayed" in out and "expect 30%" in out
     # Of 13.48 GB: 7/8, 7/8 and 1/4 - 1/8 (p=1, t=8, d=1 to t_g=4).
@@ -40,7 +40,7 @@ def test_plans_of_other_systems_are_labelled(capsys: pytest.CaptureFixture[str])
 @pytest.mark.thorough
 def test_templates_keep_their_lag_and_those_that_overlap_are_quicker(tmp_path: Path) -> None:
     out = tmp_path / "rows.csv"
-    assert main(["templates", "--devices", "8", "--batch", "64", "--out", str(out)]) == 0
+    assert main(["plan", "--compare-templates", "--devices", "8", "--batch", "64", "--out", str(out)]) == 0
     rows = {row["template"]: row for row in csv.DictReader(out.open())}
     step, staleness = ({name: float(row[key]) for name, row in rows.items()} for key in ("step_seconds", "staleness"))
     assert all(staleness[name] == 0 for name in rows if name.startswith("sync"))
