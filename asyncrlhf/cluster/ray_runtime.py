@@ -96,10 +96,8 @@ class RayRuntime(Runtime):
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault(*END_WITH_ACTORS)
-        if not self._config.cluster:
-            os.environ.setdefault(*NO_TASK_EVENTS)
-        for name, value in MALLOC.items():
+        own = [END_WITH_ACTORS] if self._config.cluster else [END_WITH_ACTORS, NO_TASK_EVENTS]
+        for name, value in (*own, *MALLOC.items()):
             os.environ.setdefault(name, value)  # inherited by Ray's processes, and by nothing else that matters
         terminate = signal.getsignal(signal.SIGTERM)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}

@@ -35,7 +35,7 @@ from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.types import GenerationRequest, Payload, Prompt, Rollout, RolloutInfo, SamplingParams
+from asyncrlhf.types import GenerationRequest, Payload, Prompt, Rollout, RolloutInfo, SamplingParams, WeightManifest
 
 try:
     from asyncrlhf.types import Annotation
@@ -195,7 +195,7 @@ class TimerLearner(Part):
         return offer
 
     async def ticket(self) -> Any:
-        return SimpleNamespace(version=self._version)
+        return SimpleNamespace(version=self._version, manifest=WeightManifest((), ()))
 
     async def transfer(self, ticket: Any) -> None:
         """Nothing travels."""
@@ -220,8 +220,9 @@ class TimerRuntime:
     async def start(self) -> None:
         """Everything stands."""
 
-    async def connect(self, receivers: Sequence[Any]) -> None:
+    async def connect(self, receivers: Sequence[Any], workers: int = 0) -> int:
         """There is no group to form."""
+        return 0
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         return [p.ref[p.index] for p in payloads]

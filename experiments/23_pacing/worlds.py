@@ -30,7 +30,7 @@ from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
-from asyncrlhf.types import Annotation, GenerationRequest, Rollout
+from asyncrlhf.types import Annotation, GenerationRequest, Rollout, WeightManifest
 
 QUIET = ("runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false")
 FAKE = ("generator.engine=fake", "task.heldout_size=8", "fusion.max_wait_ms=0", "learner.virtual_step_seconds=0")
@@ -158,7 +158,7 @@ class Learner:
         return Offer(0.0)
 
     def ticket(self) -> Any:
-        return SimpleNamespace(version=self.version)
+        return SimpleNamespace(version=self.version, manifest=WeightManifest((), ()))
 
     async def transfer(self, ticket: Any) -> None:
         await asyncio.sleep(self._world.transfer)

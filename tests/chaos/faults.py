@@ -369,12 +369,12 @@ class FaultyRuntime(LocalRuntime):
         worker = self._workers.generator(spec, asyncio.get_running_loop().time)
         return FaultyGenerator(self.faults, self, spec, worker, self.told)
 
-    async def connect(self, receivers: Sequence[GeneratorHandle]) -> None:
+    async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
         """The learner's rank 0 forms the group, and is who hangs."""
         place = Place("weight group", self)
-        formed = self.faults.around(place, "connect", lambda: LocalRuntime.connect(self, receivers))
+        formed = self.faults.around(place, "connect", lambda: LocalRuntime.connect(self, receivers, workers))
         with a_rank():
-            await within(LONG_SECONDS, self.learner.name, "connect", formed)
+            return await within(LONG_SECONDS, self.learner.name, "connect", formed)
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
         """A restart that fails says so as on Ray, by a ReplicaError."""

@@ -113,7 +113,7 @@ def test_chunks_of_what_is_under_way_come_with_what_is_finished(chunking_actor: 
 class OneAStep:
     """An engine that finishes one request a step, and waits before every step for leave."""
 
-    asleep = False
+    asleep = torn = False
     slots = 4
 
     def __init__(self) -> None:
