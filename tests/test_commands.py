@@ -20,6 +20,7 @@ import pytest
 from asyncrlhf.bench.gpu_check import output_file
 from asyncrlhf.bench.run import BENCHMARKS
 from asyncrlhf.cli.main import COMMANDS, main
+from asyncrlhf.cli.plan import plan_parser
 from asyncrlhf.cli.settings_help import settings_help
 from asyncrlhf.cli.whatif import templates_parser, what_if_parser
 from asyncrlhf.config.compose import check_words, compose_config, load_config, split_config_dir, sweep_jobs
@@ -42,6 +43,7 @@ COMPOSED_ONLY = {
     r"my_module:MySink": "a class of the reader's own; tests/unit/records/test_sinks.py has one",
     r"logging=online": "the W&B server",
     r"--from runs/|--profile profile": "a run of the reader's own; tests/integration/test_simulate.py has one",
+    r"^asyncrlhf plan --(gpus|compare )": "files of the reader's own; tests/integration/test_plan.py has some",
     r"--compare-templates": "minutes for each count; tests/unit/cli/test_whatif.py runs it small",
     r"reward\.model\.path=\./my-reward": "a reward model of the reader's own",
     r"cluster=(flatten|interleave)": "devices",
@@ -118,6 +120,8 @@ def resolve(words: Sequence[str]) -> None:
         load_config([word for word in rest[2:] if "=" in word])
     elif {"--what-if", "--compare-templates"} & set(rest):
         (what_if_parser if "--what-if" in rest else templates_parser)().parse_args(rest[1:])
+    elif verb == "plan":
+        load_config(plan_parser().parse_known_args(rest)[1])
     elif verb in ("schema", "report", "status", "verify", "watch"):
         assert all(not word.startswith("-") for word in rest)
     elif "-m" in rest:
@@ -140,6 +144,8 @@ def furnish(folder: Path) -> None:
     for name in ("my.jsonl", "prompts.jsonl"):
         (folder / name).write_text("\n".join(rows))
     (folder / "demos.jsonl").write_text("\n".join(f'{{"prompt": "{q}", "completion": "{a}"}}' for q, a in sums))
+    (folder / "plans" / "experiment").mkdir(parents=True)
+    (folder / "plans" / "experiment" / "mine.yaml").write_text("# @package _global_\nasync:\n  max_staleness: 3\n")
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "my_loss.py").write_text(LOSS)
 

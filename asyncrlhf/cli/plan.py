@@ -47,7 +47,7 @@ def plan(arguments: Sequence[str]) -> int:
             from asyncrlhf.cli import whatif
 
             return getattr(whatif, verb)([other for other in rest if other != word])  # type: ignore[no-any-return]
-    options, overrides = _parser().parse_known_args(rest)
+    options, overrides = plan_parser().parse_known_args(rest)
     if options.compare is not None:
         from asyncrlhf.cli.plan_files import compare
 
@@ -61,7 +61,8 @@ def plan(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def plan_parser() -> Parser:
+    """Options of the command itself; all other words are overrides."""
     parser = Parser(prog="asyncrlhf plan", description="The best layout for devices, simulated before it is run.")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan for this machine, by a run's costs")
     parser.add_argument("--profile", type=Path, help="plan for this machine, by costs of `asyncrlhf profile`")
@@ -109,7 +110,7 @@ def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | 
     from asyncrlhf.planner.tables import Fitted
 
     given = [name for name in ("run", "profile", "gpus") if getattr(options, name) is not None]
-    say = _parser().error
+    say = plan_parser().error
     if len(given) != 1:
         say("give one of --from, --profile and --gpus")
     if (options.gpus is None) != (options.device is None):
