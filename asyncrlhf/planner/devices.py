@@ -1,4 +1,4 @@
-"""Devices by name: peaks of catalogues (devices.json), for machines that nobody profiled."""
+"""Devices by name: peaks of catalogues (devices.json), for machines without a profile."""
 
 from __future__ import annotations
 

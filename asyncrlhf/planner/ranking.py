@@ -14,7 +14,7 @@ from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload
 from asyncrlhf.planner.tables import Fitted
 
-MESSAGE = 0.005  # seconds of a call between actors, where nobody measured it
+MESSAGE = 0.005  # seconds of a call between actors, where it was not measured
 HOST_LINK = 25e9  # bytes/s between a device and its host, PCIe 4.0 x16: optimizers that live there cross it
 ASLEEP = 2e9  # bytes that a sleeping vLLM keeps of its device: its context and the graphs
 

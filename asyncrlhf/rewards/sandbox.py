@@ -189,7 +189,7 @@ class _Child:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of functions whose worker was killed together with them: nobody else has their locks."""
+    """Remove the folders of functions whose worker was killed together with them: their locks are free."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with suppress(OSError):
             lock = _lock(folder)

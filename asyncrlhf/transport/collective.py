@@ -278,7 +278,7 @@ class CollectiveReceiver(WeightReceiver):
             raise WeightSyncError(f"No group to receive version {ticket.version} from: connect first.")
         try:
             yield line, group
-        except GeneratorExit:  # whoever takes the stream gave up
+        except GeneratorExit:  # the reader of the stream gave up
             self._drop_group()
             raise
         except (RuntimeError, LineClosedError, WeightSyncError) as error:

@@ -32,8 +32,8 @@ def _slices(memory: mmap.mmap, manifest: WeightManifest) -> list[torch.Tensor]:
 
 
 class SharedMemorySender(WeightSender):
-    """A ticket names the process and its file descriptor of the memory; whoever runs as the same user on the same
-    machine can map it."""
+    """A ticket names the process and its file descriptor of the memory. Every process of the same user on
+    the same machine can map it."""
 
     def __init__(self, manifest: WeightManifest, wire: Wire | None = None) -> None:
         super().__init__(manifest, "meta", wire)

@@ -254,7 +254,7 @@ def place_of(case: Case) -> Iterator[Path]:
 
 
 def _left(place: Path) -> list[psutil.Process]:
-    """Processes of a run that live, whoever is their parent now."""
+    """Processes of a run that live, under any parent."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

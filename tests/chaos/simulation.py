@@ -272,7 +272,7 @@ class SessionRun:
         source = PromptSource(_prompt, None, config.seed)
         controller = Controller(config, runtime, source, sampling, heldout, recorder, self._view(), 10, saved)
         running = asyncio.create_task(self._run(controller), name="run")
-        controller.state.settings = {}  # a copy of them costs as much as the run, and nobody here reads it
+        controller.state.settings = {}  # a copy of them costs as much as the run, and no test reads it
         self.faults.crash = lambda: self._crash(running)
         checking = asyncio.create_task(self._check(controller, runtime, running), name="check")
         if self.stop_at is not None:

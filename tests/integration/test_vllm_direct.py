@@ -52,7 +52,7 @@ class Pair:
         self.worker: GeneratorWorker = build_worker(spec)
         self.sender = build_sender(weights, "ray", named_weights(model))
         endpoint = self.sender.listen("127.0.0.1")
-        self.worker.connect(endpoint, 1, workers + 1, 1)  # returns at once, whoever is still missing
+        self.worker.connect(endpoint, 1, workers + 1, 1)  # returns at once, while others are missing
         self.sender.connect(endpoint, [worker_name(NAME, i) for i in range(workers)], 1)
 
     def publish(self, version: int) -> Future[Any]:
