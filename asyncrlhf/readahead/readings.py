@@ -70,8 +70,8 @@ class Reading:
         return -(-len(self.tokens) // BLOCK) * BLOCK
 
     def take(self, start: int, ids: IntArray) -> None:
-        """Note tokens that stand from ``start`` on. Those behind a gap are passed over; those that contradict what is
-        known belong to a sequence that was sampled anew, and what was made of the old one goes."""
+        """Store tokens that begin at place ``start``. Tokens after a gap are ignored. Tokens that differ from the
+        stored ones mean that the sequence was sampled again: the old cache, hidden state and log-probs are dropped."""
         if start > len(self.tokens):
             return
         known = self.tokens[start : start + len(ids)]
