@@ -1,4 +1,4 @@
-"""What is sent of sequences that are still being sampled, and which worker reads which, ahead of its end.
+"""The chunks of sequences that are still being sampled, and which worker reads each sequence ahead of its end.
 
 A worker is asked to read ahead only while no finished rollout waits for it, and for a moment at a time, so that a
 finished rollout waits for no more than that. All of this may be lost or wrong without changing a score or a log-prob.
@@ -63,7 +63,7 @@ class ReaderHandle(Protocol):
 
 @dataclass
 class ReadTotals:
-    """Tokens of answered rollouts, those of them that were read before their rollout's end, and evictions for want of
+    """Tokens of answered rollouts, how many of these tokens were read before the rollout ended, and evictions to make
     room."""
 
     scored: int = 0
@@ -122,7 +122,7 @@ class ReadAhead:
         return self._owner.get(info.rollout_id) is worker
 
     def read_by(self, worker: ReaderHandle, info: RolloutInfo) -> int:
-        """Tokens that this worker need not read any more."""
+        """Tokens of the rollout that ``worker`` has read already, and need not read again."""
         return self._read.get(info.rollout_id, 0) if self.owns(worker, info) else 0
 
     def promised(self, infos: Sequence[RolloutInfo]) -> None:
@@ -136,7 +136,7 @@ class ReadAhead:
         return bool(self._waiting.get(worker))
 
     async def read(self, worker: ReaderHandle) -> None:
-        """One call of work for an idle worker. Raises ReplicaError when it died of it."""
+        """Send an idle worker one call of chunks to read. Raises ReplicaError when the worker died during the call."""
         chunks = self._next(worker)
         if not chunks:
             return

@@ -111,7 +111,7 @@ class Readings:
 
     @torch.inference_mode()
     def _pass(self, batch: Sequence[Reading]) -> None:
-        """Read each to the end of its tokens, in one pass."""
+        """Read each sequence of ``batch`` to the end of its tokens, in one pass."""
         for reading in batch:
             if reading.cache is None:
                 reading.cache = transformers.DynamicCache(config=self._model.config)
@@ -256,7 +256,7 @@ class Readings:
 
 
 def token_batches(readings: Sequence[Reading], budget: int) -> list[list[Reading]]:
-    """In order, in batches of at most ``budget`` new tokens; a longer stretch is a batch of its own."""
+    """``readings`` in order, in batches of at most ``budget`` new tokens; a longer one is a batch of its own."""
     batches: list[list[Reading]] = []
     tokens = budget
     for reading in readings:
