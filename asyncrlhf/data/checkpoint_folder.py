@@ -1,5 +1,5 @@
-"""Finds a pretrained checkpoint by name and loads its tokenizer and its config. What costs seconds to import, torch
-first, is left out: a process that computes nothing with a model starts without it."""
+"""Finds a pretrained checkpoint by name and loads its tokenizer and its config. Slow imports, torch above all, are
+left out: a process that computes nothing with a model starts without them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def is_saved(local: Path) -> bool:
 
 
 def pick_split(found: Any, split: str, key: str, path: str) -> Any:
-    """Of a table there is but one; of splits the one that is asked for."""
+    """Returns a single table unchanged, and picks ``split`` out of a mapping of splits. Raises ConfigError if it is
+    missing."""
     if not isinstance(found, Mapping):
         return found
     if split not in found:

@@ -1,4 +1,4 @@
-"""What of a run can read ahead, told from its settings and the checkpoints' configs before weights are loaded."""
+"""Decides from the settings and the checkpoints' configs, before weights are loaded, which models can read ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent of sequences that are still being sampled, and which worker reads which, ahead of its end.
+"""The chunks of sequences that are still being sampled, and which worker reads each sequence ahead of its end.
 
 A worker is asked to read ahead only while no finished rollout waits for it, and for a moment at a time, so that a
 finished rollout waits for no more than that. All of this may be lost or wrong without changing a score or a log-prob.
@@ -63,7 +63,7 @@ class ReaderHandle(Protocol):
 
 @dataclass
 class ReadTotals:
-    """Tokens of answered rollouts, those of them that were read before their rollout's end, and evictions for want of
+    """Tokens of answered rollouts, how many of these tokens were read before the rollout ended, and evictions to make
     room."""
 
     scored: int = 0
@@ -91,7 +91,8 @@ class ReadAhead:
     _refusing: set[ReaderHandle] = field(default_factory=set)
 
     def arrived(self, chunks: Sequence[ChunkInfo]) -> None:
-        """Of one generator's look. Those of rollouts that ended meanwhile are passed over."""
+        """Queue the chunks of one look at a generator for the workers that own their rollouts. Chunks of rollouts that
+        have ended are skipped."""
         able = [worker for worker in self.workers if worker not in self._refusing]
         if not chunks or not able:
             return
@@ -112,7 +113,8 @@ class ReadAhead:
         self.wake()
 
     def may_take(self, worker: ReaderHandle, info: RolloutInfo) -> bool:
-        """Its owner, any worker where it has none, and any worker after a while."""
+        """Whether ``worker`` may take the rollout: its owner may; any worker may if it has no owner, or
+        ``PATIENCE_SECONDS`` after it was generated."""
         owner = self._owner.get(info.rollout_id)
         return owner is None or owner is worker or _now() - info.generated_at >= PATIENCE_SECONDS
 
@@ -120,11 +122,12 @@ class ReadAhead:
         return self._owner.get(info.rollout_id) is worker
 
     def read_by(self, worker: ReaderHandle, info: RolloutInfo) -> int:
-        """Tokens that this worker need not read any more."""
+        """Tokens of the rollout that ``worker`` has read already, and need not read again."""
         return self._read.get(info.rollout_id, 0) if self.owns(worker, info) else 0
 
     def promised(self, infos: Sequence[RolloutInfo]) -> None:
-        """These rollouts are at their end: look again when patience with their owners is over."""
+        """These rollouts have ended: wake the workers' loops after ``PATIENCE_SECONDS``, when any worker may take
+        them."""
         if len(self.workers) > 1 and any(info.rollout_id in self._owner for info in infos):
             # A little later than that: a clock's difference may come out a rounding error too short.
             asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self.wake)
@@ -133,7 +136,7 @@ class ReadAhead:
         return bool(self._waiting.get(worker))
 
     async def read(self, worker: ReaderHandle) -> None:
-        """One call of work for an idle worker. Raises ReplicaError when it died of it."""
+        """Send an idle worker one call of chunks to read. Raises ReplicaError when the worker died during the call."""
         chunks = self._next(worker)
         if not chunks:
             return
@@ -151,7 +154,8 @@ class ReadAhead:
         self._file(worker, chunks, answer, _now() - started)
 
     def _next(self, worker: ReaderHandle) -> list[ChunkInfo]:
-        """Oldest first, as much as takes ``CALL_SECONDS``, and at least one chunk."""
+        """The oldest waiting chunks, about ``CALL_SECONDS`` of work for ``worker``. The first one is taken however long
+        it is."""
         waiting = self._waiting[worker]
         budget = CALL_SECONDS * self._tokens_per_second.get(worker, 0.0)
         chunks: list[ChunkInfo] = []
@@ -179,7 +183,8 @@ class ReadAhead:
         self.totals.evicted += len(answer.evicted)
 
     def answered(self, worker: ReaderHandle, infos: Sequence[RolloutInfo]) -> None:
-        """The worker has forgotten these; those that another one owns are told to it when it is idle."""
+        """Count the tokens of rollouts that ``worker`` answered. It has released their caches; another owner is told to
+        release them when it is idle."""
         for info in infos:
             self.totals.scored += info.prompt_length + info.response_length
             self.totals.early += self.read_by(worker, info)
@@ -187,7 +192,7 @@ class ReadAhead:
                 self._forget(info.rollout_id)
 
     def lost(self, worker: ReaderHandle) -> None:
-        """Its caches are gone, and it may come back without them."""
+        """Forget what ``worker`` owned and had queued: the worker lost its caches, and may return without them."""
         for rollout_id in [i for i, owner in self._owner.items() if owner is worker]:
             self._forget(rollout_id)
         self._waiting[worker].clear()

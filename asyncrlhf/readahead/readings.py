@@ -70,8 +70,8 @@ class Reading:
         return -(-len(self.tokens) // BLOCK) * BLOCK
 
     def take(self, start: int, ids: IntArray) -> None:
-        """Note tokens that stand from ``start`` on. Those behind a gap are passed over; those that contradict what is
-        known belong to a sequence that was sampled anew, and what was made of the old one goes."""
+        """Store tokens that begin at place ``start``. Tokens after a gap are ignored. Tokens that differ from the
+        stored ones mean that the sequence was sampled again: the old cache, hidden state and log-probs are dropped."""
         if start > len(self.tokens):
             return
         known = self.tokens[start : start + len(ids)]
@@ -111,7 +111,7 @@ class Readings:
 
     @torch.inference_mode()
     def _pass(self, batch: Sequence[Reading]) -> None:
-        """Read each to the end of its tokens, in one pass."""
+        """Read each sequence of ``batch`` to the end of its tokens, in one pass."""
         for reading in batch:
             if reading.cache is None:
                 reading.cache = transformers.DynamicCache(config=self._model.config)
@@ -256,7 +256,7 @@ class Readings:
 
 
 def token_batches(readings: Sequence[Reading], budget: int) -> list[list[Reading]]:
-    """In order, in batches of at most ``budget`` new tokens; a longer stretch is a batch of its own."""
+    """``readings`` in order, in batches of at most ``budget`` new tokens; a longer one is a batch of its own."""
     batches: list[list[Reading]] = []
     tokens = budget
     for reading in readings:

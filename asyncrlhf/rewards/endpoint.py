@@ -37,7 +37,8 @@ SHOWN = 200  # characters of an answer in a message
 
 
 class Breaker:
-    """Keeps calls from a service that failed ``failures`` times in a row, for ``seconds``; then one call tries it.
+    """Blocks calls to a service for ``seconds`` after ``failures`` failures in a row; then lets one call through as a
+    test.
 
     Safe to use from several threads. ``clock`` gives seconds.
     """
@@ -123,7 +124,8 @@ class Endpoint:
         raise (LateServiceError if was_late else ServiceError)(f"{cause} Tried {self._config.retries + 1} times.")
 
     def _try(self, body: bytes) -> requests.Response:
-        """One request; the limit is on all of it, and not on the pause between two bytes as requests has it."""
+        """Send one request. The timeout bounds the whole request; the one of requests bounds only the pause between two
+        bytes."""
         response: requests.Response = call_with_timeout(lambda: self._post(body), self._timeout, self.who)
         return response
 
@@ -141,7 +143,7 @@ class Endpoint:
             raise RewardError(f"{self.who} did not answer: {_cause(error)}.") from error
 
     def _ask_at(self, url: str, body: bytes) -> requests.Response:
-        """POST there and nowhere else, and read an answer of a bearable size."""
+        """POST to ``url`` without following redirects. Raises RewardError if the answer exceeds ``ANSWER_BYTES``."""
         options: dict[str, Any] = {"timeout": self._timeout, "headers": self._headers()}
         with requests.post(url, data=body, allow_redirects=False, stream=True, verify=True, **options) as response:
             content = b""

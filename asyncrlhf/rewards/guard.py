@@ -1,6 +1,6 @@
 """Finds and calls a reward function; its results become scores and its errors RewardErrors.
 
-Light, for the sandbox's process.
+The module imports little, because the sandbox's process imports it.
 """
 
 from __future__ import annotations

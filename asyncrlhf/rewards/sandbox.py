@@ -147,7 +147,8 @@ class _Child:
 
     @property
     def alive(self) -> bool:
-        """Between two calls nothing is to be read but the end of a process that the system has not buried yet."""
+        """Whether the process runs and its connection has nothing to read. Between two calls only a process that has
+        ended makes the connection readable, and the system may still list that process as running."""
         return self._process.poll() is None and not self._connection.poll()
 
     def takes(self, columns: dict[str, list[Any]]) -> bool:

@@ -37,7 +37,8 @@ class Problem:
 
     @property
     def is_heldout(self) -> bool:
-        """By the unordered pair, so that 25+17 in training does not give away 17+25; the same under every operation."""
+        """Whether the pair is held out. The order of the operands does not matter, so that 25+17 in training does not
+        give away 17+25; the operation does not matter either."""
         low, high = sorted((self.left, self.right))
         return zlib.crc32(f"{low},{high}".encode()) % HELDOUT_SHARE == 0
 

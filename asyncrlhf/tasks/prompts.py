@@ -42,7 +42,7 @@ class PromptsTask:
     def __init__(
         self, config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase, *, trains: bool = True
     ) -> None:
-        """Without ``trains`` nothing but the first different prompts of ``task.split``, all held out."""
+        """``trains=False``: the task has only the first different prompts of ``task.split``, all of them held out."""
         self._config = config
         self._encode = PromptEncoder(tokenizer, config)
         self._skipped = 0
