@@ -91,8 +91,7 @@ class ReadAhead:
     _refusing: set[ReaderHandle] = field(default_factory=set)
 
     def arrived(self, chunks: Sequence[ChunkInfo]) -> None:
-        """Queue the chunks of one look at a generator for the workers that own their rollouts. Chunks of rollouts that
-        have ended are skipped."""
+        """Queue the chunks of one look at a generator for their owners. Those of ended rollouts are skipped."""
         able = [worker for worker in self.workers if worker not in self._refusing]
         if not chunks or not able:
             return
@@ -113,8 +112,7 @@ class ReadAhead:
         self.wake()
 
     def may_take(self, worker: ReaderHandle, info: RolloutInfo) -> bool:
-        """Whether ``worker`` may take the rollout: its owner may; any worker may if it has no owner, or
-        ``PATIENCE_SECONDS`` after it was generated."""
+        """Its owner may; any worker if it has no owner, or ``PATIENCE_SECONDS`` after it was generated."""
         owner = self._owner.get(info.rollout_id)
         return owner is None or owner is worker or _now() - info.generated_at >= PATIENCE_SECONDS
 
@@ -126,8 +124,7 @@ class ReadAhead:
         return self._read.get(info.rollout_id, 0) if self.owns(worker, info) else 0
 
     def promised(self, infos: Sequence[RolloutInfo]) -> None:
-        """These rollouts have ended: wake the workers' loops after ``PATIENCE_SECONDS``, when any worker may take
-        them."""
+        """These rollouts have ended: after ``PATIENCE_SECONDS``, when any worker may take them, wake the loops."""
         if len(self.workers) > 1 and any(info.rollout_id in self._owner for info in infos):
             # A little later than that: a clock's difference may come out a rounding error too short.
             asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self.wake)
@@ -154,8 +151,7 @@ class ReadAhead:
         self._file(worker, chunks, answer, _now() - started)
 
     def _next(self, worker: ReaderHandle) -> list[ChunkInfo]:
-        """The oldest waiting chunks, about ``CALL_SECONDS`` of work for ``worker``. The first one is taken however long
-        it is."""
+        """The oldest waiting chunks, about ``CALL_SECONDS`` of work for ``worker``, and at least one."""
         waiting = self._waiting[worker]
         budget = CALL_SECONDS * self._tokens_per_second.get(worker, 0.0)
         chunks: list[ChunkInfo] = []
