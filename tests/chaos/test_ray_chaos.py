@@ -335,6 +335,7 @@ def start(commands: list[Command], folder: Path, *overrides: str) -> Command:
     return commands[-1]
 
 
+@pytest.mark.thorough  # test_endings sends the signals on Ray too, and test_exact_resume goes on after kills
 def test_an_interrupted_command_resumes_with_its_totals(
     tmp_path: Path, commands: list[Command], ray_local: Any
 ) -> None:

@@ -40,15 +40,14 @@ def test_the_runs_are_settings_that_a_machine_with_gpus_takes(check: Check) -> N
 
 
 def test_a_broadcast_is_measured_and_what_fails_or_hangs_stops_no_other() -> None:
-    found = named(
+    hangs = Check("hangs", "", 1, words=("rank", "cpu", "8", "1", "1"))  # its rank 0 never comes
+    found = named(hangs, limit=2) | named(
         Check("broken", "", 1, words=("step", "no such shape", "cpu", "64")),
-        Check("hangs", "", 1, words=("rank", "cpu", "8", "1", "1")),  # its rank 0 never comes
         Check("four", "", 4, words=("broadcast", "cpu", "8")),
         Check("broadcast", "", 2, words=("broadcast", "cpu", str(2**20))),
-        limit=15,
     )
     assert found["broken"].state == "failed" and "no such shape" in found["broken"].sentence
-    assert found["hangs"].state == "failed" and "did not end within 15 s" in found["hangs"].sentence
+    assert found["hangs"].state == "failed" and "did not end within 2 s" in found["hangs"].sentence
     assert found["four"].state == "not run" and found["four"].sentence == "needs 4 GPUs; this machine has 2."
     assert found["broadcast"].state == "passed" and found["broadcast"].figures["bytes_per_second"] > 1e6
 
