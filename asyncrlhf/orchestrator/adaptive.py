@@ -1,4 +1,4 @@
-"""The staleness bound in force: follows the effective sample size where ``async.adaptive`` is on, else stands still."""
+"""The staleness bound in force: with ``async.adaptive`` it follows the effective sample size, otherwise it is fixed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ METRIC = "ess_fraction_seq"
 
 
 class AdaptiveBound:
-    """Looks at the mean ESS fraction of each ``adapt_every`` steps: under ``ess_floor`` it halves the bound at once,
-    after ``adapt_patience`` good looks in a row it raises it by one. Additive increase with multiplicative decrease
-    keeps the bound near the highest that the data bear, without knowing it beforehand.
-    """
+    """Adjusts the staleness bound from the mean ESS fraction of every ``adapt_every`` steps: a mean under ``ess_floor``
+    halves the bound, ``adapt_patience`` means at or above it in a row raise the bound by one step. Additive increase
+    with multiplicative decrease keeps the bound near the highest that the data allow."""
 
     def __init__(self, config: AsyncConfig) -> None:
         self._config = config
@@ -26,7 +25,7 @@ class AdaptiveBound:
         self.bound = config.bound
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """One step's metrics; a sentence when the bound changed. A step without a finite ESS does not count."""
+        """Take one step's metrics; returns a sentence if the bound changed. A step without a finite ESS is ignored."""
         ess = metrics.get(METRIC, math.nan)
         if not self._config.adaptive or not math.isfinite(ess):
             return None
@@ -58,7 +57,7 @@ class AdaptiveBound:
         return {"bound": self.bound, "seen": list(self._seen), "good": self._good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore, within the present settings; a run without ``adaptive`` keeps the bound of its settings."""
+        """Restore within the present settings' limits; a run without ``adaptive`` keeps the bound of its settings."""
         if self._config.adaptive:
             self.bound = min(max(state["bound"], self._config.min_staleness), self._config.bound)
             self._seen, self._good = list(state["seen"]), state["good"]

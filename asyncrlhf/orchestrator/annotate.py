@@ -1,4 +1,4 @@
-"""From finished rollouts to annotated ones: rewards, reference log-probs and values are computed side by side.
+"""From finished rollouts to annotated ones: rewards, reference log-probs and values are computed in parallel.
 
 Each kind of worker (reward, reference, critic) has one :class:`Annotator`: a queue of finished rollouts that all
 workers of the kind share. The assembly completes a rollout when every kind has annotated it.
@@ -26,10 +26,10 @@ CALL_ROLLOUTS = 64  # in one call outside the queues, so that no call is longer 
 
 
 class Annotator:
-    """The queue of one kind of worker. A call holds rollouts of a total cost of at most ``budget``.
+    """The queue of one kind of worker. One call's rollouts cost at most ``budget`` together.
 
-    A model's cost is counted in tokens, and what waits is spread over its idle workers. With ``totals`` the workers
-    read chunks of unfinished rollouts while they are idle, and what they read is counted there.
+    A model's cost is counted in tokens, and the waiting rollouts are spread over its idle workers. With ``totals``,
+    idle workers read chunks of unfinished rollouts, and ``totals`` counts the tokens that they read.
     """
 
     kind: str
@@ -56,27 +56,26 @@ class Annotator:
 
     @property
     def title(self) -> str:
-        """What its workers are called in sentences."""
+        """What user-facing sentences call one of its workers."""
         return f"{self.kind} worker"
 
     @property
     def queued(self) -> list[int]:
-        """Rollout ids that wait for a worker, or for its answer."""
+        """Ids of rollouts that wait for a worker, or are part of a call that has not answered yet."""
         waiting = [w.rollout_id for w in [*self._suspects, *self._ready] if self._wants(w)]
         return sorted(set().union(*self.in_hand.values())) + waiting
 
     def arrived(self, finished: Sequence[RolloutInfo]) -> None:
-        """Rollouts left their generator; the caller wakes the workers."""
+        """Queue rollouts that their generator has finished; the caller wakes the workers."""
         self._ready.extend(finished)
         self._ahead.promised([w for w in finished])
 
     def chunks_arrived(self, chunks: Sequence[ChunkInfo]) -> None:
-        """Of unfinished rollouts; without effect where no worker reads ahead."""
+        """Queue chunks of unfinished rollouts; without effect if no worker reads ahead."""
         self._ahead.arrived(chunks)
 
     async def serve(self, worker: AnnotatorHandle) -> None:
-        """Call one worker again and again. Returns when it is lost and others are left; raises ReplicaError when it was
-        the last one."""
+        """Call one worker in a loop. Returns when it is lost; raises ReplicaError if no other worker is left."""
         while True:
             await self._state.queue.wait_for(lambda: self._has_work(worker))
             batch = await self._next_batch(worker)
@@ -106,8 +105,8 @@ class Annotator:
         return bool(self._suspects) or any(True for _ in self._wanted(worker)) or self._ahead.has_work(worker)
 
     async def _next_batch(self, worker: AnnotatorHandle) -> list[RolloutInfo]:
-        """A suspect alone; else a call's worth, for which more are awaited up to ``fusion.max_wait_ms`` while
-        generators are at work."""
+        """The rollouts of the worker's next call: one suspect alone, or a batch. While generators are busy, a batch
+        that is not full waits up to ``fusion.max_wait_ms`` for more rollouts."""
         if self._suspects:
             return [self._suspects.popleft()]
         wait_ms = self._state.config.fusion.max_wait_ms
@@ -119,8 +118,8 @@ class Annotator:
         return batch
 
     def _remove(self, taken: set[int]) -> None:
-        """Remove these from the queue, and unwanted rollouts before them or at the front. The rest of the queue is not
-        looked at: a call costs the same however long it is."""
+        """Remove these ids from the queue, and unwanted rollouts that stand before them or at the front. The rest of
+        the queue is not visited, so that a call costs the same however long the queue is."""
         kept: list[RolloutInfo] = []
         while self._ready and (taken or not self._wants(self._ready[0])):
             info = self._ready.popleft()
@@ -131,8 +130,7 @@ class Annotator:
         self._ready.extendleft(reversed(kept))
 
     def _batch(self, worker: AnnotatorHandle) -> tuple[list[RolloutInfo], bool]:
-        """The oldest that this worker may be asked for now, as many as one call may hold and at least one; and whether
-        the call is full."""
+        """The oldest rollouts that this worker may take now, between one and a call's; and whether the call is full."""
         wanted = list(self._wanted(worker))
         costs = [self._cost(worker, w) for w in wanted]
         room = self._room(worker, wanted, costs)
@@ -145,19 +143,21 @@ class Annotator:
         return batch, len(batch) < len(wanted) or sum(costs) >= self._budget
 
     def _wants(self, info: RolloutInfo) -> bool:
-        """Whether its group still lacks it: a failure, here or elsewhere, or a drop may have ended it meanwhile."""
+        """Whether the rollout's group still waits for it: a failure or a drop may have ended the rollout meanwhile."""
         return self._assembly.awaits(info)
 
     def _wanted(self, worker: AnnotatorHandle) -> Iterator[RolloutInfo]:
-        """What this worker may be asked for, oldest first: not what waits for the worker that read its beginning."""
+        """The rollouts that this worker may take, oldest first: not those whose beginning another worker has read
+        ahead."""
         return (w for w in self._ready if self._wants(w) and self._ahead.may_take(worker, w))
 
     def _cost(self, worker: AnnotatorHandle, info: RolloutInfo) -> int:
-        """Tokens that the worker has not read, at least one."""
+        """Tokens of the rollout that the worker has not read yet, at least 1."""
         return max(1, info.tokens - self._ahead.read_by(worker, info))
 
     def _room(self, worker: AnnotatorHandle, wanted: Sequence[RolloutInfo], costs: Sequence[int]) -> int:
-        """What the worker has begun to read, and its share of the rest among the idle workers."""
+        """Tokens that the worker's next call may hold: all of the rollouts that it began to read, and an equal share of
+        the others among the idle workers."""
         owned = [self._ahead.owns(worker, w) for w in wanted]
         own = sum(cost for cost, is_own in zip(costs, owned, strict=True) if is_own)
         idle = max(1, len(self.workers) - self._calls)
@@ -167,7 +167,7 @@ class Annotator:
         return await worker.annotate([w.payload for w in batch])
 
     async def _read_ahead(self, worker: AnnotatorHandle) -> bool:
-        """Give an idle worker chunks; false when it is lost."""
+        """Give an idle worker chunks to read; returns False if the worker is lost."""
         try:
             await self._ahead.read(worker)
         except WorkerLostError as error:
@@ -179,7 +179,7 @@ class Annotator:
         return True
 
     def _file(self, batch: Sequence[RolloutInfo], annotations: Sequence[Annotation]) -> None:
-        """``annotations`` of the batch, in any order."""
+        """Hand each rollout of the batch its annotation; ``annotations`` may come in any order."""
         by_id = {annotation.rollout_id: annotation for annotation in annotations}
         for info in batch:
             self._deaths.pop(info.rollout_id, None)
@@ -190,7 +190,7 @@ class Annotator:
         self._assembly.annotated(self.kind, info, annotation)
 
     def _lose(self, worker: AnnotatorHandle, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
-        """Go on with the workers that are left."""
+        """Remove a lost worker and continue with the others; raises ReplicaError if none is left."""
         self.workers.remove(worker)
         self._ahead.lost(worker)
         if not self.workers:
@@ -198,7 +198,8 @@ class Annotator:
         self._suspect(batch, error)
 
     def _suspect(self, batch: Sequence[RolloutInfo], error: ReplicaError) -> None:
-        """Ask for each rollout of a call that died once more, alone; one that had its second chance has failed."""
+        """The worker died in a call with these rollouts: queue each for a call of its own, or fail it if it has had
+        one."""
         again = f" Its {len(batch)} rollouts are scored again, one by one." if batch else ""
         self._state.message(f"{error}{again}")
         for info in batch:
@@ -213,8 +214,9 @@ class Annotator:
 
 
 class Rewards(Annotator):
-    """A call holds up to ``fusion.max_batch`` rollouts, and ``fusion.granularity`` says when a finished rollout may be
-    scored: at once, with its group, or with its batch. Reference and critic get each rollout at once."""
+    """A call holds up to ``fusion.max_batch`` rollouts; ``fusion.granularity`` decides when a finished rollout may be
+    scored: at once, when its group is whole, or when its batch is. Reference and critic workers get each rollout at
+    once."""
 
     kind = "reward"
 
@@ -228,7 +230,7 @@ class Rewards(Annotator):
         return super().queued + [w.rollout_id for w in self._held if self._wants(w)]
 
     def arrived(self, finished: Sequence[RolloutInfo]) -> None:
-        """Call it after a failure, too, which may have made a group whole."""
+        """Queue finished rollouts. Call it after a failed rollout too: its group may be whole now."""
         held = [w for w in [*self._held, *finished] if self._wants(w)]
         ready = self._released(held)
         super().arrived(ready)
@@ -236,7 +238,7 @@ class Rewards(Annotator):
         self._held = [w for w in held if w.rollout_id not in chosen]
 
     def _released(self, held: list[RolloutInfo]) -> list[RolloutInfo]:
-        """Those that may be scored now."""
+        """The rollouts that ``fusion.granularity`` allows to be scored now."""
         granularity, groups = self._state.config.fusion.granularity, self._state.groups
         if granularity == "group":
             return [w for w in held if not groups[w.group_id].unfinished]
@@ -272,14 +274,14 @@ class References(Annotator):
 
 @dataclass(eq=False)
 class Collector:
-    """Hands what generators finish to the annotators."""
+    """Passes the rollouts that generators finish on to the annotators."""
 
     state: RunState
     assembly: Assembly
     annotators: Sequence[Annotator]
 
     async def collect(self, replica: Replica) -> None:
-        """Take what this replica finishes, for as long as it lives."""
+        """Collect the finished rollouts of one replica until the replica is lost."""
         handle, busy_before, tokens_before = replica.handle, replica.busy_seconds, replica.tokens
         while True:
             collected = await self.state.heard(replica, handle.collect())
@@ -307,8 +309,7 @@ class Collector:
 async def annotate(
     worker: AnnotatorHandle, payloads: Sequence[Payload], moved: Callable[[], None], ticket: Any = None
 ) -> list[Annotation]:
-    """What one worker says of rollouts outside the queues, in calls of at most ``CALL_ROLLOUTS``; ``moved`` is called
-    after each."""
+    """Annotations by one worker of rollouts in no queue, up to ``CALL_ROLLOUTS`` a call; calls ``moved`` after each."""
     annotations: list[Annotation] = []
     for start in range(0, len(payloads), CALL_ROLLOUTS):
         annotations += await worker.annotate(payloads[start : start + CALL_ROLLOUTS], ticket)

@@ -15,8 +15,8 @@ Discard = Callable[[int, int, RolloutInfo | None, str, str], None]
 
 
 class Assembly:
-    """Keeps ledger, gate, buffer and groups in step. ``discard(rollout_id, group_id, facts, state, reason)`` records
-    what will never be trained."""
+    """Updates ledger, gate, buffer and groups together. ``discard(rollout_id, group_id, facts, state, reason)`` records
+    a rollout that will never train."""
 
     def __init__(self, state: RunState, discard: Discard) -> None:
         self._state = state
@@ -27,7 +27,7 @@ class Assembly:
         self._kinds = ["reward", *(kind for kind, is_served in served.items() if is_served)]  # that a rollout waits for
 
     def generated(self, info: RolloutInfo) -> bool:
-        """A rollout left its generator; False when its group was dropped, or issued again, meanwhile."""
+        """File a finished rollout; returns False if its group was dropped, or the rollout issued again, meanwhile."""
         group = self._state.groups.get(info.group_id)
         if group is None or info.rollout_id not in group.unfinished or info.epoch < group.epoch:
             return False
@@ -41,13 +41,13 @@ class Assembly:
         return True
 
     def awaits(self, info: RolloutInfo) -> bool:
-        """Whether the rollout's group still lacks it."""
+        """Whether the rollout's group still waits for it: it is not complete, failed, dropped or issued again."""
         group = self._state.groups.get(info.group_id)
         return group is not None and info.rollout_id in group.unscored and info.epoch >= group.epoch
 
     def annotated(self, kind: str, info: RolloutInfo, annotation: Annotation) -> None:
-        """What a worker of this kind gives, or its failure. The kinds come in any order; with all of them the rollout
-        is complete."""
+        """File the annotation, or the failure, that a worker of this kind returned. The kinds answer in any order; the
+        rollout is complete when all have answered."""
         if not self.awaits(info):
             return
         if annotation.reward is None and annotation.arrays is None:
@@ -60,7 +60,7 @@ class Assembly:
             self._complete(group, info)
 
     def _complete(self, group: GroupInProgress, info: RolloutInfo) -> None:
-        """The payload says from now on where the arrays of the annotations lie, too."""
+        """Complete the rollout: its payload now also says where the annotations' arrays lie."""
         rollout_id = info.rollout_id
         given = {kind: group.annotations[kind].pop(rollout_id) for kind in self._kinds}
         times = {kind: at for kind, (_, at) in given.items()}
@@ -82,8 +82,8 @@ class Assembly:
     def failed(
         self, rollout_id: int, group_id: int, error: str, facts: RolloutInfo | None, judged: bool = True
     ) -> None:
-        """One failure is one counted failed rollout; too many of them end the run with the last cause. One that no
-        reward had an opinion of (not ``judged``) is no failure: it leaves as untrainable."""
+        """Count one failed rollout; too many of them end the run with the last cause. A rollout that no reward could
+        judge (``judged=False``) is dropped as untrainable instead."""
         group = self._state.groups.get(group_id)
         if group is None or rollout_id not in group.unscored:
             return
@@ -120,7 +120,7 @@ class Assembly:
             )
 
     def _close_if_done(self, group: GroupInProgress) -> None:
-        """The group is whole: into the buffer, unless nothing in it can train."""
+        """When all siblings have ended, put the group into the buffer, unless none of its rollouts can train."""
         if group.unscored:
             return
         del self._state.groups[group.group_id]
@@ -141,19 +141,20 @@ class Assembly:
         self._state.progressed(self._state.batch if self._state.groups else self._state.changed)
 
     def _give_up(self, group: RolloutGroup, reason: DropReason, uses_left: int | None) -> None:
-        """Drop a whole group whose places in the buffer are free already; ``uses_left`` is what the gate gets back."""
+        """Drop a whole group whose places in the buffer are already free; the gate gets ``uses_left`` places back."""
         self._drop(group, reason)
         self._state.gate.release(uses_left)
         self._state.room.notify()
 
     def evict(self) -> None:
-        """File what the buffer will not train any more at the present version and under the present bound."""
+        """File the groups that the buffer removes because they cannot train at the present version and bound."""
         state = self._state
         state.buffer.set_bound(state.bound)
         self._file(state.buffer.evict(state.version))
 
     def retire(self) -> set[int]:
-        """File what can only be consumed over the bound now; returns the ids of those that are not finished yet."""
+        """File the groups that could only be consumed over the present bound; returns the ids of unfinished
+        rollouts."""
         self.evict()
         state = self._state
         if state.scheduled or state.config.async_.over_stale != "drop":
@@ -162,8 +163,8 @@ class Assembly:
         return self.cancel(late, "stale")
 
     def take_up(self) -> None:
-        """File what a checkpoint holds that this run's settings leave no time for: its bound may be smaller than the
-        one that was promised when those rollouts began, and ``over_stale=wait`` would wait for them in vain."""
+        """File the groups of a checkpoint that could only be consumed over this run's bound, which may be smaller than
+        the one under which they began; ``over_stale=wait`` would wait for them for ever."""
         state = self._state
         self.retire()
         if not state.scheduled and state.config.async_.over_stale == "wait":
@@ -172,15 +173,15 @@ class Assembly:
             self.cancel([group_id for group_id in gone if group_id in state.groups], "stale")
 
     def cancel(self, group_ids: Iterable[int], reason: DropReason) -> set[int]:
-        """Drop groups in the making; returns the ids of their rollouts that are not finished yet."""
+        """Drop unfinished groups; returns the ids of their rollouts that are not finished yet."""
         gone = set(self.abandon(group_ids, reason))
         for rollout_id in [i for i in self._state.requeue if i in gone]:
             self._state.requeue.remove(rollout_id)
         return gone
 
     def purge(self, version: int) -> None:
-        """Empty the buffer of what was begun before ``version`` (OAPL, 2602.19362). What is still being sampled goes
-        on, as async.on_weight_update says."""
+        """Empty the buffer of groups begun before ``version`` (OAPL, 2602.19362). Rollouts in flight continue as
+        ``async.on_weight_update`` says."""
         self._file(self._state.buffer.purge(version))
 
     def _file(self, gone: list[RolloutGroup]) -> None:
@@ -189,7 +190,7 @@ class Assembly:
         self._state.follow()
 
     def abandon(self, group_ids: Iterable[int], reason: DropReason) -> list[int]:
-        """Drop groups still in the making; returns the ids of their rollouts that generators still hold."""
+        """Drop unfinished groups; returns the ids of their rollouts that generators still hold."""
         in_flight: list[int] = []
         for group_id in group_ids:
             group = self._state.groups[group_id]
@@ -204,11 +205,11 @@ class Assembly:
         return in_flight
 
     def clear_buffer(self) -> None:
-        """The run is over: what the buffer still holds leaves as ``shutdown``."""
+        """At the end of the run, drop the groups that are left in the buffer with the reason ``shutdown``."""
         self.drop(self._state.buffer.groups(), "shutdown")
 
     def drop(self, groups: Iterable[RolloutGroup], reason: DropReason) -> None:
-        """File the end of whole groups; their places are the caller's."""
+        """File the end of whole groups; the caller frees their places in the buffer."""
         for group in groups:
             self._drop(group, reason)
 

@@ -1,4 +1,4 @@
-"""What follows a learner step: its records, the checkpoint, and the held-out evaluation on the generators."""
+"""The work after a learner step: its records, the checkpoint, and the held-out evaluation on the generators."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ WRITE_OUT_SECONDS = 10.0  # for a checkpoint that is being written when the run 
 
 
 class HeldOut:
-    """Mean reward of the greedy answers to prompts that training never sees; an accuracy where the reward is right or
-    wrong.
+    """Mean reward of the greedy answers to held-out prompts; an accuracy if the reward is 0 or 1.
 
-    The prompts go to the live replicas as requests with negative ids, beside whatever they sample; the mean is over
-    the answers that could be scored.
+    The prompts are sent to the live replicas as requests with negative ids, beside the rollouts that they sample; the
+    mean is over the answers that could be scored.
     """
 
     def __init__(self, prompts: list[Prompt], sampling: SamplingParams, runtime: Runtime) -> None:
@@ -45,8 +44,8 @@ class HeldOut:
         self._ids = itertools.count(-1, -1)
 
     async def accuracy(self, replicas: list[Replica], state: RunState) -> float | None:
-        """None without prompts or a single score. The share of a replica that dies goes to the living; where there is
-        none, the replica that comes back first gets it."""
+        """The mean reward; None without prompts or without a scored answer. When a replica dies, the live ones take
+        over its prompts; if none is alive, the first one that comes back does."""
         rollouts: list[Rollout] = []
         left = self._prompts
         while left:
@@ -65,7 +64,8 @@ class HeldOut:
     async def _score(
         self, rollouts: list[Rollout], worker: AnnotatorHandle, moved: Callable[[], None]
     ) -> list[Annotation]:
-        """One by one where the worker died of them together; one that it dies of alone has no score."""
+        """Score all answers in one call; if the worker dies in it, score each in a call of its own. An answer whose own
+        call fails has no score."""
         try:
             return await annotate(worker, self._runtime.store(rollouts), moved)
         except WorkerLostError:
@@ -80,7 +80,7 @@ class HeldOut:
 
 
 def _able(replicas: list[Replica]) -> list[Replica]:
-    """Those that hold weights."""
+    """The replicas that hold weights."""
     return [r for r in replicas if r.alive and r.version >= 0]
 
 
@@ -105,13 +105,13 @@ class Bookkeeping:
     _asked_at: float = 0.0
 
     def is_boundary(self, step: int) -> bool:
-        """Whether the step after ``step`` must wait for this one's evaluation or checkpoint, which read its weights."""
+        """Whether the next step must wait for the evaluation or checkpoint of ``step``, which read its weights."""
         config = self.state.config
         due = self._falls_on(step, config.evaluates_every) or self._falls_on(step, config.checkpoint.every)
         return due or step == config.steps
 
     def _falls_on(self, step: int, every: int) -> bool:
-        """The last step is evaluated and saved where the run ends."""
+        """Whether ``step`` is a multiple of ``every``. Not for the last step: the run's end evaluates and saves it."""
         return every > 0 and step % every == 0 and step < self.state.config.steps
 
     async def after_step(self, metrics: dict[str, Any]) -> None:
@@ -131,8 +131,8 @@ class Bookkeeping:
             await self.save()
 
     async def evaluate(self) -> float | None:
-        """Held-out accuracy of the weights that the replicas hold; None where it cannot be measured, or was given up
-        because the run is stopping."""
+        """Held-out accuracy of the weights that the replicas hold; None if it cannot be measured, or if the evaluation
+        was cancelled because the run is stopping."""
         if self.state.stopping:
             return None
         # A share for a replica that is held back would have the run wait for it alone.
@@ -153,27 +153,27 @@ class Bookkeeping:
         return accuracy
 
     def give_up_evaluation(self) -> None:
-        """End an evaluation under way without a figure; without effect where there is none."""
+        """Cancel an evaluation under way, which then has no result; without effect if there is none."""
         if self._asking is not None:
             self._asking.cancel()
 
     def waits(self) -> list[str]:
-        """What is under way here, as sentences."""
+        """Sentences about an evaluation or a checkpoint under way."""
         if self._asking is None or self._asking.done():
             return []
         return [f"A held-out evaluation is under way, begun {self.state.now() - self._asked_at:.0f} s ago."]
 
     async def evaluate_end(self) -> None:
-        """Evaluate where no step's line takes it up: before the first step and after the last."""
+        """Evaluate before the first step and after the last, which no step's metrics include."""
         if (accuracy := await self.evaluate()) is not None:
             state = self.state
             await off_loop(partial(self.view.evaluated_apart, state.version, state.elapsed, accuracy))
 
     async def save(self) -> None:
-        """Take a checkpoint of this step: when this returns, what it holds is fixed, and the next step may begin; it is
-        written meanwhile, and :meth:`settle` waits for that. The one before is waited for first. A scheduled mode first
-        lets its schedule come to rest, so that a resumed run has the same batches, from the same versions, as an
-        uninterrupted one; on the virtual clock, where it costs nothing, every mode rests."""
+        """Take a checkpoint of this step, after the previous checkpoint is written. When this returns, its content is
+        fixed and the next step may begin; writing continues in the background, and :meth:`settle` waits for it. A
+        scheduled mode first finishes all rollouts under way, so that a resumed run has the same batches, from the same
+        versions, as an uninterrupted one; on the virtual clock, where that costs no time, every mode does."""
         await self.settle()
         state = self.state
         rests = not state.scheduled and state.config.runtime == "local" and not state.stopping
@@ -201,7 +201,7 @@ class Bookkeeping:
     async def _write(
         self, writer: CheckpointWriter, document: dict[str, Any], payloads: list[Payload], marker: RecordMarker
     ) -> None:
-        """All parts write at a time; the checkpoint gets its name when the last is done."""
+        """Let all parts write their files at the same time; then give the checkpoint's folder its final name."""
         try:
             rollouts = self.runtime.save_rollouts(writer.rollouts, payloads)
             await self.log.flush()
@@ -218,8 +218,8 @@ class Bookkeeping:
         self.state.progressed()
 
     async def give_up_writing(self) -> None:
-        """Leave the checkpoint under way without its name: the learner that was to write it is gone. One that is about
-        to get its name in a thread, which nothing can stop, gets it: the run may go back to it."""
+        """The learner that was to write the checkpoint under way is lost: leave its folder unnamed. If a thread, which
+        cannot be stopped, is already renaming the folder, wait for it: the run may go back to this checkpoint."""
         writing, self._writing = self._writing, None
         if writing is not None:
             if not self._committing:
@@ -227,21 +227,21 @@ class Bookkeeping:
             await asyncio.gather(writing, return_exceptions=True)
 
     async def settle(self) -> None:
-        """Wait until the checkpoint under way, if there is one, is on disk; raises what kept it from it."""
+        """Wait until the checkpoint under way, if any, is on disk; raises the error of a failed write."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
     async def close(self) -> None:
-        """Let the checkpoint under way come to its end, unless the run was told twice to stop or it takes too long: it
-        is then left without its name, and the next start removes it."""
+        """Wait for the checkpoint under way, unless the user stopped the run twice or writing takes longer than
+        ``WRITE_OUT_SECONDS``: its folder then stays unnamed, and the next start removes it."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=0.0 if self.state.stopping else WRITE_OUT_SECONDS)
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _rest(self) -> float:
-        """Finish all that is under way, and have the replicas hold this step's weights; returns the seconds it took."""
+        """Finish all rollouts under way and load this step's weights on all replicas; returns the seconds taken."""
         state, begun = self.state, self.state.now()
         state.resting = True
         await state.changed.wait_for(lambda: not state.groups or state.stopping)

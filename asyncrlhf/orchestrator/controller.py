@@ -86,7 +86,7 @@ class Outcome:
 def build_state(
     config: RunConfig, message: Callable[[str], None] = lambda text: None, journal: Journal | None = None
 ) -> RunState:
-    """Ledger, gate and buffer of a fresh run; without a journal, one that stays in memory."""
+    """Ledger, gate and buffer of a fresh run; the default journal is kept in memory only."""
     size = config.num_generations
     gate = build_gate(
         config.async_, config.buffer, batch_size=config.batch_size, num_generations=size, steps=config.steps
@@ -98,7 +98,7 @@ def build_state(
 
 
 class Controller:
-    """One run from start to end on a runtime that hosts the parts."""
+    """Runs one training run from start to end on a runtime that hosts the parts."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class Controller:
         self._starting: asyncio.Task[Any] | None = None  # until the first weights are published
 
     def stop(self) -> str:
-        """End after the step under way, with a checkpoint (the first Ctrl-C); an evaluation is given up, and so is a
-        start, which leaves nothing to save. Returns a sentence that says which."""
+        """End the run after the step under way, with a checkpoint (the first Ctrl-C). An evaluation is cancelled. A run
+        that is still starting is cancelled without a checkpoint. Returns a sentence that says which."""
         self.state.stopping = True
         if self._starting is not None:
             self._starting.cancel()
@@ -150,12 +150,12 @@ class Controller:
         return f"Finishing the step under way and writing a checkpoint within stall_timeout_seconds={seconds:g}."
 
     def status(self) -> dict[str, Any]:
-        """What ``status.json`` says."""
+        """The content of ``status.json``."""
         return self.supervisor.status()
 
     async def run(self) -> Outcome:
-        """Raises what made a loop fail, or CancelledError where a signal ended the run before its time; the parts are
-        left to the caller's ``runtime.close()``."""
+        """Run to the end. Raises the error of a loop that failed, or CancelledError when a signal ended the run early;
+        the caller closes the parts by ``runtime.close()``."""
         gc.set_threshold(*GC_THRESHOLDS)
         self._starting = asyncio.current_task()
         self.supervisor.calls = keep_calls()
@@ -185,7 +185,7 @@ class Controller:
         return Outcome(reason, accuracies[0] if accuracies else None, after)
 
     async def _supervised(self) -> str:
-        """Supervise every loop until the run is through."""
+        """Start the loops and watch them until the run ends; returns the outcome's reason."""
         kinds = (
             Rewards(self.state, self._assembly, self._runtime.rewards),
             References(self.state, self._assembly, self._runtime.references),
@@ -210,7 +210,7 @@ class Controller:
         return main.result()
 
     async def _main(self, recovery: Recovery) -> str:
-        """From the first weights to the last record."""
+        """Train from the first published weights to the last record, and restart after each death of the learner."""
         begun = await self._take_up()
         self._starting = None
         self._doing("evaluates")
@@ -242,8 +242,8 @@ class Controller:
                 await back.recover(error)
 
     async def _take_up(self) -> Saved:
-        """The checkpoint's state, where there is one, and the weights to begin with on every replica. Returns what the
-        run began with."""
+        """Restore the checkpoint, if any, and load the first weights on every replica. Returns the state at the
+        start."""
         state = self.state
         begun = beginning(state, self._source, self._log)
         if self._saved is not None:
@@ -267,7 +267,7 @@ class Controller:
         self.state.progressed()
 
     async def _train(self, learn: LearnLoop) -> str:
-        """Train to the end or to the interruption, and leave everything in order."""
+        """Train until the last step or an interruption; then write the last checkpoint, evaluation and records."""
         await learn.run()
         self._doing("ends")
         if self.state.version < self.config.steps:
@@ -294,7 +294,7 @@ class Controller:
         return "interrupted"
 
     def _end_loops(self) -> None:
-        """Nothing is begun, collected or replaced any more; the supervisor watches over the last records."""
+        """Cancel all loops but the main one and the supervisor, which still watches the writing of the last records."""
         for task in self._tasks:
             if task.get_name() not in ("main", "watch"):
                 task.remove_done_callback(self._ended.put_nowait)
@@ -309,7 +309,7 @@ class Controller:
         return task
 
     async def close(self) -> None:
-        """End every loop; the runtime's parts are closed by their owner."""
+        """End every loop; the owner of the runtime closes its parts."""
         await self._bookkeeping.close()
         await self._publisher.close()
         for task in self._tasks:

@@ -1,4 +1,4 @@
-"""The critic service: which version of the critic answers which rollout."""
+"""The critic service: which version of the critic scores which rollout."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncrlhf.types import Annotation, RolloutInfo
 
 
 class CriticVersions:
-    """Tickets of the critics that workers can be given, by version.
+    """Tickets of the critics that workers may load, by version.
 
-    A free run keeps the newest, which answers rollouts that its own or an older version sampled. In the scheduled modes
-    a rollout is answered by the critic of the same version that sampled it, which is the same in every run; so a
-    version is kept for as long as rollouts of it are in the making or to come.
+    A free run keeps the newest, which scores rollouts sampled by its own or an older version. In the scheduled modes
+    the critic of the same version that sampled a rollout scores it, which is the same in every run; so a version is
+    kept while rollouts of it are unfinished or still to be admitted.
     """
 
     def __init__(self, state: RunState, runtime: Runtime) -> None:
@@ -27,7 +27,7 @@ class CriticVersions:
         self._tickets: dict[int, Any] = {}
 
     async def hand_over(self) -> None:
-        """Take the critic of the learner's newest snapshot."""
+        """Store the critic of the learner's newest snapshot."""
         if not self._state.config.critic_served:
             return
         ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.critic_ticket)
@@ -39,30 +39,30 @@ class CriticVersions:
         self._state.progressed()
 
     def forget(self) -> None:
-        """The learner is lost, and its critics with it: workers wait for the next snapshot."""
+        """The learner is lost and its critics with it: workers wait for the next snapshot."""
         self._tickets = {}
 
     @property
     def known(self) -> bool:
-        """Whether there is a critic to answer."""
+        """Whether any critic is available."""
         return bool(self._tickets)
 
     def answers(self, info: RolloutInfo) -> int | None:
-        """The version whose critic answers this rollout; None while it is still to come."""
+        """The version of the critic that scores this rollout; None if it is not published yet."""
         if self._state.scheduled:
             return info.max_version if info.max_version in self._tickets else None
         newest = max(self._tickets, default=-1)
         return newest if newest >= info.max_version else None
 
     def ticket(self, info: RolloutInfo) -> Any:
-        """The newest for a rollout that was dropped meanwhile, whose version may be gone."""
+        """The ticket of the rollout's critic; the newest for a rollout that was dropped, whose version may be gone."""
         version = self.answers(info)
         return self._tickets[max(self._tickets) if version is None else version]
 
 
 class Critics(Annotator):
-    """The critic service (``critic.where=service``): a rollout waits for the critic of its version. All rollouts of a
-    call are answered by one version."""
+    """The critic service (``critic.where=service``): the critic of its version scores a rollout; a call has one
+    version."""
 
     kind = "critic"
 

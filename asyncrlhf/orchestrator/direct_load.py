@@ -1,4 +1,4 @@
-"""Weights for replicas whose engine's workers take them off the group themselves while they pause, bucket by bucket."""
+"""Weight loads without staging: a replica's engine workers receive weights bucket by bucket while the engine pauses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from asyncrlhf.transport.protocol import LostReceiversError, Ticket
 
 
 class DirectLoads:
-    """Each replica's workers are a weight group of their own with the learner: no replica waits for another, and the
-    death of one leaves the groups of the others as they are. One transfer runs at a time, so that each replica pauses
-    no longer than its own takes."""
+    """The workers of each replica form a weight group of their own with the learner: no replica waits for another, and
+    the death of one leaves the other groups intact. Transfers run one at a time, so that each replica pauses for its
+    own transfer only."""
 
     def __init__(self, state: RunState, runtime: Runtime) -> None:
         config = state.config
@@ -35,14 +35,14 @@ class DirectLoads:
         return self._prefix(replica) in self._workers
 
     def forget(self) -> None:
-        """The learner is lost, and with it its side of every group."""
+        """The learner is lost, and its end of every group with it."""
         self._groups.clear()
 
     async def load(
         self, replica: Replica, newest: Callable[[], Awaitable[Ticket]], load: Callable[[], Awaitable[None]]
     ) -> None:
-        """Send the ``newest`` version to the replica, which takes it between two steps: ``load`` asks it to. A replica
-        that does not end with the whole version is reported as dead: its model is half of one, half of another."""
+        """Send the ``newest`` version to the replica, which receives it between two engine steps: ``load`` asks it to.
+        A replica that does not receive the whole version is reported as dead, for its model mixes two versions."""
         async with self._wire:
             if not replica.alive:
                 return
@@ -73,7 +73,7 @@ class DirectLoads:
             await asyncio.gather(loading, return_exceptions=True)
 
     async def _group(self, replica: Replica) -> int:
-        """The epoch of the replica's group, which is formed where its process is another one than before."""
+        """The epoch of the replica's weight group; forms the group first if the replica's process is new."""
         handle, epoch = self._groups.get(replica.name, (None, 0))
         if handle is not replica.handle:
             epoch = await self._runtime.connect([replica.handle], self._workers[self._prefix(replica)])

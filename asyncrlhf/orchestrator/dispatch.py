@@ -15,13 +15,13 @@ Plan = dict[str, tuple[Replica, list[GenerationRequest]]]  # by the replica's na
 
 
 def request_seed(seed: int, rollout_id: int) -> int:
-    """The seed of one rollout's random draws: a function of the run's seed and the id alone."""
+    """The seed of one rollout's random draws, which depends only on the run's seed and the rollout id."""
     digest = hashlib.blake2b(f"{seed}/{rollout_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Dispatcher:
-    """Starts groups where the gate, the buffer and a replica have room, and issues again what a dead replica held."""
+    """Starts groups when the gate, the buffer and a replica have room, and issues a dead replica's rollouts again."""
 
     def __init__(self, state: RunState, source: PromptSource, sampling: SamplingParams) -> None:
         self._state = state
@@ -32,7 +32,7 @@ class Dispatcher:
         self._next_probe_id = FIRST_PROBE_ID
 
     async def run(self) -> None:
-        """Hand out all that fits at once, whenever something moved that may have made room."""
+        """Submit all work that fits, each time an event may have made room."""
         room = self._state.room
         try:
             while True:
@@ -44,7 +44,7 @@ class Dispatcher:
             self._pacing.close()
 
     def _plan(self) -> Plan:
-        """Admit all that has room now, as work by replica; the ledger knows of it before any replica does."""
+        """Admit all groups that have room now; returns the work by replica, which the ledger already records."""
         plan: Plan = {}
         self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
@@ -57,7 +57,7 @@ class Dispatcher:
         return plan
 
     def _plan_requeued(self, plan: Plan) -> None:
-        """Rollouts of a dead replica go first."""
+        """Assign the rollouts of dead replicas before any new group."""
         requeue = self._state.requeue
         for _ in range(len(requeue)):
             rollout_id = requeue.popleft()
@@ -69,8 +69,8 @@ class Dispatcher:
                 self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
 
     def _choose_again(self, version: int) -> Replica | None:
-        """A replica no older than the gate admitted the rollout for; in the scheduled modes one that holds exactly the
-        version."""
+        """A replica for a rollout that is issued again: it must hold ``version`` or a newer one, and exactly
+        ``version`` in the scheduled modes."""
         if not self._state.scheduled:
             chosen = self._pacing.choose(1)
             if chosen is None or chosen.version >= version:
@@ -86,9 +86,9 @@ class Dispatcher:
         return self._state.gate.room(replica.version) >= size and self._state.buffer.free >= size
 
     def _choose(self) -> Replica | None:
-        """The replica with most free slots among those that can finish in time. A scheduled batch goes round robin
-        instead, beyond the slots if need be: which sequences share an engine's batch must not depend on how fast a
-        replica was."""
+        """The replica with most free slots among those that can finish in time. In the scheduled modes groups go round
+        robin instead, even beyond the free slots: which sequences share an engine's batch must not depend on a
+        replica's speed."""
         if not self._state.scheduled:
             return self._pacing.choose(self._state.config.num_generations)
         able = [r for r in self._state.replicas if r.takes_work]
@@ -119,7 +119,7 @@ class Dispatcher:
         plan.setdefault(replica.name, (replica, []))[1].append(request)
 
     async def _probe(self, replica: Replica) -> bool:
-        """One rollout outside of the ledger, as an evaluation's are: nothing waits for it and nothing trains on it."""
+        """Sample one rollout outside of the ledger, as an evaluation does: no loop waits for it and it never trains."""
         if self._last_prompt is None:
             return False
         seed = request_seed(self._state.config.seed, self._next_probe_id)

@@ -1,4 +1,4 @@
-"""What SIGINT (Ctrl-C), SIGTERM and SIGHUP do to a run: the first ends it in order, the second at once."""
+"""The effect of SIGINT (Ctrl-C), SIGTERM and SIGHUP on a run: the first ends it in order, the second at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def like_ctrl_c() -> Iterator[None]:
-    """Inside, each of the signals raises KeyboardInterrupt. Without effect in any thread but the main one, which alone
-    may set handlers, and on a signal that the process was started to ignore (``nohup``)."""
+    """Within this context each of the signals raises KeyboardInterrupt. Without effect outside of the main thread,
+    which alone may set handlers, and for a signal that the process was started to ignore (``nohup``)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -31,8 +31,8 @@ def like_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def in_order(stop: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the first signal calls ``stop`` and says what it answers; the next one, of any kind, raises
-    KeyboardInterrupt. For the running loop of the main thread."""
+    """Within this context the first signal calls ``stop`` and passes the sentence that it returns to ``say``; the next
+    signal, of any kind, raises KeyboardInterrupt. For the running loop of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,20 +1,21 @@
-"""``async.pacing=just_in_time``: how far ahead of the learner groups are begun, so that its batch is just ready.
+"""``async.pacing=just_in_time``: how far ahead of the learner groups begin, so that its batch is ready just in time.
 
-Whenever the learner is free and asks for the batch of version v, the *need* of that moment is read, in groups:
+Whenever the learner is free and asks for the batch of version v, the *need* of that moment is counted, in groups:
 
     need = (v - loaded version) * groups a batch  +  groups under way  +  groups that may begin but have not
 
-Begun so far ahead, exactly one batch would have been ready. The lead in force is the 0.8 quantile of the last 20
-needs, never over the staleness bound; before there are 8 the bound alone holds, as under ``fill``.
+With this lead exactly one batch would have been ready. The lead in force is the 0.8 quantile of the last 20 needs,
+never over the staleness bound; before 8 needs are known only the bound limits, as under ``fill``.
 
-The need is what latencies and the learner's rhythm come to. Groups begin when weights are loaded, P seconds after a
+The need follows from the latencies and the learner's rhythm. Groups begin when weights are loaded, P seconds after a
 step, and the learner asks every T seconds, so a share ``sum over i >= 1 of P(latency > i T - P)`` of a batch is under
-way when it asks: the tail of the whole group's latency, to the score of its slowest sibling. Counted at that moment it
-holds for any distribution, for what never ends (a frozen replica) and for what a dead one held; a learner that gets
-faster asks earlier and finds more under way, five such steps in 20 are enough to lead further.
+way when it asks: the tail of the whole group's latency, up to the score of its slowest sibling. Because the need is
+counted at that moment, it holds for any distribution, also with rollouts that never end (a frozen replica) or that a
+dead replica held. A learner that becomes faster asks earlier and finds more groups under way; five such steps in 20
+raise the lead.
 
-Nothing is gained by beginning later than right after a load: until the next load all that begins has one version. The
-mean staleness is the lead itself, in batches.
+Groups gain nothing by beginning later than right after a load: all groups that begin before the next load have the same
+version. The mean staleness equals the lead, in batches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ QUANTILE = 0.8
 
 
 class Lead:
-    """Sets the gate's lead at each ask of the learner; does nothing where ``fill`` or a schedule holds."""
+    """Sets the gate's lead each time the learner asks for a batch; does nothing under ``fill`` or a fixed schedule."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
@@ -46,7 +47,7 @@ class Lead:
             self._gate.pace(None)
 
     def asked(self) -> None:
-        """The learner is free: read the need of this moment, and lead by what such moments needed."""
+        """The learner is free: record the need of this moment and set the lead from the recent needs."""
         state, size = self._state, self._groups
         if self._gate is None:
             return
@@ -77,8 +78,9 @@ class Lead:
             self._state.room.notify()
 
     def _show(self, margin: float) -> None:
-        """``pacing_margin``: batches ready beyond the one asked for, negative where the learner waits;
-        ``pacing_margin_predicted``: what the ask before made of it; ``pacing_lead`` in batches."""
+        """``pacing_margin``: batches ready beyond the one asked for, negative if the learner waits;
+        ``pacing_margin_predicted``: the margin predicted from the needs before this one; ``pacing_lead``: in
+        batches."""
         lead = self._state.bound if self._lead is None else self._lead / self._groups
         predicted = lead - self._quantile(0.5) / self._groups if self._needs else math.nan
         self.figures = {"pacing_lead": lead, "pacing_margin": margin, "pacing_margin_predicted": predicted}

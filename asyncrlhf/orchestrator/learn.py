@@ -1,4 +1,4 @@
-"""The learner's loop: wait for a batch, train, publish, record, and file what became too old."""
+"""The learner's loop: wait for a batch, train, publish, record, and drop rollouts that became too old."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from asyncrlhf.types import DropReason, RolloutGroup, RolloutInfo
 
 @dataclass(eq=False)
 class LearnLoop:
-    """Runs until ``config.steps`` or until the state says stop; the only writer of ``state.version``."""
+    """Runs until ``config.steps`` or until ``state.stopping``; no other loop writes ``state.version``."""
 
     state: RunState
     runtime: Runtime
@@ -67,7 +67,7 @@ class LearnLoop:
         await self._catch_up()
 
     async def forget(self) -> None:
-        """The learner is lost, and the run is about to go back: give up the step under way."""
+        """The learner is lost and the run will go back to a checkpoint: cancel the step under way."""
         if self._training is not None:
             self._training.cancel()
             await asyncio.gather(self._training, return_exceptions=True)
@@ -83,8 +83,8 @@ class LearnLoop:
             await self.publisher.idle()
 
     async def _next_batch(self) -> list[RolloutGroup] | None:
-        """The next batch, or None when the run is stopping. A publish that was put off is caught up here, for without
-        it no rollout would be admitted again."""
+        """The next batch, or None if the run is stopping. Makes a delayed publish, without which no rollout is
+        admitted."""
         state, buffer = self.state, self.state.buffer
         while True:
             await state.batch.wait_for(self._has_work)
@@ -102,14 +102,14 @@ class LearnLoop:
                 self._publish()
 
     def _has_work(self) -> bool:
-        """Whether there is a reason to stop waiting for a batch: the batch, or something that comes before it."""
+        """Whether to stop waiting: for a batch, or for a stop, failure, purge or publish that comes before it."""
         state = self.state
         if state.stopping or self.publisher.failure is not None or self._purge_is_due() or self._may_publish():
             return True
         return state.buffer.ready(state.version, state.groups.versions)
 
     def _purge_is_due(self) -> bool:
-        """No batch is taken between a publish and the purge that it asks for."""
+        """Whether a publish asks for a purge of the buffer, which comes before the next batch."""
         return self.state.config.algorithm.purge_on_publish and self.state.published_version > self._purged_for
 
     def _may_publish(self) -> bool:
@@ -146,15 +146,15 @@ class LearnLoop:
             await self._catch_up()
 
     async def _train(self, rollouts: Sequence[RolloutInfo]) -> tuple[StepResult, float, float]:
-        """One step in the learner's turn; also when the turn began, and the seconds of the step."""
+        """Train one step in the learner's turn; also returns when the turn began, and the seconds of the step."""
         async with self.turns.learner():
             begun = self.state.now()
             result = await self.runtime.learner.train(rollouts)
             return result, begun, self.state.now() - begun
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
-        """The bound of the next batches; what is over a smaller one is met as ``async.over_stale`` says. Also says
-        what the algorithm lacks."""
+        """Adapt the staleness bound of the next batches; groups over a smaller bound are handled as
+        ``async.over_stale`` says. Also warns if the algorithm never meets a negative advantage."""
         warning = self._signs.observe(metrics)
         if warning is not None:
             self.state.message(warning)
@@ -165,7 +165,8 @@ class LearnLoop:
             self._retire()
 
     async def _catch_up(self) -> None:
-        """Record the step before: the learner is at its next one meanwhile, wherever nothing forbids it."""
+        """Record the previous step; the learner trains the next one meanwhile, unless that must wait
+        (``is_boundary``)."""
         metrics, self._unlogged = self._unlogged, None
         if metrics is not None:
             await self.log.hand_over()
@@ -175,8 +176,8 @@ class LearnLoop:
                 self._lead = Lead(self.state)  # a resumed run knows of no needs either
 
     async def _publish_if_due(self) -> None:
-        """Each version must go out in the scheduled modes; a free run that finds the last publish still under way puts
-        this one off rather than stand still."""
+        """Publish the new version if it is due. The scheduled modes publish every version and wait for the previous
+        publish; a free run delays this publish instead of waiting."""
         state = self.state
         if state.version % state.config.weights.publish_every and state.version != state.config.steps:
             return
@@ -201,11 +202,11 @@ class LearnLoop:
                 self.ended.append((group, entries))
 
     def _retire(self) -> None:
-        """What can only be consumed over the bound now is dropped, in the buffer and in flight."""
+        """Drop the groups, in the buffer and in flight, that could only be consumed over the bound."""
         self._forget(self.assembly.retire())
 
     def call_off(self, group_ids: Sequence[int], reason: DropReason) -> None:
-        """Drop groups in the making; replicas are told to forget what they hold of them."""
+        """Drop unfinished groups and tell the replicas to cancel their rollouts."""
         self._forget(self.assembly.cancel(group_ids, reason))
 
     def _forget(self, ids: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""The figures of one learner step: staleness, idle shares, rates; one dictionary a line of ``metrics.jsonl``."""
+"""The metrics of one learner step: staleness, idle fractions, rates; one line of ``metrics.jsonl`` each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ LAG_SECONDS = 0.05  # between two looks at the event loop's delay
 
 
 class LoopLag:
-    """How late the event loop runs what is due, in seconds. On the virtual clock nothing is ever late, and nothing is
-    measured."""
+    """How late the event loop runs due timers, in seconds. Not measured on the virtual clock, where none is late."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
@@ -38,13 +37,13 @@ class LoopLag:
         self._look_again()
 
     def step(self) -> dict[str, float]:
-        """The 99th percentile since the last call; nothing without a look."""
+        """The 99th percentile since the last call; empty without a measurement."""
         lags, self._lags = self._lags, []
         return {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
 
 
 class Meters:
-    """Turns a step's raw figures into the logged ones; remembers only what rates need."""
+    """Computes a step's logged metrics; keeps only the totals that rates need."""
 
     def __init__(self, state: RunState, publisher: WeightPublisher) -> None:
         self._state = state
@@ -62,8 +61,8 @@ class Meters:
     def step(
         self, version: int, taken: Sequence[RolloutGroup], result: StepResult, waited: float, trained: float
     ) -> dict[str, float]:
-        """Metrics of the step that moved the policy from ``version`` to ``version + 1``. ``waited``: seconds for a
-        batch or for the publish before; ``trained``: seconds of the step itself."""
+        """Metrics of the step that moved the policy from ``version`` to ``version + 1``. ``waited``: seconds of waiting
+        for a batch or for the previous publish; ``trained``: seconds of the step itself."""
         now = self._state.now()
         elapsed = max(now - self._last, 1e-9)
         samples = sum(len(t) for t in taken)
@@ -119,7 +118,8 @@ class Meters:
         }
 
     def _buffer(self) -> dict[str, float]:
-        """``buffer_age``: mean staleness, in the batch to come, of what is held; ``dropped``: since the beginning."""
+        """``buffer_size``: rollouts held; ``buffer_age``: their mean staleness at the next batch; ``dropped``: in
+        total."""
         held = [r for group in self._state.buffer.groups() for r in group.rollouts]
         ages = [r.staleness(self._state.version) for r in held]
         return {
@@ -129,13 +129,13 @@ class Meters:
         }
 
     def _batch_faults(self) -> int:
-        """Since the step before."""
+        """Reward calls that failed as a whole since the previous step."""
         found, self._state.reward_batch_faults = self._state.reward_batch_faults, 0
         return found
 
     def _prefilled(self) -> dict[str, float]:
-        """Since the step before, of the reward model and of the reference: the share of the scored tokens that it had
-        read before their rollout's end, and the evictions from its cache."""
+        """For the reward model and the reference, since the previous step: the fraction of scored tokens read before
+        the end of their rollout, and the evictions from the cache."""
         found: dict[str, float] = {}
         for name, (now, before) in self._read_ahead.items():
             self._read_ahead[name] = (now, replace(now))
@@ -146,14 +146,14 @@ class Meters:
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    """How the rollouts of a batch [N] lie around the mean."""
+    """10th, 50th and 90th percentile of ``values`` [N], one per rollout."""
     low, middle, high = np.percentile(values, [10, 50, 90])
     return {f"{name}_p10": float(low), f"{name}_p50": float(middle), f"{name}_p90": float(high)}
 
 
 def _latencies(taken: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Seconds from a rollout's last token to its score, and to its reference log-probs and its values where services
-    compute them; of those that are used for the first time."""
+    """Percentiles of the seconds from a rollout's last token to its score, and to its reference log-probs and values if
+    services compute them; over the rollouts that train for the first time."""
     fresh = [r for t in taken if not t.replayed for r in t.rollouts]
     found: dict[str, float] = {}
     for name, given in (("reward", "scored_at"), ("reference", "referenced_at"), ("critic", "valued_at")):
@@ -165,7 +165,7 @@ def _latencies(taken: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _reward_parts(taken: Sequence[RolloutGroup]) -> dict[str, float]:
-    """The mean of each part of the reward over those that it had an opinion of; one unnamed part is the reward."""
+    """The mean of each part of the reward over the rollouts that it scored; empty if one part is the whole reward."""
     found = _means("reward/", [r.reward_parts for t in taken for r in t.rollouts])
     return found if found.keys() != {"reward/score"} else {}
 
@@ -184,14 +184,14 @@ _SUMS = ("tokens_per_second", "rollouts", "in_flight", "restarts", "held_back")
 
 
 class ReplicaMeters:
-    """Remembers each replica's totals of the step before; a replica counts from when it came until it went."""
+    """Keeps each replica's totals of the previous step; a replica counts from its start until it is removed."""
 
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._seen: dict[str, tuple[float, int, int]] = {}  # by name: busy seconds, tokens, rollouts
 
     def step(self, elapsed: float) -> dict[str, float]:
-        """Figures of the ``elapsed`` seconds since the last call. Single replicas appear where there are several.
+        """Metrics of the ``elapsed`` seconds since the last call; with two replicas or more also one set per replica.
 
         ``generator/NAME/...``: ``tokens_per_second``, ``rollouts`` (finished), ``idle_fraction``, ``lag`` (versions
         behind the learner), ``in_flight``, ``restarts``, ``latency`` (median seconds of a rollout) and ``held_back`` (1
@@ -236,7 +236,7 @@ class ReplicaMeters:
 
 
 def _together(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Counts and rates are added, idle shares and latencies averaged; the lag is the largest."""
+    """Merge several replicas' metrics: sum counts and rates, average idle fractions and latencies; largest lag."""
     keys = dict.fromkeys(key for row in rows for key in row)
     together = {}
     for key in keys:

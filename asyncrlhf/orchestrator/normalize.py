@@ -1,4 +1,4 @@
-"""Normalised rewards: what the learner trains on where ``reward.normalize`` is on, computed as it takes a batch."""
+"""Reward normalisation (``reward.normalize``): computes the rewards to train on when the learner takes a batch."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class RunningMoments:
 
 
 class RewardNormalizer:
-    """(reward - mean) / standard deviation, then clipped to ``normalize_clip`` where it is on.
+    """(reward - mean) / standard deviation, then clipped to ``normalize_clip`` if it is set.
 
     ``none``: rewards stay as they are. ``group``: over the siblings of the batch; ``batch``: over the batch;
     ``running``: over every batch so far, this one included, so that the scale does not jump from step to step. A spread
-    of zero gives zeros. The statistics are those of batches and not of arrivals, so that a scheduled mode repeats
-    itself whatever the hardware does.
+    of zero gives zeros. The statistics depend on the batches and not on the order of arrival, so that a scheduled mode
+    is reproducible on any hardware.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -55,8 +55,8 @@ class RewardNormalizer:
         self.moments = RunningMoments()
 
     def of_batch(self, rollouts: Sequence[RolloutInfo]) -> tuple[Sequence[RolloutInfo], dict[str, float]]:
-        """The rollouts with the rewards to train on, and where they were normalised, as metrics, the mean and
-        standard deviation of these and of what was scored."""
+        """The rollouts with the rewards to train on. If they were normalised, also metrics: mean and standard deviation
+        of the scored and of the normalised rewards."""
         if self._kind == "none":
             return rollouts, {}
         rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
@@ -70,7 +70,7 @@ class RewardNormalizer:
         return [replace(r, reward=float(value)) for r, value in zip(rollouts, normal, strict=True)], figures
 
     def normalize(self, rewards: np.ndarray, group_ids: Sequence[int]) -> np.ndarray:
-        """``rewards`` [N] of one batch, whose rollout i belongs to ``group_ids[i]``."""
+        """Normalise ``rewards`` [N] of one batch; rollout i belongs to ``group_ids[i]``."""
         if self._kind == "running":
             self.moments.add(rewards)
             normal = _scaled(rewards, self.moments.mean, self.moments.spread)
@@ -85,18 +85,17 @@ class RewardNormalizer:
         return np.clip(normal, -self._clip, self._clip)
 
     def forget(self) -> None:
-        """Begin the statistics anew."""
+        """Reset the running statistics."""
         self.moments = RunningMoments()
 
     def save(self, folder: Path) -> None:
-        """Write the statistics beside the learner's part of a checkpoint; nothing where rewards are not normalised."""
+        """Write the statistics beside the learner's part of a checkpoint; writes nothing under ``none``."""
         if self._kind == "none":
             return
         (folder / STATE_FILE).write_text(json.dumps(vars(self.moments)))
 
     def load(self, folder: Path) -> None:
-        """Read the statistics back. A checkpoint of a run that did not normalise leaves them at their beginning. Raises
-        CheckpointError for a file that cannot be read."""
+        """Read the statistics, if the checkpoint has them. Raises CheckpointError for a file that cannot be read."""
         path = folder / STATE_FILE
         if self._kind == "none" or not path.is_file():
             return

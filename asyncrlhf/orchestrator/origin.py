@@ -1,5 +1,5 @@
-"""What a run goes on from: its checkpoint, under settings that may have changed; or nothing, in a folder that may hold
-what attempts left that ended before their first checkpoint."""
+"""Where a run starts: from a checkpoint, under settings that may have changed, or from the beginning, in a folder that
+may hold records of attempts that ended before their first checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from asyncrlhf.validation import check
 
 @dataclass(frozen=True)
 class Origin:
-    """``marker``: what of the folder's records the run keeps; None: the folder must hold none. ``changes``: the
+    """``marker``: how much of the folder's records the run keeps; None: the folder must hold none. ``changes``: the
     settings that differ from the checkpoint's. ``inputs``: digests of the files that settings name. ``said``: a
-    sentence for the user, or nothing."""
+    sentence for the user, or empty."""
 
     step: int = 0
     marker: RecordMarker | None = None
@@ -30,12 +30,12 @@ class Origin:
     said: str = ""
 
     def note(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Add this attempt to those of the folder."""
+        """Add this attempt to the folder's list of attempts."""
         add_attempt(run_dir, self.step, settings, self.inputs, [str(change) for change in self.changes])
 
 
 def find_origin(config: RunConfig, run_dir: Path, saved: Saved | None) -> Origin:
-    """Raises ConfigError, with all that differs in one message, where the run cannot go on from ``saved``."""
+    """Raises ConfigError, with all differences in one message, if the run cannot continue from ``saved``."""
     inputs = digests(config)
     if saved is None:
         return _begin(config, run_dir, inputs)
@@ -52,7 +52,7 @@ def find_origin(config: RunConfig, run_dir: Path, saved: Saved | None) -> Origin
 
 
 def _begin(config: RunConfig, run_dir: Path, inputs: Mapping[str, str]) -> Origin:
-    """The same command starts a run anew that was killed before its first checkpoint."""
+    """Start from the beginning; under ``checkpoint.resume=auto`` also in a folder without a checkpoint of its run."""
     if config.checkpoint.resume != "auto" or not is_used(run_dir):
         return Origin(inputs=inputs)
     check(

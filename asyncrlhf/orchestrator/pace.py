@@ -1,4 +1,4 @@
-"""How fast one replica is, as the controller sees it: the time its rollouts take, those still under way included."""
+"""How fast one replica is: the time that its rollouts take, estimated from ended rollouts and those still under way."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LAG_SMOOTHING = 0.2
 
 
 def median_time(finished: Iterable[float], cut_off: Iterable[float]) -> float | None:
-    """Median of the seconds that rollouts take, by Kaplan and Meier (1958): ``finished`` took so long, ``cut_off``
-    longer than this (they run still, or were cancelled). Where too few finished to tell, the longest time seen, which
-    is a lower bound; None without any."""
+    """Median seconds of a rollout, by Kaplan and Meier (1958). ``finished``: durations of finished rollouts;
+    ``cut_off``: lower bounds for rollouts that still run or were cancelled. With too few finished rollouts, the longest
+    time seen, which is a lower bound; None without any."""
     ended, open_ = sorted(finished), sorted(cut_off)
     surviving = 1.0
     for place, seconds in enumerate(ended):
@@ -27,8 +27,8 @@ def median_time(finished: Iterable[float], cut_off: Iterable[float]) -> float | 
 
 @dataclass
 class Pace:
-    """``latency``: median seconds from submit to finish, None before anything is known. ``window``: rollouts that the
-    replica may hold, None for as many as it has slots for; 0 holds it back until a probe finds it faster."""
+    """``latency``: median seconds from submit to finish, None before the first estimate. ``window``: rollouts that the
+    replica may hold, None for as many as its slots; 0 holds it back until a probe finds it faster."""
 
     latency: float | None = None
     window: float | None = None
@@ -48,7 +48,7 @@ class Pace:
 
     @property
     def cut_off(self) -> bool:
-        """Whether most of what ended was cancelled, so that ``latency`` is no more than a lower bound."""
+        """Whether most of the ended rollouts were cancelled, so that ``latency`` is only a lower bound."""
         return 2 * sum(cancelled for _, cancelled in self._ended) > len(self._ended)
 
     def begin(self, rollout_id: int, now: float, version_lag: int) -> None:
@@ -66,7 +66,7 @@ class Pace:
         self._news += finished
 
     def estimate(self, now: float) -> int:
-        """Bring ``latency`` up to date; returns how many rollouts finished since the last call."""
+        """Update ``latency``; returns how many rollouts finished since the last call."""
         if self._stale or now >= self._fresh_until:
             done = [t for t, censored in self._ended if not censored]
             open_ = [t for t, censored in self._ended if censored] + [now - t for t in self._started.values()]
@@ -76,7 +76,7 @@ class Pace:
         return finished
 
     def probed(self, seconds: float) -> None:
-        """One rollout on the idle replica took so long: what was seen before counts no more."""
+        """One rollout on the idle replica took ``seconds``; this replaces all earlier measurements."""
         self._ended.clear()
         self._ended.append((seconds, False))
         self.latency = seconds

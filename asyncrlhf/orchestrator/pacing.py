@@ -1,14 +1,14 @@
-"""How much work each replica may hold: a slow one gets what it can finish in time, and is tried again now and then.
+"""How much work each replica may hold: a slow one gets what it can finish in time and is probed from time to time.
 
-A replica is *slow* when its rollouts take over twice as long as the fastest replica's, and as the others need for a
-whole batch. It is *late* when they also take longer than the staleness bound leaves them: what it makes would be
-dropped, or the learner would wait for it. A late replica's window shrinks in proportion, at least by half, and to a
-quarter where nothing came of what it had. At less than one rollout the replica gets probes alone: single rollouts
-outside of the ledger. The first one in time opens the window for one group, and every group in time widens it, as
-TCP's slow start does.
+A replica is *slow* when its rollouts take over twice as long as the fastest other replica's, and over twice as long as
+the others need for a whole batch. It is *late* when they also take longer than the staleness bound allows: its rollouts
+would be dropped, or the learner would wait for them. A late replica's window shrinks in proportion, at least by half,
+and to a quarter if most of its rollouts were cancelled. With a window under one rollout the replica gets only probes:
+single rollouts outside of the ledger. The first probe in time opens the window for one group, and every group in time
+widens it, as TCP's slow start does.
 
-Slow replicas that are in time hold at most the bound's batches together, so that one whole batch of places is left to
-the others: the learner never waits for a slow replica while fast ones could have made its batch.
+Slow replicas that are in time hold at most the bound's batches together, so that the places of one whole batch are left
+to the others: the learner never waits for a slow replica while fast ones could have made its batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PROBE_REST = 4.0  # a replica that is held back spends at most a fifth of its ti
 
 
 class Rates:
-    """Latencies and rollouts a second of all replicas whose pace is known, so that each can be held against the
-    others without a look at all of them."""
+    """Latencies and rollouts per second of all measured replicas, so that a replica is compared with the others in
+    O(log n)."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[float, float]] = {}  # by name: (latency, rollouts a second)
@@ -44,7 +44,7 @@ class Rates:
         self._rate = 0.0
 
     def note(self, replica: Replica) -> None:
-        """The replica's latency is what its ``pace`` says now."""
+        """Store the replica's latency as its ``pace`` has it now."""
         before = self._of.pop(replica.name, None)
         if before is not None:
             del self._latencies[bisect_left(self._latencies, before[0])]
@@ -56,8 +56,8 @@ class Rates:
             self._rate += self._of[replica.name][1]
 
     def reference(self, replica: Replica, batch_size: int) -> float | None:
-        """Seconds of a rollout on the fastest other replica, and at least what the others need for a batch. None
-        where no other is known."""
+        """Seconds of a rollout on the fastest other replica, or what the others need for a batch if that is longer.
+        None if no other replica has been measured."""
         own = self._of.get(replica.name)
         fastest = 1 if own is not None and own[0] == self._latencies[0] else 0
         rate = self._rate - (own[1] if own is not None else 0.0)
@@ -67,10 +67,12 @@ class Rates:
 
 
 class FreeSlots:
-    """The replicas that may be given work, in heaps by their free slots; slow ones apart, for they share a quota.
+    """The replicas that may be given work, in heaps by free slots; slow ones have a heap of their own, for they share a
+    quota.
 
-    An entry counts only while ``_offered`` says the same; what it says of the replica is tested when it comes to the
-    top. So free slots may become fewer, and a replica unable, without a word; :meth:`offer` tells of more.
+    An entry is valid only while ``_offered`` holds the same values, and is checked against the replica when it comes to
+    the top. So no call is needed when a replica loses free slots or cannot take work any more; :meth:`offer` reports
+    the opposite.
     """
 
     def __init__(self, able: Callable[[Replica], bool]) -> None:
@@ -86,7 +88,7 @@ class FreeSlots:
         self._heaps = {False: [], True: []}
 
     def offer(self, replica: Replica) -> None:
-        """The replica may have become able, faster or slower, or have more free slots than it had."""
+        """Call it when the replica may take work again, became faster or slower, or has more free slots."""
         place = self._places.setdefault(replica.name, len(self._places))
         self._replicas[place] = replica
         slow = replica.pace.slow
@@ -96,7 +98,8 @@ class FreeSlots:
             heapq.heappush(self._heaps[slow], (entry[1], place))
 
     def most(self, *, slow: bool) -> tuple[int, int, Replica] | None:
-        """Of the slow or of the other replicas the one with most free slots, behind its key: the least is best."""
+        """(key, place, replica) with most free slots, so the smallest key, of the slow or of the other replicas; or
+        None."""
         heap = self._heaps[slow]
         while heap:
             key, place = heap[0]
@@ -113,8 +116,8 @@ class FreeSlots:
 
 
 class Pacing:
-    """Judges the replicas whose work moved since the dispatcher's last look, and now and then all of them. In the
-    scheduled modes it only times them, for their work is fixed beforehand."""
+    """Judges the replicas whose work changed since the dispatcher's last look, and all of them from time to time. In
+    the scheduled modes, where work is fixed, it only measures them."""
 
     def __init__(self, state: RunState, probe: Callable[[Replica], Awaitable[bool]]) -> None:
         self._state = state
@@ -122,7 +125,7 @@ class Pacing:
         self._begin()
 
     def _begin(self) -> None:
-        """Know nothing of the replicas yet."""
+        """Start without any measurement of the replicas."""
         state = self._state
         self._rates = Rates()
         self._slots = FreeSlots(self._able)
@@ -151,7 +154,7 @@ class Pacing:
         return best[-1] if best is not None else None
 
     def _able(self, replica: Replica) -> bool:
-        """Whether the replica may be given work, as far as itself is concerned."""
+        """Whether the replica may be given work, apart from quotas shared with others."""
         pace, limit = replica.pace, replica.handle.slots * (1 + QUEUE_SHARE)
         if pace.window is not None:
             limit = min(limit, pace.window)
@@ -166,8 +169,8 @@ class Pacing:
         return held + size <= self._state.bound * self._state.config.batch_size
 
     def look(self) -> None:
-        """Take note of what happened since the last look: judge the replicas that were touched. All are judged after
-        seldom events, such as a step or a death, and after as many touches as there are replicas."""
+        """Judge the replicas that changed since the last look. All are judged after rare events, such as a step or a
+        death, and after as many single changes as there are replicas."""
         state, now = self._state, self._state.now()
         if state.rests != self._rests:
             self.close()
@@ -213,13 +216,13 @@ class Pacing:
         return replica.pace.estimate(now)
 
     def _allowed(self, pace: Pace) -> float | None:
-        """Seconds until what begins now could only be trained over the bound; None before steps have been timed."""
+        """Seconds in which a rollout that begins now must end to train within the bound; None until steps are timed."""
         if self._interval is None:
             return None
         return max(0.0, self._state.bound + PHASE - pace.version_lag) * self._interval
 
     def _judge(self, replica: Replica, reference: float | None) -> None:
-        """``reference``: seconds of the fastest other, and at least what the others need for a batch."""
+        """Decide whether the replica is slow and late. ``reference``: seconds, as in :meth:`Rates.reference`."""
         pace, allowed = replica.pace, self._allowed(replica.pace)
         pace.slow = reference is not None and pace.latency is not None and pace.latency > SLOW_FACTOR * reference
         too_long = allowed is not None and pace.latency is not None and (pace.latency > allowed or pace.cut_off)
@@ -243,7 +246,7 @@ class Pacing:
                 pace.window = None
 
     def _probe_if_due(self, replica: Replica, now: float) -> None:
-        """Start a probe of an idle replica that is held back; raises what made its last one fail."""
+        """Start a probe on a replica that is held back and idle; raises the error of its last probe."""
         task = self._probes.get(replica.name)
         if task is not None and task.done():
             del self._probes[replica.name]

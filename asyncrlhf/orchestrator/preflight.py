@@ -1,4 +1,4 @@
-"""Checks of what training needs of its sampler: the learner must know every token's chance."""
+"""Checks of the sampler's settings for training: the learner must know the probability of every token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
 
 def check_truncation(generator: GeneratorConfig) -> None:
-    """Training needs the set that was kept at each token, whatever the algorithm: a gradient of E[R] needs
-    E[grad log pi] = 0, and every step's metrics compare with the sampler. Other stages only sample."""
+    """Refuse truncated sampling with an engine that does not report the kept set of each token. Every algorithm needs
+    it: the gradient of E[R] needs E[grad log pi] = 0, and every step's metrics compare with the sampler. Other stages
+    only sample."""
     told = generator.top_p == 1 and generator.min_p == 0 and generator.top_k <= VLLM_MAX_TOP_K
     check(
         told or all(kind.config.engine != "vllm" for kind in replica_kinds(generator)),
@@ -23,8 +24,8 @@ def check_truncation(generator: GeneratorConfig) -> None:
 
 
 def check_penalties(config: RunConfig) -> None:
-    """A penalty makes the sampler another policy than the model's. Its log-probs are recorded as they were, so that
-    training is right where the loss weighs pi / mu, and wrong where it takes the samples for the policy's own."""
+    """Refuse penalties under an algorithm that does not correct for them. A penalty makes the sampler another policy
+    than the model's; the sampler's log-probs are recorded, so that training is right if the loss weighs by pi / mu."""
     generator, algorithm = config.generator, config.algorithm
     asked = {"repetition_penalty": generator.repetition_penalty} if generator.repetition_penalty != 1 else {}
     more = generator.generation_kwargs or {}

@@ -1,4 +1,5 @@
-"""The two loops that bring replicas into a run: one restarts the dead, the other adds replicas to a grown cluster."""
+"""The two loops that bring replicas into a run: one restarts dead replicas, the other adds some as the cluster
+grows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ LONGEST_WAIT = 300.0
 
 @dataclass(eq=False)
 class Recovery:
-    """``joined`` is told of each replica that holds weights and may be given work."""
+    """``joined`` is called with each replica that holds weights and may be given work."""
 
     state: RunState
     runtime: Runtime
@@ -27,7 +28,7 @@ class Recovery:
     joined: Callable[[Replica], None]
 
     async def restart(self) -> None:
-        """Restart the dead, one after another; out of restarts the run goes on with the replicas that are left."""
+        """Restart dead replicas, one after another; remove a replica that has no restarts left."""
         while True:
             replica = await self.state.dead.get()
             if replica.restarts >= self.state.config.generator.max_restarts:
@@ -44,7 +45,7 @@ class Recovery:
             await self._join(replica, "is back")
 
     async def grow(self) -> None:
-        """Look now and then, until the run ends, whether the cluster has room for one more replica."""
+        """Check every few seconds, until the run ends, whether the cluster has room for one more replica."""
         pause = LOOK_SECONDS
         while True:
             await asyncio.sleep(pause)
@@ -57,7 +58,7 @@ class Recovery:
             pause = 0.0 if grown else LOOK_SECONDS
 
     async def _add_replica(self) -> bool:
-        """Start one replica where there is room; True when it was started."""
+        """Start one replica if there is room; returns True if one was started."""
         handle = await self.runtime.add_generator([r.name for r in self.state.replicas])
         if handle is None:
             return False
@@ -67,8 +68,8 @@ class Recovery:
         return True
 
     async def _join(self, replica: Replica, how: str) -> None:
-        """Bring a replica that was just started to the version of the others. If it dies meanwhile, the loop that met
-        its death has queued it again."""
+        """Load the version of the other replicas on a replica that was just started. If it dies meanwhile, the loop
+        that saw its death has queued it again."""
         await self.publisher.rejoin(replica)
         if replica.alive:
             self.state.message(f"{replica.name} {how} at version {replica.version}.")
@@ -77,7 +78,7 @@ class Recovery:
             self.state.progressed()
 
     async def _leave_out(self, replica: Replica) -> None:
-        """Its process is ended, which may hang rather than be dead: an evaluation would wait for it for ever."""
+        """Remove the replica and end its process, which may hang: an evaluation would wait for it for ever."""
         if self.state.dead.empty() and not any(r.alive for r in self.state.replicas):
             raise ReplicaError(
                 f"no generator is left: {replica.name} died after {replica.restarts} restarts "
@@ -89,7 +90,7 @@ class Recovery:
         self.state.progressed()
 
     def _refuse_lost_version(self, replica: Replica) -> None:
-        """While a publish waits for the schedule, only replicas hold the version that the schedule still needs."""
+        """Raise if the last replica with a version that the schedule still needs has died."""
         others = any(r.alive for r in self.state.replicas)
         if self.state.scheduled and self.publisher.busy and self.state.requeue and not others:
             raise ReplicaError(

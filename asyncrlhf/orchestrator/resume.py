@@ -1,4 +1,4 @@
-"""What of the controller's state goes into a checkpoint, and how a run takes it up again."""
+"""Saves the controller's state in a checkpoint, and restores it."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def snapshot_state(state: RunState, source: PromptSource, log: RolloutLog) -> tu
 
 
 def fingerprint(config: RunConfig) -> dict[str, Any] | None:
-    """What decides over the reference log-probs that a checkpoint holds; None where it holds none."""
+    """The model and settings that determine the reference log-probs in a checkpoint; None if it holds none."""
     spec = reference_spec(config)
     return None if spec is None else spec.fingerprint
 
 
 async def completed(saved: Saved, config: RunConfig, runtime: Runtime, moved: Callable[[], None]) -> Saved:
-    """The checkpoint, whose rollouts have what this run's learner expects: reference log-probs, values, or neither.
+    """The checkpoint with the arrays that this run's learner expects of its rollouts: reference log-probs, values, or
+    neither.
 
-    Log-probs are computed where they are missing, and anew where another model, temperature or precision gave them.
-    Values that are there are kept; where they are missing, the critic of the checkpoint gives them: call it when the
-    learner has loaded the checkpoint and nothing is published yet. ``moved`` is called after each of the workers'
-    answers. Raises AsyncRLHFError when that fails for one.
+    Log-probs are computed if they are missing or come from another model, temperature or precision. Missing values are
+    computed by the checkpoint's critic: call this after the learner has loaded the checkpoint and before the first
+    publish. ``moved`` is called after each answer of a worker. Raises AsyncRLHFError if a rollout's annotation fails.
     """
     rollouts = dict(saved.rollouts)
     wanted = fingerprint(config)
@@ -93,7 +93,7 @@ async def _annotated(
     moved: Callable[[], None],
     ticket: Any = None,
 ) -> dict[int, Rollout]:
-    """The rollouts with what a worker computes of them, by rollout id."""
+    """The rollouts with the arrays that one worker computes for them, by rollout id."""
     if not lacking:
         return {}
     stored = runtime.store(lacking)
@@ -106,8 +106,8 @@ async def _annotated(
 
 
 def try_on(saved: Saved, state: RunState, source: PromptSource) -> None:
-    """Have a fresh ``state`` and ``source``, which are not to be used afterwards, take the checkpoint up. Raises
-    CheckpointError when it does not hold together."""
+    """Restore the checkpoint into a fresh ``state`` and ``source``, which are not used afterwards. Raises
+    CheckpointError if its parts contradict each other, ConfigError if it does not fit the settings."""
     try:
         _take_up(state, saved, source, {rollout_id: Payload(None, 0) for rollout_id in saved.rollouts})
         {int(k): tuple(v) for k, v in saved.state["uses"].items()}
@@ -128,15 +128,15 @@ def try_on(saved: Saved, state: RunState, source: PromptSource) -> None:
 
 
 def restore(state: RunState, saved: Saved, source: PromptSource, log: RolloutLog, runtime: Runtime) -> None:
-    """Take a checkpoint up: finished rollouts return to the buffer, everything in flight is issued again. What the
-    state held before, of a run whose learner died, is gone."""
+    """Restore a checkpoint: finished rollouts return to the buffer, and rollouts in flight are issued again. Replaces
+    the state of a run whose learner died."""
     stored = runtime.store(list(saved.rollouts.values()))
     _take_up(state, saved, source, dict(zip(saved.rollouts, stored, strict=True)))
     log.restore_uses({int(k): v for k, v in saved.state["uses"].items()})
 
 
 def _take_up(state: RunState, saved: Saved, source: PromptSource, payloads: Mapping[int, Payload]) -> None:
-    """``payloads`` by rollout id."""
+    """Restore the document's state. ``payloads`` by rollout id."""
     document = saved.state
     source.restore(document["cursor"])
     state.version = state.saved_version = state.taken_version = document["version"]

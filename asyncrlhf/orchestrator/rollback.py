@@ -1,6 +1,6 @@
 """The learner's death: its group is started again, and the run goes back to the newest checkpoint; generators stay up.
 
-A checkpoint and not the snapshot that is being published: a snapshot lacks the optimizer's state.
+It goes back to a checkpoint and not to the snapshot being published, because a snapshot lacks the optimizer's state.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a start; each is twice 
 
 
 def beginning(state: RunState, source: PromptSource, log: RolloutLog) -> Saved:
-    """What a fresh run goes back to before its first checkpoint: nothing admitted, the initial model."""
+    """The state to go back to before the first checkpoint: no rollout admitted, the initial model."""
     document, _ = snapshot_state(state, source, log)
     return Saved(Path(), document, {}, RecordMarker(journal=state.journal.mark()))
 
 
 @dataclass(eq=False)
 class Rollback:
-    """``begun``: what the run began with, ``beginning`` or the checkpoint that it was resumed from."""
+    """``begun``: the state that the run began with, from ``beginning`` or from the checkpoint that it resumed."""
 
     state: RunState
     runtime: Runtime
@@ -59,8 +59,8 @@ class Rollback:
     _deaths: list[tuple[int, ReplicaError]] = field(default_factory=list)  # at which version, since it got no further
 
     async def recover(self, error: ReplicaError) -> None:
-        """Bring the learner back after it died of ``error``, and the run with it. Raises ReplicaError with the first
-        cause when it died ``learner.max_restarts`` times before without getting any further."""
+        """Restart the learner after ``error`` and take the run back. Raises ReplicaError with the first cause if the
+        learner had already died ``learner.max_restarts`` times without training any further step."""
         while True:
             await self.learn.forget()
             await self.learn.bookkeeping.give_up_writing()
@@ -94,7 +94,7 @@ class Rollback:
         await self.runtime.restart_learner()
 
     async def _patiently(self, work: Coroutine[Any, Any, None]) -> None:
-        """A start is bounded by ``cluster.start_timeout_seconds`` and is no stall."""
+        """Wait for a learner's start without counting it as a stall; ``cluster.start_timeout_seconds`` limits it."""
         task = asyncio.create_task(work, name="restart of the learner")
         try:
             while not (await asyncio.wait([task], timeout=self.state.config.stall_timeout_seconds / 10))[0]:
@@ -104,8 +104,8 @@ class Rollback:
             task.cancel()
 
     async def _go_back(self) -> None:
-        """From version v to c, that of the newest checkpoint: a fresh learner holds its weights, every generator loads
-        them before it is given work, and what belongs to a version over c is undone."""
+        """Go back from version v to the newest checkpoint's version c: a fresh learner loads its weights, every
+        generator loads them before it is given work, and all that depends on a version over c is undone."""
         state = self.state
         saved = await off_loop(self._newest)
         self.normalizer.forget()
@@ -128,8 +128,8 @@ class Rollback:
         state.progressed()
 
     async def _undo(self, saved: Saved) -> None:
-        """In a free run: what has no token of a version over that of the checkpoint stays, in flight and in the buffer,
-        and returns there, if it was trained since; the rest is dropped. The prompts' order does not go back."""
+        """In a free run: rollouts without a token of a version over the checkpoint's stay, in flight and in the buffer,
+        and return to it if they were trained since; all others are dropped. The order of prompts does not go back."""
         state, to = self.state, saved.step
         state.adaptive.load_state_dict(saved.state["adaptive"])
         self.learn.call_off([g.group_id for g in state.groups.values() if self._sampled_beyond(g, to)], "rolled_back")
@@ -168,14 +168,14 @@ class Rollback:
         await self.log.undo_training(saved.marker, to, set(ids))
 
     def _sampled_beyond(self, group: GroupInProgress, version: int) -> bool:
-        """Whether a token of the group may be of a later version."""
+        """Whether any token of the group may be of a version after ``version``."""
         if max(group.version, group.newest) > version:
             return True
         return any(group.unfinished & r.in_flight for r in self.state.replicas if r.asked > version)
 
     async def _restore(self, saved: Saved) -> None:
-        """In a scheduled run: all is as the checkpoint has it, and everything in flight then is issued again. Anything
-        else would be another schedule."""
+        """In a scheduled run: restore the checkpoint's state exactly and issue again the rollouts that were in flight
+        then. Anything else would change the schedule."""
         state, elapsed = self.state, self.state.elapsed
         saved = await completed(saved, state.config, self.runtime, state.progressed)
         telling = []

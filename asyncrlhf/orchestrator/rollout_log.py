@@ -1,4 +1,4 @@
-"""Turns rollouts that reached their end into record rows, which are written beside the run, in order, none lost."""
+"""Records each rollout once, when it has ended: rows are written in the background, in order, and none is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrlhf.types import Payload, RolloutGroup, RolloutInfo
 
 
 class RolloutLog:
-    """Keeps the uses of rollouts that may be trained again, and records each rollout once, when it has ended. It passes
+    """Keeps the trainings of rollouts that may be trained again, and records each rollout when it has ended. It passes
     references on; the runtime's record writer fetches the arrays behind them."""
 
     def __init__(self, state: RunState, runtime: Runtime, recorder: RunRecorder) -> None:
@@ -33,11 +33,11 @@ class RolloutLog:
             recorder.before_closing(self._spans.step)
 
     def begin(self) -> None:
-        """The learner's loop begins: from here on the timeline is recorded."""
+        """Call it when the learner's loop begins: the timeline is recorded from then on."""
         self._spans.begin()
 
     def discard(self, rollout_id: int, group_id: int, info: RolloutInfo | None, state: str, reason: str) -> None:
-        """A rollout that will never train (again); the row goes out with the next :meth:`hand_over`."""
+        """Record a rollout that will not train (again); the next :meth:`hand_over` sends its row."""
         group = self._state.groups.get(group_id)
         used = rollout_id in self._uses
         row = RolloutRow(
@@ -52,7 +52,7 @@ class RolloutLog:
         self._end(row, info)
 
     def used(self, taken: Sequence[RolloutGroup], version: int) -> None:
-        """A batch was consumed at ``version``; what had its last use has ended."""
+        """Record that a batch was trained at ``version``; rollouts without uses left have ended."""
         now = self._state.now()
         for group in taken:
             for info in group.rollouts:
@@ -62,7 +62,7 @@ class RolloutLog:
                     self._end(RolloutRow(info.rollout_id, info.group_id, "", "trained", info.admitted_at), info)
 
     def _end(self, row: RolloutRow, info: RolloutInfo | None) -> None:
-        """Keep the row with all that is known here; prompt, response and arrays come from the payload."""
+        """Complete the row from ``info`` and the known uses; the writer adds text and arrays from the payload."""
         if info is not None:
             row.generator_id, row.generated_at, row.admitted_at = info.generator_id, info.generated_at, info.admitted_at
             row.epoch = info.epoch
@@ -79,40 +79,40 @@ class RolloutLog:
         self._rows, self._payloads = [], []
 
     async def hand_over(self) -> None:
-        """Send what has ended on its way to the records; waits only when those are far behind."""
+        """Send the rows of ended rollouts to the record writer; waits only if many earlier ones are unwritten."""
         self._state.journal.mark()
         self._record()
         self._spans.step()
         await self._written(self._recorder.unwritten(MAX_WAITING))
 
     async def rewind(self, marker: RecordMarker) -> None:
-        """Undo the records of rollouts and steps after ``marker``."""
+        """Delete the records of rollouts and steps after ``marker``."""
         await off_loop(partial(self._recorder.rewind, marker))
         self._rows, self._payloads = [], []
 
     def uses_before(self, version: int, returned: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
-        """Forget the uses at ``version`` and later of what is held, ``returned`` with its uses among it; how many are
-        left, by rollout id."""
+        """Forget the trainings at ``version`` and later of the rollouts held, to which ``returned`` adds its own by
+        rollout id. Returns how many trainings are left, by rollout id."""
         held = self._uses | {i: (versions, 0.0) for i, versions in returned.items()}
         kept = {i: (tuple(at for at in versions if at < version), now) for i, (versions, now) in held.items()}
         self._uses = {i: (versions, now) for i, (versions, now) in kept.items() if versions}
         return {i: len(versions) for i, (versions, _) in self._uses.items()}
 
     async def undo_training(self, marker: RecordMarker, version: int, returned: Collection[int]) -> None:
-        """Undo the records of steps after ``marker``, in the rows since then the uses at ``version`` and later, and the
-        rows of what ``returned``."""
+        """Delete the records of steps after ``marker`` and the rows of the ``returned`` rollouts, and from later rows
+        the trainings at ``version`` and later."""
         self.mark()
         await self.flush()
         await off_loop(partial(self._recorder.undo_training, marker, version, returned))
 
     def mark(self) -> RecordMarker:
-        """Where the records stand with all that has ended; they are on disk after :meth:`flush`."""
+        """The position of the records with all ended rollouts; they are on disk after :meth:`flush`."""
         self._record()
         self._spans.step()
         return self._recorder.mark()
 
     async def flush(self) -> None:
-        """Wait until all that was marked is on disk."""
+        """Wait until all records up to the last mark are on disk."""
         await self._written(self._recorder.unwritten())
         await off_loop(self._recorder.sync_metrics)
 
@@ -122,7 +122,7 @@ class RolloutLog:
         self._recorder.raise_if_failed()
 
     def uses(self) -> dict[int, list[int]]:
-        """Versions at which rollouts that are still held were trained, for a checkpoint."""
+        """For a checkpoint: the versions at which the rollouts still held were trained."""
         return {rollout_id: list(versions) for rollout_id, (versions, _) in self._uses.items()}
 
     def restore_uses(self, uses: dict[int, list[int]]) -> None:

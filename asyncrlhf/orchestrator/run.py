@@ -1,4 +1,4 @@
-"""One run from its config: preflight checks, the parts' specs, the controller, and what is left behind."""
+"""One run from its config: preflight checks, the parts' specs, the controller, and the final summary."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ CLOSE_SECONDS = 60.0  # for records on their way, beyond the limit of what must 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What preflight found in order, before any actor starts. ``config`` is what is run; where that is less than what
-    was asked for, ``notes`` say so."""
+    """The result of the preflight checks, before any actor starts. ``config`` is the one that runs; ``notes`` say where
+    it does less than the user asked for."""
 
     config: RunConfig
     run_dir: Path
@@ -71,7 +71,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Everything that can be wrong with the input is found here; raises ConfigError with one sentence."""
+    """Check all input before any actor starts; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
     check_sinks(config.logging)
     _check_devices(config)
@@ -106,8 +106,8 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> tuple[Saved, Origin]:
-    """The checkpoint, tried before anything starts, and what differs from it. Raises CheckpointError when it is
-    damaged, does not hold together, or counts on records that are not there; ConfigError when it does not fit."""
+    """Read the checkpoint, try to restore it, and find the settings that differ. Raises CheckpointError if it is
+    damaged, contradicts itself or refers to missing records; ConfigError if it does not fit the settings."""
     saved = read_checkpoint(folder)
     origin = find_origin(config, run_dir, saved)
     check_records(run_dir, saved.marker)
@@ -116,7 +116,7 @@ def _read_whole(folder: Path, config: RunConfig, run_dir: Path, task: Task) -> t
 
 
 def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
-    """The task, all of whose prompts leave room for a response in the model's context."""
+    """The task; raises ConfigError if a prompt leaves no room for a response in the model's context."""
     completion, context = config.generator.max_completion_length, context_length(config.model)
     room = context - completion
     if config.task.max_prompt_length <= room:
@@ -134,7 +134,7 @@ def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizer
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Ray would wait for ever for a GPU that this machine does not have; a cluster's are its own business."""
+    """Refuse GPUs that this machine lacks: Ray would wait for ever. A Ray cluster's GPUs are not checked here."""
     plan = placement_plan(config)
     if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
         return
@@ -155,7 +155,7 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def _flatten_hint(config: RunConfig, gpus: int) -> str:
-    """What to do with too few GPUs, where taking turns on them is enough."""
+    """A hint to take turns on the GPUs, if there are enough for that; else empty."""
     try:
         plan = placement_plan(replace(config, cluster=replace(config.cluster, placement="flatten")))
     except ConfigError:
@@ -165,7 +165,7 @@ def _flatten_hint(config: RunConfig, gpus: int) -> str:
 
 
 def new_run_dir(name: str) -> Path:
-    """``runs/<name>/<time>``, with a number behind when two runs start in one second."""
+    """``runs/<name>/<time>``; a number is appended if two runs start in the same second."""
     stem = RUNS / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder, number = stem, 1
     while folder.exists():
@@ -175,9 +175,9 @@ def new_run_dir(name: str) -> Path:
 
 
 def train(config: RunConfig, callbacks: Callbacks | None = None) -> dict[str, Any]:
-    """Run to the end; returns the summary. Raises ConfigError before anything starts, KeyboardInterrupt where a signal
-    ended it at once or before it trained, or what made the run fail, in which case the summary on disk has the cause
-    and ``error.txt`` beside it the trace."""
+    """Run to the end; returns the summary. Raises ConfigError before anything starts; KeyboardInterrupt if a signal
+    ended the run at once or before it trained; else the error of a failed run, whose cause is in the summary on disk
+    and whose traceback is in ``error.txt``."""
     with like_ctrl_c():
         return _train(config, callbacks or Callbacks())
 
@@ -229,7 +229,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
 
 
 def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) -> None:
-    """What the sinks have to say of their end belongs to the summary."""
+    """Finish the sinks and add their final messages to the summary."""
     if said := sinks.finish(summary):
         summary["sinks"] = redacted(said)
         recorder.finish(summary)
@@ -238,8 +238,8 @@ def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) 
 def _end_all(
     ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path, before: Sequence[Exception]
 ) -> None:
-    """Close everything, whatever of it fails. A failure here is raised only where the run had none, neither a ``cause``
-    nor failures ``before``: the first one is the one that counts."""
+    """Call every function of ``ends``, even if some fail. Raises their first error only if the run had none: neither
+    ``cause`` nor the errors ``before``, which come first."""
     failures: list[BaseException] = [*before]
     for end in ends:
         try:
@@ -295,7 +295,7 @@ class _Job:
         return outcome
 
     async def _close(self, *closes: Callable[[], Awaitable[None]]) -> None:
-        """Whatever fails here is kept from hiding what ended the run, and from keeping other parts open."""
+        """Close all parts, even if some fail; collect their errors, which must not hide the run's own."""
         seconds = self._prepared.config.stall_timeout_seconds + CLOSE_SECONDS
         for close in closes:
             try:

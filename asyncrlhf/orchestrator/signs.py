@@ -1,4 +1,4 @@
-"""Says when a rule that treats negative advantages in its own way (``algorithm.coef=signed``) never meets one."""
+"""Warns if ``algorithm.coef=signed``, which treats negative advantages differently, never meets one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMEDY = (
 
 
 def never_negative(algorithm: AlgorithmConfig, reward: RewardConfig) -> bool:
-    """Whether the settings alone say that no advantage of ``coef=signed`` is negative: built-in tasks score >= 0."""
+    """Whether the settings alone exclude negative advantages under ``coef=signed``: built-in tasks score >= 0."""
     penalised = reward.missing_eos_penalty or reward.overlong_buffer or algorithm.kl == "reward"
     as_scored = reward.kind == "task" and reward.normalize == "none" and not penalised
     return algorithm.coef == "signed" and algorithm.advantage == "raw" and as_scored
@@ -30,7 +30,7 @@ class MissingSign:
         self._left = STEPS if algorithm.coef == "signed" else 0
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """One step's metrics; once, a sentence when none of the steps had a negative advantage."""
+        """Take one step's metrics; returns a sentence, once, if none of the steps had a negative advantage."""
         if not self._left:
             return None
         self._left = 0 if metrics.get(METRIC, 0.0) > 0 else self._left - 1

@@ -1,4 +1,4 @@
-"""A run that only lets time pass: from a config and costs to the records of a run, by the real controller."""
+"""Simulated runs: the real controller on a virtual clock writes a run's records; its parts only let time pass."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ def simulate(
     take_turns: bool = False,
 ) -> dict[str, Any]:
     """Run ``config`` on the virtual clock and write its records to ``run_dir``; returns the summary, whose
-    ``controller_ms_per_rollout`` is what the real controller took of this machine.
+    ``controller_ms_per_rollout`` is the CPU time, in ms, that the real controller took on this machine.
 
-    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` each of its replicas stands for so many, with the
-    slots of all of them (:func:`in_cohorts`). ``take_turns``: all replicas share their devices with the learner, whose
-    ranks the overrides leave out.
-    Raises ConfigError for a folder that holds a run, and what a loop of the controller raised.
+    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` one simulated replica stands for that many, with all
+    their slots (:func:`in_cohorts`). ``take_turns``: all replicas share their devices with the learner, whose ranks the
+    overrides leave out. Raises ConfigError for a folder that holds a run, and the error of a loop that failed.
     """
     conditions = conditions or Conditions()
     tokenizer = load_tokenizer(config.model)
@@ -104,7 +103,8 @@ def simulate(
 
 
 def in_cohorts(config: RunConfig, cohort: int) -> RunConfig:
-    """One replica with the slots of ``cohort`` in place of so many; raises ConfigError where that does not divide."""
+    """Merge every ``cohort`` replicas into one with all their slots; raises ConfigError if ``cohort`` does not divide
+    ``generator.replicas``."""
     given = config.generator
     if cohort == 1:
         return config
@@ -118,14 +118,15 @@ def in_cohorts(config: RunConfig, cohort: int) -> RunConfig:
 
 
 def settled(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) -> list[dict[str, Any]]:
-    """The steps to compare: without the first, whose responses are the short ones, and without the last bound + 2,
-    which find their batches ready. Of a short run its second half."""
+    """The steps to compare: without the first ``warm_up``, whose responses are the short ones, and without the last
+    ``bound`` + 2, whose batches are ready. For a short run, its second half."""
     chosen = [row for row in metrics[: len(metrics) - (bound + 2)] if row["step"] > warm_up]
     return chosen or list(metrics[len(metrics) // 2 :])
 
 
 def figures(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) -> dict[str, float]:
-    """Of a run, simulated or real: seconds a step, idle shares of both sides, mean staleness, share of drops."""
+    """Averages over the settled steps of a simulated or real run: seconds per step, idle fractions of learner and
+    generators, mean staleness, dropped rollouts per trained one."""
     chosen = settled(metrics, bound, warm_up)
     first = next((row for row in metrics if row["step"] == chosen[0]["step"] - 1), {"wall_time": 0.0})
     step = (chosen[-1]["wall_time"] - first["wall_time"]) / len(chosen)

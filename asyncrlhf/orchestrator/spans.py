@@ -1,4 +1,4 @@
-"""The run's timeline: spans that parts tell with their messages, put on the run's clock, one lane a part."""
+"""The run's timeline: spans that parts send with their answers, converted to the run's clock, one lane per part."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DRIFT = 50e-6  # seconds a second by which two machines' clocks may come apart
 
 @dataclass
 class Clock:
-    """Another machine's clock against this one's: the message that travelled fastest of late says it best.
+    """The offset of another machine's clock, estimated from the recent message with the shortest round trip.
 
-    ``error`` bounds how far ``offset`` (this clock less that one) is off, seconds: half of what the message and its
-    answer were on their way.
+    ``error`` bounds the error of ``offset`` (this clock less the other), in seconds: half of the round trip's travel
+    time.
     """
 
     offset: float = 0.0
@@ -24,7 +24,7 @@ class Clock:
     at: float = 0.0
 
     def hear(self, batch: SpanBatch, sent: float, heard: float) -> None:
-        """``sent``, ``heard``: when the request left here and its answer came."""
+        """Update from one answer to a request that left at ``sent`` and was answered at ``heard``, by this clock."""
         error = max(0.0, (heard - sent) - (batch.told - batch.asked)) / 2
         if error <= self.error + DRIFT * (heard - self.at):
             self.offset = ((sent - batch.asked) + (heard - batch.told)) / 2
@@ -33,10 +33,10 @@ class Clock:
 
 @dataclass
 class SpanLog:
-    """Keeps the last span of each part open: pieces of one activity become one row a learner step.
+    """Joins the spans of one activity to one row per learner step, for each part.
 
-    All times are those of ``wall_time`` in metrics.jsonl, which begins with the first start's learner loop; what
-    parts did before is not recorded.
+    All times are those of ``wall_time`` in metrics.jsonl, which begins with the first start's learner loop; earlier
+    spans are not recorded.
     """
 
     state: RunState
@@ -49,12 +49,12 @@ class SpanLog:
     _lost: dict[str, int] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """The learner's loop begins now."""
+        """Call it when the learner's loop begins."""
         self._first = self.state.elapsed
         self._began = self.state.now() - self._first
 
     def hear(self, batch: SpanBatch, sent: float, heard: float) -> None:
-        """What a part told in its answer to a request that was sent at ``sent``."""
+        """Take the spans that a part sent with its answer to a request that was sent at ``sent``."""
         if self._began is None:
             return
         clock = Clock(error=0.0)
@@ -84,7 +84,7 @@ class SpanLog:
         self._open[row.part] = row
 
     def step(self) -> None:
-        """A learner step is over: what was told so far goes to the records."""
+        """Record all spans received so far, at the end of a learner step."""
         self._ended += self._open.values()
         self._open.clear()
         ended, self._ended = self._ended, []
@@ -92,6 +92,6 @@ class SpanLog:
 
 
 def _within(row: SpanRow) -> SpanRow:
-    """A span that was clipped where this process began is busy for no longer than it is."""
+    """Limit ``busy_seconds`` to the span's length: a span may have been clipped where this process began."""
     span: Span = row.span
     return row._replace(span=span._replace(busy_seconds=min(span.busy_seconds, span.end - span.start)))

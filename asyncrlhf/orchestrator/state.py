@@ -1,4 +1,4 @@
-"""What the controller's loops share: versions, replicas, groups in the making, and the signal that wakes the loops."""
+"""The state that the controller's loops share: versions, replicas, unfinished groups, and signals to wake the loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 @dataclass
 class Replica:
-    """One generator as the controller sees it. ``version`` is what it holds (-1: nothing yet)."""
+    """One generator as the controller sees it. ``version``: the policy version that it holds (-1: none yet)."""
 
     handle: GeneratorHandle
     version: int = -1
@@ -51,7 +51,7 @@ class Replica:
 
     @property
     def free_slots(self) -> int:
-        """Negative where rollouts wait in the replica's queue."""
+        """Slots less rollouts in flight; negative if rollouts wait in the replica's queue."""
         return self.handle.slots - len(self.in_flight)
 
     def begin(self, rollout_id: int, now: float, version_lag: int) -> None:
@@ -60,7 +60,7 @@ class Replica:
         self.pace.begin(rollout_id, now, version_lag)
 
     def end(self, rollout_id: int, now: float, *, finished: bool) -> None:
-        """The rollout left the replica; not ``finished``: it failed or was cancelled. A second call does nothing."""
+        """The rollout left the replica; ``finished=False``: it failed or was cancelled. A second call does nothing."""
         self.in_flight.discard(rollout_id)
         self.pace.end(rollout_id, now, finished=finished)
 
@@ -84,7 +84,7 @@ class GroupInProgress:
 
 
 class Groups(dict[int, GroupInProgress]):
-    """Groups in the making by id. ``versions`` counts them by ``GroupInProgress.version``, which never changes."""
+    """Unfinished groups by id. ``versions`` counts them by ``GroupInProgress.version``, which never changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,11 +109,11 @@ class Groups(dict[int, GroupInProgress]):
 
 @dataclass
 class RunState:
-    """Owned by the controller; every loop gets it and none of them keeps state of its own that must survive.
+    """Owned by the controller and passed to every loop; no loop keeps other state that must survive.
 
-    Each loop waits for the signal of what concerns it: ``room`` (the dispatcher: places at the gate, in the buffer or
-    on a replica), ``batch`` (the learner: groups in the buffer), ``queue`` (the services: rollouts for their workers).
-    ``changed`` is for all that happens seldom, such as a step, a publish or a death, and wakes the others too.
+    Each loop waits for one signal: ``room`` (the dispatcher: places at the gate, in the buffer or on a replica),
+    ``batch`` (the learner: groups in the buffer), ``queue`` (the services: rollouts for their workers). ``changed`` is
+    for rare events, such as a step, a publish or a death, and wakes the others too.
     """
 
     config: RunConfig
@@ -156,21 +156,21 @@ class RunState:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings as checkpoints keep them."""
+        """The settings as checkpoints store them."""
         return to_plain(self.config)
 
     @property
     def scheduled(self) -> bool:
-        """True in the modes whose every batch has its step fixed beforehand."""
+        """Whether the mode fixes beforehand in which step each group trains."""
         return self.config.async_.fixed_lag is not None
 
     @property
     def bound(self) -> int:
-        """The staleness bound in force; ``config.async_.bound`` is the highest that it can be."""
+        """The staleness bound in force; ``config.async_.bound`` is its maximum."""
         return self.adaptive.bound
 
     def follow(self) -> None:
-        """Tell gate and buffer where the learner is and which bound is in force."""
+        """Tell gate and buffer the learner's version and the bound in force."""
         self.buffer.set_bound(self.bound)
         asked = self.config.buffer.admission_bound(self.bound)
         self.gate.follow(self.version, self.buffer.replayed_by(self.version), asked)
@@ -180,24 +180,24 @@ class RunState:
         return asyncio.get_running_loop().time()
 
     def progressed(self, *concerned: Signal) -> None:
-        """Something moved: restart the stall watch and wake those concerned; without a signal every loop looks."""
+        """Record progress for the stall watch and notify the signals ``concerned``, or all loops if none is given."""
         self.last_progress = self.now()
         for signal in concerned or (self.changed,):
             signal.notify()
 
     def touch(self, replica: Replica, *concerned: Signal) -> None:
-        """Something about this replica moved that the dispatcher must see; ``concerned`` are woken beside it."""
+        """Mark the replica as changed for the dispatcher, and notify the signals ``concerned`` too."""
         self.touched[replica.name] = replica
         self.progressed(self.room, *concerned)
 
     def died(self, replica: Replica, error: ReplicaError) -> None:
-        """Report a death, from any loop and any number of times: the first report takes the replica out and puts its
-        rollouts back in the queue, before anything else can run."""
+        """Report a death. Any loop may, any number of times: the first report removes the replica and requeues its
+        rollouts, before any other loop runs."""
         if replica.alive:
             self.bury(replica, error)
 
     async def heard(self, replica: Replica, answer: Awaitable[R]) -> R | None:
-        """What a replica answers; None when it died instead, which is reported."""
+        """The replica's answer, or None if the replica died, which this reports."""
         try:
             return await answer
         except ReplicaError as error:
@@ -205,7 +205,7 @@ class RunState:
             return None
 
     def bury(self, replica: Replica, error: ReplicaError) -> None:
-        """As :meth:`died`, also for a replica that died again before it was back."""
+        """As :meth:`died`, but also for a replica that died again before it had rejoined."""
         replica.alive = False
         replica.version, replica.asked, replica.cause = -1, -1, str(error)
         lost = sorted(replica.in_flight)
@@ -219,7 +219,7 @@ class RunState:
         self.progressed()
 
     def batch_faults(self, faults: Iterable[BatchFault]) -> None:
-        """Count calls of rewards that failed whole; the first of a kind is said."""
+        """Count reward calls that failed as a whole; the first of each kind is shown to the user."""
         for fault in faults:
             self.reward_batch_faults += 1
             if (kind := (fault.part, fault.kind)) not in self.faults_told:
@@ -227,7 +227,7 @@ class RunState:
                 self.message(f"{fault.part}: {fault.cause}")
 
     def reading_ahead(self, kind: str, workers: Sequence[ReaderHandle], totals: ReadTotals) -> ReadAhead:
-        """Of the annotators of ``kind``; the rest as of :class:`ReadAhead`."""
+        """The :class:`ReadAhead` of the annotators of ``kind``."""
 
         def group_of(rollout_id: int) -> GroupInProgress | None:
             return self.groups.get(rollout_id // self.config.num_generations)

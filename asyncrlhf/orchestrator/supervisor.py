@@ -1,16 +1,17 @@
-"""Watches a run from its first await to its last: says who waits for whom, replaces what hangs, and only then ends it.
+"""Watches a run from its first await to its last: reports what each part waits for, replaces parts that hang, and ends
+the run only if that does not help.
 
     after                       what happens
     --------------------------  -----------------------------------------------------------------------------------
-    half the limit in one call  the part is asked for a sign of life (``ping``), for which it has the other half; a
-                                part that gives none is frozen: generators, reward, reference and critic workers are
+    half the limit in one call  the part is asked for a sign of life (``ping``) and has the other half to answer; a
+                                part that does not is frozen: generators, reward, reference and critic workers are
                                 replaced like dead ones, a learner rank ends the run under its name
-    the limit without movement  who waits for whom is said
-    twice the limit             what lives, and has stood at the same call all the time, is replaced; where there is
-                                nothing to replace, StallError
+    the limit without movement  a message says what each part waits for
+    twice the limit             parts that live but have been in the same call all the time are replaced; StallError
+                                if there is none
 
 The limit is ``stall_timeout_seconds``. Movement is an answer that moves a rollout or a version on, and any token that a
-generator makes, an evaluation's too: what is slow is never replaced. A start has a limit of its own.
+generator makes, also for an evaluation: a slow part is never replaced. Starts have a limit of their own.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ LOOKS = 20  # in the time of the limit
 
 @dataclass(eq=False)
 class Supervisor:
-    """``doing``: what the run is at while the learner has not begun. ``beside``: what else is waited for, as
-    sentences."""
+    """``doing``: the run's activity before the learner begins. ``beside``: sentences about other work in progress."""
 
     state: RunState
     runtime: Runtime
@@ -56,11 +56,11 @@ class Supervisor:
 
     @property
     def still(self) -> float:
-        """Seconds without movement."""
+        """Seconds since the last movement."""
         return self.state.now() - self.state.last_progress
 
     async def watch(self) -> None:
-        """Look again and again; raises StallError when the run stands still and nothing is left to replace."""
+        """Check in a loop; raises StallError if the run stands still and no part is left to replace."""
         try:
             while True:
                 await asyncio.sleep(self.limit / LOOKS)
@@ -87,7 +87,7 @@ class Supervisor:
             raise StallError(f"Nothing moved for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
 
     def _feel_beats(self) -> None:
-        """Tokens are movement, those of an evaluation too."""
+        """Count new tokens of any generator as movement, also those of an evaluation."""
         now = self.state.now()
         for replica in self.state.replicas:
             beat = replica.handle.beat
@@ -96,7 +96,7 @@ class Supervisor:
                 self.state.last_progress = now
 
     def _long_asked(self) -> set[str]:
-        """Parts that have had work for more than half the limit and have not been heard of meanwhile."""
+        """Parts in a call for over half the limit that have not been asked for a sign of life meanwhile."""
         now = self.state.now()
         held = {call.name for call in self.calls if now - call.since > self.limit / 2}
         if self.still > self.limit / 2:
@@ -126,7 +126,7 @@ class Supervisor:
             self._end(part.name, replica, calls, why)
 
     def _end(self, name: str, replica: Replica | None, calls: Sequence[Call], why: str) -> None:
-        """Have those who wait for a part go on as after its death."""
+        """End the calls to a part as if it had died."""
         verdict = f"{name} {why}"
         if replica is not None:
             self.state.died(replica, ReplicaError(verdict))
@@ -136,7 +136,7 @@ class Supervisor:
             call.end(verdict)
 
     def _replace_standing(self) -> bool:
-        """Replace what lives and stands still; false where nothing does."""
+        """Replace the parts that live but make no progress; returns False if there is none."""
         now, found = self.state.now(), False
         turns = self.runtime.sharing if self.learn is not None and self.learn.training else ()  # asleep meanwhile
         for replica in [r for r in self.state.replicas if r.alive and r.in_flight and r.name not in turns]:
@@ -153,13 +153,13 @@ class Supervisor:
         return found
 
     def _say(self) -> None:
-        """Once for each time that the run stands still."""
+        """Report the stall to the user, once for each stall."""
         if self._said != self.state.last_progress:
             self._said = self.state.last_progress
             self.state.message(f"Nothing has moved for {self.still:.0f} s. {' '.join(self.sentences())}")
 
     def _blame(self) -> str:
-        """Whose answer has been awaited for longest."""
+        """A sentence that names the part whose answer has been awaited for longest."""
         now = self.state.now()
         asked = [call for call in self.calls if call.verb != "ping" and now - call.since > self.limit / 2]
         if not asked:
@@ -168,7 +168,7 @@ class Supervisor:
         return f"{name} is waited for{self._of(name)}."
 
     def _of(self, name: str) -> str:
-        """What the part was asked for, since when, and for which rollouts."""
+        """The oldest call to the part: its verb, its age in seconds, and its rollout ids; empty if there is none."""
         calls = [call for call in self.calls.of(name) if call.verb != "ping"]
         if not calls:
             return ""
@@ -177,7 +177,7 @@ class Supervisor:
         return f", asked for {oldest.verb} {self.state.now() - oldest.since:.0f} s ago{_some(ids)}"
 
     def sentences(self) -> list[str]:
-        """Who waits for whom, since when."""
+        """One sentence for each part: what it waits for, and since when."""
         return [*self._of_learner(), *self._of_parts(), *self.beside(), *self._of_queues()]
 
     def _of_learner(self) -> Iterator[str]:
@@ -218,7 +218,7 @@ class Supervisor:
             yield f"{len(state.requeue)} rollouts wait to be issued again{_some(list(state.requeue))}."
 
     def status(self) -> dict[str, Any]:
-        """What ``asyncrlhf status`` shows of the run at this moment; JSON's types alone."""
+        """The run's present state for ``asyncrlhf status``, in JSON types."""
         state = self.state
         restarts = {part.name: getattr(part, "restarts", 0) for part in self._annotating()}
         restarts |= {replica.name: replica.restarts for replica in state.replicas}

@@ -1,7 +1,7 @@
 """Turn-taking on shared devices: the generators on the learner's devices sleep while it trains.
 
-learner    ──train──┐        ┌──train──┐        A step's weights are loaded by generators that are awake, so the
-                    │ wake   │ sleep   │        next turn begins only when they hold them; a replica that died is
+learner    ──train──┐        ┌──train──┐        Generators must be awake to load a step's weights, so the next
+                    │ wake   │ sleep   │        turn begins only when they hold them; a replica that died is
 generator  (sleeps) └─sample─┘ (sleeps)└─…      started again between two turns, when the device is free.
 """
 
@@ -17,9 +17,9 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 
 
 class Turns:
-    """Does nothing for replicas with devices of their own.
+    """Puts replicas on the learner's devices to sleep and wakes them; does nothing for replicas with their own devices.
 
-    ``published`` waits until no weights are on their way. A replica that takes longer than
+    ``published`` waits until every live replica holds the newest published weights. A replica that takes longer than
     ``weights.timeout_seconds`` to sleep or wake counts as dead.
     """
 
@@ -33,7 +33,7 @@ class Turns:
 
     @asynccontextmanager
     async def learner(self) -> AsyncIterator[None]:
-        """The learner's turn: no generator on its devices samples inside. When it fails they sleep on; the run ends."""
+        """The learner's turn: in this context the generators on its devices sleep. After an error they stay asleep."""
         if not self._runtime.sharing:
             yield
             return
@@ -48,14 +48,14 @@ class Turns:
         self._state.changed.notify()
 
     async def wake(self) -> None:
-        """After a turn that the learner did not survive."""
+        """Wake the generators after a turn in which the learner died."""
         if self._runtime.sharing:
             await self._all(GeneratorWorker.wake)
             self._state.changed.notify()
 
     @asynccontextmanager
     async def start_of(self, replica: Replica) -> AsyncIterator[None]:
-        """A fresh replica loads its model: the device is the generators' inside."""
+        """In this context, between two turns of the learner, a restarted replica may load its model."""
         if replica.name not in self._runtime.sharing:
             yield
             return
@@ -69,7 +69,7 @@ class Turns:
             self._state.changed.notify()
 
     async def _settled(self) -> None:
-        """Wait until no weights are on their way and no replica is being started."""
+        """Wait until no publish is under way and no replica is being started."""
         await self._published()
         while self._starting:
             await self._state.changed.wait_for(lambda: not self._starting)

@@ -1,4 +1,4 @@
-"""Publishing: sends a snapshot to every replica while the learner trains on, has it loaded as configured, audits it."""
+"""Publishing: sends a snapshot to every replica while the learner trains, has the replicas load it, and audits them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GRACE_SECONDS = 1.0  # beyond the transport's own time-out, whose sentence says 
 
 
 class WeightPublisher:
-    """One publish at a time. ``busy`` from the snapshot until every live replica has loaded it."""
+    """Makes one publish at a time; ``busy`` from the snapshot until every live replica has loaded it."""
 
     def __init__(
         self, state: RunState, runtime: Runtime, vocab_size: int, hand_over: Callable[[], Awaitable[None]]
     ) -> None:
-        """``hand_over`` publishes, beside the policy, what else a snapshot holds: the critic, where it is a service."""
+        """``hand_over`` publishes the other content of a snapshot: the critic, if it is a service."""
         self._state = state
         self._hand_over = hand_over
         self._runtime = runtime
@@ -53,7 +53,7 @@ class WeightPublisher:
 
     @property
     def busy(self) -> bool:
-        """Whether weights are on their way, so that no new snapshot may take the place of the present one."""
+        """Whether a publish or a rejoin is under way, so that no new snapshot may replace the present one."""
         return self._publishing or self._rejoining > 0
 
     @property
@@ -61,8 +61,8 @@ class WeightPublisher:
         return self._task is not None and not self._task.done()
 
     def publish(self, version: int) -> None:
-        """Send the learner's present weights, those of ``version``, in the background; no other publish may be under
-        way. The snapshot is ordered before this returns: the learner makes it before any step that is ordered later."""
+        """Send the learner's present weights, of ``version``, in the background; no other publish may be under way. The
+        snapshot is ordered before this returns: the learner makes it before any step that is ordered later."""
         assert not self._publishing, "a publish is still under way"
         self.raise_if_failed()
         offer = self._runtime.learner.snapshot(self._probe if self._audit_due() else None)
@@ -76,7 +76,7 @@ class WeightPublisher:
 
     @property
     def failure(self) -> BaseException | None:
-        """What made the last publish fail, or a rejoin, where it was the learner's death."""
+        """The error of the last publish, or the learner's death if a rejoin met it; None if there is none."""
         if self._lost is not None:
             return self._lost
         ended = self._task is not None and self._task.done() and not self._task.cancelled()
@@ -87,12 +87,13 @@ class WeightPublisher:
             raise self.failure
 
     async def idle(self) -> None:
-        """Wait until the publish under way is loaded everywhere; raises what made it fail."""
+        """Wait until every live replica has loaded the publish under way; raises its error."""
         await self._state.changed.wait_for(lambda: not self.busy)
         self.raise_if_failed()
 
     async def forget(self) -> None:
-        """The learner is lost: give up the publish under way, and the weight group. The next one is the first again."""
+        """The learner is lost: cancel the publish under way and forget the weight group. The next publish is a
+        first."""
         self._down = True
         if self._task is not None:
             self._task.cancel()
@@ -102,7 +103,7 @@ class WeightPublisher:
         self._publishes, self.waiting_for = 0, ""
 
     def found(self) -> None:
-        """The learner is back, and a replica may rejoin."""
+        """The learner is back: replicas may rejoin."""
         self._down = False
         self._state.changed.notify()
 
@@ -136,14 +137,14 @@ class WeightPublisher:
         await off_loop(partial(self._state.published, version))
 
     async def _send_staged(self, members: list[Replica]) -> list[Replica]:
-        """Transfer the newest snapshot to the members that stage it, and return those that live."""
+        """Transfer the newest snapshot to the members that stage it; returns all members that are alive afterwards."""
         staging = [r for r in members if not self._direct.serves(r)]
         await self._send(staging)
         return [r for r in members if r.alive]
 
     async def _send(self, members: list[Replica]) -> None:
-        """Transfer the newest snapshot to all members. A member that dies or hangs meanwhile leaves ``members``, and
-        the transfer begins again with the rest; it ends when none is left."""
+        """Transfer the newest snapshot to all members. A member that dies or hangs meanwhile is removed from
+        ``members``, and the transfer begins again with the others; it ends when none is left."""
         while members:
             failures = await self._form(members) or await self._transfer(members)
             self.waiting_for = ""
@@ -158,8 +159,7 @@ class WeightPublisher:
             members[:] = survivors
 
     async def _form(self, members: list[Replica]) -> list[BaseException]:
-        """Form the weight group of ``members`` where another one stands; returns the errors of receivers that were lost
-        meanwhile."""
+        """Form the weight group of ``members`` if it is not the present one; returns the errors of lost receivers."""
         handles = [r.handle for r in members]
         if self._group == handles:
             return []
@@ -199,13 +199,13 @@ class WeightPublisher:
         return failures
 
     async def _ticket(self) -> Ticket:
-        """That of the newest snapshot, whose bytes decide how long things may take."""
+        """The ticket of the newest snapshot, whose bytes also set the time limit of transfers and loads."""
         ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
         self._seconds = self._state.config.weights.seconds_for(sum(ticket.manifest.bucket_bytes))
         return ticket
 
     async def _end_receiving(self, receiving: dict[asyncio.Task[None], Replica]) -> list[BaseException]:
-        """Wait for the live receivers, at most the transport's time-out and a grace; returns their errors."""
+        """Wait for the live receivers, at most the transport's time-out plus a grace time; returns their errors."""
         seconds = self._seconds + GRACE_SECONDS
         awaited = [task for task, replica in receiving.items() if replica.alive]
         try:
@@ -219,7 +219,7 @@ class WeightPublisher:
         return [r for r in results if isinstance(r, Exception)]
 
     def _bury(self, members: list[Replica], error: LostReceiversError) -> None:
-        """Report each receiver that ``error`` names as dead, whether its process lives or not."""
+        """Report each receiver that ``error`` names as dead, even if its process still runs."""
         for replica in members:
             reason = error.receivers.get(replica.name)
             if reason is not None:
@@ -240,7 +240,7 @@ class WeightPublisher:
         self._state.touch(replica)
 
     async def _load(self, replica: Replica, version: int, cache: CacheMode) -> None:
-        """Load what the replica received, or what its workers receive meanwhile."""
+        """Load the weights that the replica has staged, or that its workers receive during the load."""
         if not self._direct.serves(replica):
             return await self._load_received(replica, version, cache)
         self.waiting_for = f"the workers of {replica.name} to take version {version}"
@@ -248,7 +248,7 @@ class WeightPublisher:
         self.waiting_for = ""
 
     async def _load_received(self, replica: Replica, version: int, cache: CacheMode) -> None:
-        """From the end of the load on the gate counts the replica at ``version``."""
+        """Ask the replica to load; after that the gate counts the replica at ``version``."""
         try:
             if replica.alive:
                 epoch, replica.asked = self._state.epoch, version
@@ -261,7 +261,7 @@ class WeightPublisher:
             self._state.died(replica, error)
 
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
-        """Wait until the replica has nothing in flight, where ``async.on_weight_update=drain`` asks for that."""
+        """If the mode drains (``drain``, and all scheduled modes), wait until the replica has nothing in flight."""
         mode = "drain" if self._state.scheduled else self._state.config.async_.on_weight_update
         if mode == "drain":
             # A scheduled batch must be generated whole by its version: wait for its admission as well as for its end.
@@ -278,8 +278,8 @@ class WeightPublisher:
         return nothing_due and not state.requeue and not any(r.in_flight for r in state.replicas)
 
     async def rejoin(self, replica: Replica) -> None:
-        """Bring a restarted replica to the version that the others hold; a death meanwhile is reported as any other.
-        When the learner dies meanwhile, all begins again once it is back."""
+        """Load the others' version on a restarted replica; its death meanwhile is reported like any other. If the
+        learner dies meanwhile, begin again when the learner is back."""
         while replica.version < 0:
             learner = self._runtime.learner
             try:
@@ -316,14 +316,14 @@ class WeightPublisher:
         return ticket.version == self._state.published_version
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
-        """The engine's log-probs of the probe texts must be the learner's: half-updated weights stop the run, while
-        rounding does not."""
+        """Compare the log-probs that engines and learner give the probe texts; stop the run if they differ by more than
+        rounding, as half-updated weights do."""
         audited = [r for r in members if r.alive and r.name.rpartition("-")[0] in self._audited]
         found = await asyncio.gather(*(self._audit_one(replica, version, expected) for replica in audited))
         self.mismatch_kl = max((kl for kl in found if kl is not None), key=abs, default=self.mismatch_kl)
 
     async def _audit_one(self, replica: Replica, version: int, expected: list[FloatArray]) -> float | None:
-        """The replica's mismatch_kl, or None when it died."""
+        """The replica's mismatch_kl, or None if it died."""
         tolerance = self._state.config.audit_tolerance
         asked = replica.handle.call(self._seconds, GeneratorWorker.score, self._probe)
         if (scored := await self._state.heard(replica, asked)) is None:
