@@ -1,6 +1,6 @@
-"""Advantages: group-relative ones from rewards a sequence, GAE and V-trace from values a token.
+"""Advantages: group-relative ones from one reward per sequence, GAE and V-trace from one value per token.
 
-Groups may be ragged (a sibling may have failed) and in any order: ``group_ids [N]`` says who belongs together.
+Groups may be ragged (a sibling may have failed) and in any order: rollout i belongs to group ``group_ids[i]``, [N].
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def group_norm(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-4) -> Tens
 def vstar(rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
     """A = R - V*, V* = beta log mean exp(R / beta) over the group: [N] (A*PO, 2505.20686). A group of one gives 0.
 
-    V* goes from the group's mean to its best as ``beta`` (> 0) goes from infinity to 0.
+    V* goes from the group's mean to its maximum as ``beta`` (> 0) goes from infinity to 0.
     """
     if beta <= 0:
         raise ValueError(f"V* divides by its beta, which was {beta}; allowed: > 0.")
@@ -87,8 +87,8 @@ def opob(rewards: Tensor, group_ids: Tensor, *, log_weights: Tensor, score_norms
     """A = R - b, b = sum w^2 g^2 R / sum w^2 g^2 over the group: [N], the baseline of least variance (2602.17616).
 
     ``log_weights`` [N], finite: log of the sequence's behavior weight w. ``score_norms`` [N]: g^2 >= 0, the squared
-    norm of the sequence's score, or the proxy of ``score_norms``. Where the mean of g^2 under w^2 is below
-    ``SCORE_NOISE``, b is the group's mean: so saturated a policy has no score beyond rounding. A group of one gives 0.
+    norm of the sequence's score, or the proxy of ``score_norms``. If the mean of g^2 under w^2 is below
+    ``SCORE_NOISE``, b is the group's mean: the score of so saturated a policy is only rounding. A group of one gives 0.
     """
     centred = _groups(rewards, group_ids).centred
     logs = log_weights.detach().double()
@@ -104,11 +104,11 @@ def opob(rewards: Tensor, group_ids: Tensor, *, log_weights: Tensor, score_norms
 def score_norms(
     policy_logprobs: Tensor, collision: Tensor, loss_mask: Tensor, sequence_ids: Tensor, num_sequences: int
 ) -> Tensor:
-    """sum_t (1 - 2 pi_t + sum_v pi_v^2): [N], what ``opob`` takes for the squared norm of a sequence's score.
+    """sum_t (1 - 2 pi_t + sum_v pi_v^2): [N], the approximation of a sequence's squared score norm that ``opob`` uses.
 
-    Each term is the squared norm of the gradient of log pi_t in the token's logits: (1 - pi_t)^2, and pi_v^2 of the
-    other tokens, which together are between 0 and (1 - pi_t)^2. Held there, a term is never below 0 where pi_t rounds
-    to 1. ``collision`` [T] is ``logprobs.collision_probability``.
+    Each term is the squared norm of the gradient of log pi_t in the token's logits: (1 - pi_t)^2, plus pi_v^2 of the
+    other tokens, whose sum is between 0 and (1 - pi_t)^2. Clamping to this range keeps a term >= 0 when pi_t rounds to
+    1. ``collision`` [T] is ``logprobs.collision_probability``.
     """
     logprobs = masked_values(policy_logprobs.detach(), loss_mask)
     rest = logprobs.expm1().square()
@@ -126,7 +126,7 @@ SEQUENCE_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def broadcast(per_sequence: Tensor, sequence_ids: Tensor) -> Tensor:
-    """[N] to [T]: every token takes its sequence's number."""
+    """[N] to [T]: every token gets its sequence's number."""
     return per_sequence[sequence_ids]
 
 
@@ -156,14 +156,14 @@ def gae(
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, target = A + V; t runs over a sequence's
     masked tokens only, so that value and accumulator are carried over the tokens between. ``values [T]``: entry t is
-    the value of the state that token t is chosen in. ``final_values [N]``: the value of the state behind a sequence's
-    last masked token, 0 when None: the sequence ended there. Rewards on unmasked tokens are not seen.
+    the value of the state in which token t is chosen. ``final_values [N]``: the value of the state after a sequence's
+    last masked token; None: 0, because the sequence ended there. Rewards on unmasked tokens are ignored.
 
     ``log_ratio`` [T], log(pi / mu), corrects for tokens that mu sampled. The targets are then V-trace's (1802.01561)
     with rho = min(rho_bar, r) and c = lam min(c_bar, r): v_t = V_t + rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1}),
-    whose fixed point is V^pi where no ratio passes ``rho_bar``; without it the fixed point is V^mu. The advantage is
-    A_t = delta_t + gamma lam (v_{t+1} - V_{t+1}): the token's own ratio is left to the loss. With all ratios 1 both
-    are those of plain GAE, for any lam.
+    whose fixed point is V^pi where no ratio exceeds ``rho_bar``; without it the fixed point is V^mu. The advantage is
+    A_t = delta_t + gamma lam (v_{t+1} - V_{t+1}): the loss applies the token's own ratio. With all ratios 1 both equal
+    plain GAE, for any lam.
     """
     rows = _Rows.of(loss_mask, sequence_ids)
     reward, value = rows.pack(token_rewards, values.dtype), rows.pack(values, values.dtype)
@@ -224,9 +224,10 @@ def _gaps(delta: Tensor, rho: Tensor, trace: Tensor, gamma: float) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Masked tokens as a padded table: one row a sequence, so that a recursion walks columns, all sequences at once.
+    """Masked tokens as a padded table with one row per sequence, so that a recursion runs over columns for all
+    sequences at once.
 
-    Zeros behind the end of a short row leave its recursion at zero.
+    Zeros after the end of a short row keep its recursion at zero.
     """
 
     where: Tensor  # [M] positions of the masked tokens among T
@@ -251,7 +252,7 @@ class _Rows(NamedTuple):
         return table.new_zeros(self.tokens).index_put((self.where,), table[self.row, self.column])
 
     def following(self, table: Tensor, final: Tensor | None) -> Tensor:
-        """Column t holds what stood in column t + 1; a row's last token its entry of ``final`` [N], 0 when None."""
+        """Column t holds the former column t + 1; a row's last token gets its entry of ``final`` [N], 0 if None."""
         shifted = torch.nn.functional.pad(table[:, 1:], (0, 1))[:, : table.shape[1]]
         if final is None:
             return shifted

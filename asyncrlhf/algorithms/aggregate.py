@@ -1,4 +1,4 @@
-"""From a loss a token to one number: four ways to aggregate, with a normaliser that spans the whole optimizer update.
+"""From one loss per token to one number: four aggregations, with a normaliser over the whole optimizer update.
 
 | how | loss |
 |---|---|
@@ -7,8 +7,8 @@
 | ``seq_sum`` | mean over sequences of the sequence's token sum (REINFORCE, RLOO) |
 | ``const`` | sum over all tokens / (sequences x a constant length) (Dr. GRPO) |
 
-Tokens and sequences are counted on the loss mask, before any rejection; a sequence without a masked token counts for
-nothing.
+Tokens and sequences are counted on the loss mask, before any rejection; a sequence without a masked token is not
+counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AGGREGATES = ("token", "seq_mean", "seq_sum", "const")
 def normaliser_count(
     how: str, loss_mask: Tensor, sequence_ids: Tensor, *, constant_length: float | None = None
 ) -> Tensor:
-    """What this microbatch, or this rank, adds to the normaliser: 0-dim float64.
+    """This microbatch's, or this rank's, contribution to the normaliser: 0-dim float64.
 
     ``constant_length``: tokens, for ``const`` only; usually the longest completion allowed.
     """

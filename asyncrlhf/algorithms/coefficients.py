@@ -1,6 +1,6 @@
 """The clip rules: how a ratio and an advantage become the detached coefficient of a token's policy gradient.
 
-Called with its bounds, each rule gives a ``Coefficient``; a new rule is one more function in ``COEFFICIENTS``.
+Called with its bounds, each rule returns a ``Coefficient``; a new rule is one more function in ``COEFFICIENTS``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrlhf.algorithms.weights import log_ratio, ratio_of
 
 
 class RatioFacts(NamedTuple):
-    """What a rule may look at; every tensor is [T] and detached, and zero (ratio: one) outside the mask."""
+    """The inputs of a rule; every tensor is [T] and detached, and zero (ratio: one) outside the mask."""
 
     ratio: Tensor  # pi_theta / pi_anchor at the loss's level
     advantages: Tensor
@@ -47,13 +47,14 @@ def _of_bounds(
 
 @_of_bounds
 def one(facts: RatioFacts) -> tuple[Tensor, Tensor]:
-    """c = 1: plain REINFORCE; the ratio is not looked at."""
+    """c = 1: plain REINFORCE, without the ratio."""
     return torch.ones_like(facts.ratio), torch.zeros_like(facts.loss_mask)
 
 
 @_of_bounds
 def clip(facts: RatioFacts, eps_low: float, eps_high: float, dual: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The gradient of PPO's min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) (1707.06347): r, or 0 where the clip holds.
+    """The gradient of PPO's min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) (1707.06347): r, or 0 where the clip
+    applies.
 
     ``dual`` > 1 also drops tokens with A < 0 and r > dual (dual clip, 1912.09729); 0 is off.
     """
@@ -128,9 +129,9 @@ def dprob(facts: RatioFacts, delta_low: float, delta_high: float, cap: float) ->
 def geoclip(facts: RatioFacts, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
     """The gradient of GMPO's s A (2507.20673) under ``level`` token and ``aggregate`` seq_mean: s, or 0 where clipped.
 
-    s is the sequence's geometric mean of token ratios, after each log-ratio is held at ``eps_high`` where A > 0 and at
-    -``eps_low`` where A < 0. The bounds are on the log-ratio. A is one number a sequence: with one a token, or under
-    another aggregate, this is the gradient of no loss that GMPO knows.
+    s is the sequence's geometric mean of token ratios, after each log-ratio is clamped to ``eps_high`` where A > 0 and
+    to -``eps_low`` where A < 0. The bounds are on the log-ratio. A is one number per sequence; with one per token, or
+    under another aggregate, the result is not the gradient of GMPO's loss.
     """
     difference, advantages = facts.policy_logprobs - facts.anchor_logprobs, facts.advantages
     high, low = (advantages > 0) & (difference > eps_high), (advantages < 0) & (difference < -eps_low)

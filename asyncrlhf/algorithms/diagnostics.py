@@ -1,6 +1,6 @@
-"""What a training step should be asked: effective sample size, drift between policies, clipping, the critic's fit.
+"""Diagnostics of a training step: effective sample size, drift between policies, clipping, the critic's fit.
 
-All functions take one rank's tokens and give statistics that add up over ranks (``algorithms/statistics.py``); they
+All functions take one rank's tokens and return statistics that add up over ranks (``algorithms/statistics.py``); they
 are 0 where the mask is empty.
 """
 
@@ -83,13 +83,13 @@ def clip_diagnostics(clipped: Tensor, advantages: Tensor, loss_mask: Tensor) -> 
 
 
 def harmful_second_moment(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Statistic:
-    """Mean (log r)^2 over the harmful tokens of ``gates.harmful``: what M2PO (2510.01161) holds down."""
+    """Mean (log r)^2 over the harmful tokens of ``gates.harmful``: the quantity that M2PO (2510.01161) bounds."""
     moved = masked_values(log_ratio.detach(), loss_mask)
     return Mean.over(moved.square(), harmful(moved, advantages, loss_mask))
 
 
 def lag_diagnostics(version_lag: Tensor, loss_mask: Tensor) -> Found:
-    """``version_lag [T]``, the policy's version less that of the token: its mean, 95th percentile and largest value.
+    """``version_lag [T]``, the policy's version less the token's version: its mean, 95th percentile and maximum.
 
     Keys: ``version_lag_mean``, ``version_lag_p95``, ``version_lag_max``.
     """
@@ -122,7 +122,7 @@ def by_lag(log_weights: Tensor, rewards: Tensor, version_lag: Tensor, loss_mask:
         count = float(here.sum())
         present = torch.zeros(len(rewards), dtype=torch.bool, device=rewards.device)
         present[sequence_ids[here]] = True
-        # A bucket without a token is told of too: another rank may have some, and its share is of all tokens.
+        # Report a bucket without tokens too: another rank may have some, and its share is of all tokens.
         found |= {
             f"lag_{name}/ess_fraction": EffectiveSize.over(logs, here, share=True),
             f"lag_{name}/ratio_mean": Mean.over(ratio, here),
@@ -134,7 +134,7 @@ def by_lag(log_weights: Tensor, rewards: Tensor, version_lag: Tensor, loss_mask:
 
 
 def without_empty_lags(metrics: dict[str, float]) -> dict[str, float]:
-    """``metrics`` less those of ``by_lag`` whose bucket holds no token."""
+    """``metrics`` without those of ``by_lag`` whose bucket holds no token."""
     empty = tuple(f"lag_{name}/" for name in LAG_BUCKETS if not metrics.get(f"lag_{name}/token_fraction"))
     return {name: value for name, value in metrics.items() if not name.startswith(empty)}
 
@@ -143,8 +143,8 @@ def without_empty_lags(metrics: dict[str, float]) -> dict[str, float]:
 class ExplainedVariance(Statistic):
     """1 - var(returns - values) / var(returns); 0 when the returns do not vary.
 
-    Returns that differ by less than ``RETURN_NOISE`` of the size of returns and values do not vary: a return is made as
-    advantage plus value, and equal ones come back only up to rounding, which no critic can explain.
+    Returns whose differences are below ``RETURN_NOISE`` of the size of returns and values count as equal: a return is
+    computed as advantage plus value, so that equal ones differ by rounding, which no critic can explain.
     """
 
     returns: Spread
@@ -158,7 +158,7 @@ class ExplainedVariance(Statistic):
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Statistic:
-    """How well ``values [T]`` foretell ``returns [T]`` over the mask; ``ExplainedVariance`` has the formula."""
+    """How well ``values [T]`` predict ``returns [T]`` over the mask; ``ExplainedVariance`` has the formula."""
     target = masked_values(returns.detach(), loss_mask).double()
     guess = masked_values(values.detach(), loss_mask).double()
     return ExplainedVariance(

@@ -1,8 +1,8 @@
-"""Gates: which tokens keep their place in the policy loss, decided by how far the policy is from the sampler.
+"""Gates: which tokens stay in the policy loss, depending on how far the policy is from the sampler.
 
-Every gate returns keep [T] bool for ``policy_loss(gate=...)``; its value outside the mask has no effect.
-``log_ratio`` [T] is log(pi / mu) a token. ``m2_gate`` and ``sat_gate`` rank tokens: they want all of an optimizer
-update's at once.
+Every gate returns keep [T] bool for ``policy_loss(gate=...)``; its value outside the mask has no effect. ``log_ratio``
+[T] is log(pi / mu) per token. ``m2_gate`` and ``sat_gate`` rank tokens: give them all tokens of an optimizer update at
+once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from asyncrlhf.algorithms.weights import log_ratio as log_ratio_at
 
 
 def harmful(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Tokens that have already moved where A pushes them: A > 0 and r > 1, or A < 0 and r < 1: [T] bool."""
+    """Tokens that have already moved in the direction of A: A > 0 and r > 1, or A < 0 and r < 1: [T] bool."""
     return loss_mask & (advantages.detach() * log_ratio.detach() > 0)
 
 
 def m2_gate(log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, *, threshold: float) -> Tensor:
     """M2PO (2510.01161): drops the fewest harmful tokens such that the others' mean (log r)^2 is <= ``threshold``.
 
-    The paper's Algorithm 1 starts from the "trust-region tokens", and takes the one of the largest (log r)^2 out until
-    the mean over the rest is not above the threshold. The authors' code (Infini-AI-Lab/M2PO,
-    ``verl/trainer/ppo/core_algos.py``) says which these are: A > 0 and r > 1, or A < 0 and r < 1. So harmless tokens
+    The paper's Algorithm 1 starts from the "trust-region tokens" and removes the one with the largest (log r)^2 until
+    the mean over the rest is at most the threshold. The authors' code (Infini-AI-Lab/M2PO,
+    ``verl/trainer/ppo/core_algos.py``) defines these tokens: A > 0 and r > 1, or A < 0 and r < 1. So harmless tokens
     are neither counted nor dropped. AReaL's code takes the mean over all tokens, and drops any of them.
     """
     where = harmful(log_ratio, advantages, loss_mask).nonzero().squeeze(-1)
@@ -40,9 +40,9 @@ def sat_gate(
     """SAT (2607.18722): PPO's clip with a narrower bound for the tokens furthest from mu; belongs under coef clip.
 
     With q the ``quantile`` of |log r| over the mask, a token with |log r| > q has its eps multiplied by q / |log r|:
-    continuous at q, and the less room the further it drifted. Only the bound on the side of A's sign is narrowed,
-    1 + eps_high for A > 0 and 1 - eps_low for A < 0, so that the interval lies within PPO's. The summary that this
-    follows leaves the amount open; this one is our choice.
+    continuous at q, and smaller the further the token drifted. Only the bound on the side of A's sign is narrowed, 1 +
+    eps_high for A > 0 and 1 - eps_low for A < 0, so that the interval lies within PPO's. The paper's summary, on which
+    this is based, does not give the amount; this one is our choice.
     """
     drift = masked_values(log_ratio.detach(), loss_mask)
     sizes = drift[loss_mask].abs()

@@ -32,7 +32,7 @@ def _k2(difference: Tensor, ratio_bound: float) -> Tensor:
 
 def _k3(difference: Tensor, ratio_bound: float) -> Tensor:
     held = (-difference).clamp(max=min(MAX_LOG_RATIO, math.log(ratio_bound)))
-    # Beyond the bound the exponential goes on along its tangent: its gradient is held, and keeps its direction.
+    # Beyond the bound the exponential continues as its tangent: its gradient is bounded and keeps its direction.
     return held.exp() * (1 - difference - held) - 1 + difference
 
 
@@ -103,8 +103,8 @@ def kl_token_rewards(
 ) -> Tensor:
     """``token_rewards [T]`` less beta k1 of each masked token: [T], detached (PPO of 1909.08593).
 
-    ``policy_logprobs`` [T] is the policy that the penalty speaks of: the one that is being trained, before its update.
-    With stale samples the sampler's own log-probs would leave out how far the policy has moved since.
+    ``policy_logprobs`` [T]: the penalised policy, which is the policy in training, before its update. With stale
+    samples the sampler's own log-probs would leave out how far the policy has moved since.
     """
     with torch.no_grad():
         return token_rewards - beta * kl_estimate(policy_logprobs, ref_logprobs, loss_mask, estimator="k1")

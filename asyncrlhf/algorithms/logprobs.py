@@ -16,8 +16,8 @@ LOWEST = -1e4  # in place of log 0: its exponential is 0 in every float type, an
 class KeptSets(NamedTuple):
     """The tokens that truncated sampling allowed at each of T positions, K in total.
 
-    Where a set is given, pi stands for pi renormalised on it, the set held fixed: that is what was sampled from, so
-    that E[grad log pi] = 0 and a ratio to the sampler is 1 at equal weights. An empty set is the whole vocabulary.
+    Where a set is given, pi means pi renormalised on this fixed set: the distribution that was sampled from, so that
+    E[grad log pi] = 0 and a ratio to the sampler is 1 at equal weights. An empty set is the whole vocabulary.
     """
 
     ids: Tensor  # [K] position by position
@@ -25,16 +25,16 @@ class KeptSets(NamedTuple):
 
     @classmethod
     def of_counts(cls, ids: Tensor, counts: Tensor) -> KeptSets:
-        """``ids`` [K] on any device, and how many of them are each position's: [T] on the CPU."""
+        """``ids`` [K] on any device; ``counts`` [T] on the CPU: how many of them belong to each position."""
         return cls(ids, torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64))))
 
     def rows(self, first: int, last: int) -> KeptSets:
-        """Those of a run of positions."""
+        """The sets of positions ``first`` to ``last`` (exclusive)."""
         starts = self.starts[first : last + 1]
         return KeptSets(self.ids[int(starts[0]) : int(starts[-1])], starts - starts[0])
 
     def at(self, positions: Tensor) -> KeptSets:
-        """Those of ``positions`` [n], in that order."""
+        """The sets of ``positions`` [n], in that order."""
         positions = positions.cpu()
         counts = self.starts.diff()[positions]
         found = KeptSets.of_counts(self.ids, counts)
@@ -42,7 +42,7 @@ class KeptSets(NamedTuple):
         return found._replace(ids=self.ids[(shift + torch.arange(len(shift))).to(self.ids.device)])
 
     def outside(self, vocabulary: int) -> Tensor:
-        """Which tokens were not allowed: [T, V] bool."""
+        """True for each token that was not allowed: [T, V] bool."""
         device, counts = self.ids.device, self.starts.diff()
         outside = (counts > 0).to(device)[:, None].repeat(1, vocabulary)
         rows = torch.arange(len(counts)).repeat_interleave(counts).to(device)
@@ -82,7 +82,7 @@ def collision_probability(
 ) -> Tensor:
     """sum_v pi_v^2 of each distribution: [T], detached, float32 (float64 for float64 logits).
 
-    Arguments as in ``token_logprobs``. It is the chance that two draws agree.
+    Arguments as in ``token_logprobs``. It is the probability that two draws are equal.
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} cannot divide logits; allowed: > 0.")
@@ -96,7 +96,7 @@ def collision_probability(
 def kept_mass(logits: Tensor, kept: KeptSets, *, temperature: float = 1.0, chunk_tokens: int = 0) -> Tensor:
     """The probability that the whole distribution gives to each position's set: [T], detached; 1 for an empty set.
 
-    Arguments and type as in ``token_logprobs``. A metric: how much truncation takes away. It is no correction.
+    Arguments and type as in ``token_logprobs``. A metric of how much truncation removes, not a correction.
     """
     found = _numbers(logits)
     for part in _parts(logits, chunk_tokens):
@@ -106,13 +106,13 @@ def kept_mass(logits: Tensor, kept: KeptSets, *, temperature: float = 1.0, chunk
 
 
 def _parts(logits: Tensor, chunk_tokens: int) -> list[slice]:
-    """The rows that are worked on at once, chunk by chunk."""
+    """Slices of the rows, one per chunk."""
     rows = chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
 
 def _numbers(logits: Tensor) -> Tensor:
-    """Room for one number a row, in the type that is worked in: float32, or float64 for float64 logits."""
+    """An empty tensor of one number per row, in the type of the computation: float32, or float64 for float64 logits."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return torch.empty(len(logits), dtype=dtype, device=logits.device)
 

@@ -2,7 +2,7 @@
 
 Shapes in this folder: T packed tokens, N sequences, V vocabulary. ``sequence_ids [T]`` (int64) says which sequence a
 token belongs to: sorted, 0 to N-1 within whatever is passed in, no sequence empty. ``mask [T]`` (bool) says which
-tokens count; what lies outside it, NaN and infinities included, never changes a result.
+tokens count; values outside it, NaN and infinities included, never change a result.
 """
 
 from __future__ import annotations

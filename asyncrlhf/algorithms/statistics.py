@@ -1,7 +1,7 @@
-"""Numbers that add up: a statistic of one rank's tokens, plus that of another's, is the statistic of both.
+"""Statistics that add up: the sum of two ranks' statistics is the statistic of both ranks' tokens.
 
-Learner ranks exchange these instead of their tokens. ``float(a + b)`` is what one rank with all the tokens would find,
-up to rounding; quantiles are found up to a bin of ``BIN`` (1%), on one rank as on several. Each is 0 over nothing.
+Learner ranks exchange these instead of their tokens. ``float(a + b)`` is the result of one rank with all the tokens, up
+to rounding; quantiles are exact up to a bin of ``BIN`` (1%), on one rank as on several. Each is 0 over no tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ZERO_BIN, _BROKEN_BIN = -(2**31), 2**31 - 1
 
 
 class Statistic:
-    """Fields that are added one by one, unless a kind says otherwise."""
+    """Fields that are added one by one, unless a subclass overrides this."""
 
     def __float__(self) -> float:
         raise NotImplementedError
@@ -97,10 +97,10 @@ class Largest(Statistic):
 
 @dataclass(frozen=True)
 class EffectiveSize(Statistic):
-    """(sum w)^2 / sum w^2 of weights w = exp(log-weight), neither cut nor clamped; ``share``: over their number.
+    """(sum w)^2 / sum w^2 of weights w = exp(log-weight), neither cut nor clamped; ``share``: divided by their number.
 
-    The largest weight, e^``top``, counts as 1, so that no log-weight is too large. The share is 1 for equal weights
-    and 1/n when one weight holds everything.
+    Weights are scaled by the largest one, e^``top``, so that no log-weight overflows. The share is 1 for equal weights
+    and 1/n if one of n weights has the whole mass.
     """
 
     top: float
@@ -140,7 +140,7 @@ class Percentile(Statistic):
 
     @classmethod
     def of_sizes(cls, x: Tensor, share: float) -> Percentile:
-        """Of ``x [n]`` >= 0; the answer is the upper edge of a bin, at most ``BIN`` above the value."""
+        """Of ``x [n]`` >= 0; the result is the upper edge of a bin, at most ``BIN`` above the value."""
         bins = (x.detach().double().log() / math.log1p(BIN)).ceil()
         bins = torch.where(x == 0, _ZERO_BIN, bins.nan_to_num(_BROKEN_BIN, _BROKEN_BIN, _ZERO_BIN)).long()
         return cls(_counted(bins), share, integers=False)
@@ -174,7 +174,7 @@ def _counted(bins: Tensor) -> Counter[int]:
 
 
 def together(parts: Iterable[dict[str, Statistic]]) -> dict[str, Statistic]:
-    """Every rank's statistics as one; a name that some ranks lack had nothing there to speak of."""
+    """All ranks' statistics merged; a name that some ranks lack is merged over the others."""
 
     def add(mine: dict[str, Statistic], theirs: dict[str, Statistic]) -> dict[str, Statistic]:
         both = {name: mine[name] + theirs[name] for name in mine.keys() & theirs.keys()}

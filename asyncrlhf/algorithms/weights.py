@@ -33,9 +33,9 @@ def log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor, sequenc
 
 
 def ratio_of(log_ratios: Tensor, bound: float = math.inf) -> Tensor:
-    """``exp`` of log-ratios held within +-``MAX_LOG_RATIO``: a ratio times a zero advantage is then zero, not NaN.
+    """``exp`` of log-ratios clamped to +-``MAX_LOG_RATIO``, so that a ratio times a zero advantage is zero, not NaN.
 
-    ``bound``: the largest ratio, where that is to be less.
+    ``bound``: the largest ratio, if smaller.
     """
     return log_ratios.clamp(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, math.log(bound))).exp()
 
@@ -96,11 +96,11 @@ def target_anchor(target_logprobs: Tensor, behavior_logprobs: Tensor, ratio_cap:
 
 
 def sqrt_ess_factor(ess_fraction: float, base: float) -> float:
-    """What the learning rate is multiplied by: min(1, ess_fraction / base)^0.5 (VCPO, 2602.17616).
+    """The factor of the learning rate: min(1, ess_fraction / base)^0.5 (VCPO, 2602.17616).
 
     Args:
         ess_fraction: of the *uncut* behavior weights, 0 to 1; an empty batch's 0 gives 0.
-        base: the fraction at which the rate is left alone, > 0.
+        base: > 0; from this fraction on the factor is 1.
     """
     if base <= 0:
         raise ValueError(f"the ESS fraction's base is {base}; allowed: > 0.")

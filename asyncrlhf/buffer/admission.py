@@ -1,6 +1,6 @@
-"""Admission: how many rollouts may start, so that none can only be consumed over the staleness bound.
+"""Admission: how many rollouts may start, so that each can still be consumed within the staleness bound.
 
-Both gates count whole groups: a group that lost some siblings keeps its place, for it still fills a place of a batch.
+Both gates count whole groups: a group that lost some siblings still takes one place of a batch.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from asyncrlhf.errors import StaleBatchError
 
 
 class StalenessGate:
-    """Free running: places taken so far never exceed ``(replica_version + max_staleness + 1) * groups a step``.
+    """Free running: the places taken so far never exceed ``(replica_version + max_staleness + 1) * groups a step``.
 
-    Why that bounds staleness: each step consumes one step's worth of places, so at policy version v the places still
-    owed number at most ``(h + max_staleness + 1 - v)`` steps' worth after an admission on a replica that holds h; taken
-    oldest first, the last of them is consumed at version ``h + max_staleness``. The replica's version counts, not the
-    learner's: with ``weights.publish_every > 1`` the replica is behind, and what it samples is as old as it is.
+    This bounds staleness because each step consumes one step's worth of places. At policy version v, after an admission
+    on a replica that holds version h, at most ``(h + max_staleness + 1 - v)`` steps' worth of places are still owed;
+    taken oldest first, the last of them is consumed at version ``h + max_staleness``. The replica's version counts, not
+    the learner's: with ``weights.publish_every > 1`` the replica is behind, and its rollouts are as old as its weights.
 
-    A group takes one place for each of its ``max_reuse`` trainings. ``steps`` ends admission when the run has what it
-    needs; the last groups keep ``max_reuse`` places so that the last batch still finds enough different groups.
+    A group takes one place for each of its ``max_reuse`` trainings. ``steps`` ends admission when the run has enough
+    groups; the last groups keep ``max_reuse`` places so that the last batch still finds enough different groups.
 
     With replay (``replay_groups`` of a batch, from step ``warmup_steps`` on) a group takes one place, for its first
-    training, and the places that replay fills are never free: those of past batches and of the one under way as
-    the buffer counts them (:meth:`follow`), those of later ones as planned. Where a later batch finds less to replay
-    it trains more fresh groups than planned, sooner than the bound asks, and ``follow`` gives those places back: so
-    neither the bound nor the supply depends on what replay finds. A bound that shrinks only closes admission until
-    enough was trained or dropped. :meth:`pace` may close it earlier than the bound does, never later.
+    training. The places that replay fills never become free: for past batches and the present one their number is the
+    buffer's count (:meth:`follow`), for later ones the planned number. A later batch that finds fewer groups to replay
+    trains more fresh groups than planned, earlier than the bound requires, and ``follow`` gives those places back: so
+    neither the bound nor the supply depends on how many groups replay finds. A smaller bound only closes admission
+    until enough groups were trained or dropped. :meth:`pace` may close it earlier than the bound does, never later.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StalenessGate:
         return max(0, free // self._max_reuse) * self._num_generations
 
     def admit(self, replica_version: int) -> int | None:
-        """Count one group in; returns the step it is made for, or None where the loop runs free."""
+        """Count one admitted group; returns the step that will train it, or None in a free run."""
         if self.room(replica_version) == 0:
             raise StaleBatchError(
                 f"a group was admitted on a replica at version {replica_version} with all {self._places} places taken; "
@@ -76,24 +76,24 @@ class StalenessGate:
         return None
 
     def release(self, uses: int | None = None) -> None:
-        """A group left with ``uses`` of its trainings undone; None: all of them (it failed, or was dropped unused)."""
+        """A group ended with ``uses`` of its trainings undone; None: all of them (it failed, or was dropped unused)."""
         self._places -= self._max_reuse if uses is None else uses
 
     def follow(self, version: int, replayed: int, max_staleness: int) -> None:
-        """The learner is at ``version``; ``replayed`` places of the batches up to that version's own are replay's;
-        fresh rollouts are asked for up to ``max_staleness``, the bound in force or less."""
+        """Set the learner's ``version``, the places that replay fills in all batches up to that version's
+        (``replayed``), and the staleness up to which fresh rollouts are requested, at most the bound in force."""
         self._version, self._replayed, self._max_staleness = version, replayed, max_staleness
 
     def ahead(self, version: int) -> int:
-        """Places taken beyond the batches before ``version``."""
+        """Places taken in excess of those of the batches before ``version``."""
         return self._places - version * self._groups_per_step
 
     def rewind(self, consumed: int, owed: int) -> None:
-        """The learner went back: ``consumed`` places are of its batches so far, ``owed`` of the groups there are."""
+        """The learner went back: its batches so far took ``consumed`` places; existing groups will take ``owed``."""
         self._places = consumed + owed
 
     def pace(self, lead: int | None) -> None:
-        """Replicas that hold version h begin at most ``lead`` groups beyond batch h; None: as the bound lets."""
+        """Let replicas of version h begin at most ``lead`` groups beyond batch h; None: as many as the bound allows."""
         self._lead = lead
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,20 +105,20 @@ class StalenessGate:
 
 
 def scheduled_versions(step: int, lag: int, resumed_at: int) -> tuple[int, int]:
-    """Lowest and highest version that the batch of ``step`` may carry under a fixed lag.
+    """Lowest and highest version that the batch of ``step`` may contain under a fixed lag.
 
-    Both are ``max(0, step - lag)``, but for the few batches that a resume at version ``resumed_at`` found unfinished:
-    the old weights are gone, so those are made by the weights of the checkpoint.
+    Both are ``max(0, step - lag)``, except for the few batches that were unfinished at a resume at version
+    ``resumed_at``: the old weights are gone, so the checkpoint's weights sample the rest of those.
     """
     target = max(0, step - lag)
     return target, max(target, resumed_at)
 
 
 class LagGate:
-    """Exact schedule: the batch of step t is generated wholly by version ``max(0, t - lag)``.
+    """Exact schedule: version ``max(0, t - lag)`` samples the whole batch of step t.
 
-    Before replicas load version h + 1, everything scheduled for version h must have been admitted (no :meth:`room`
-    is left) and generated. A failed group frees no place: the batch of its step is smaller.
+    Before replicas load version h + 1, all groups scheduled for version h must have been admitted (no :meth:`room` is
+    left) and generated. A failed group frees no place: the batch of its step is smaller.
     """
 
     def __init__(self, batch_size: int, lag: int, *, num_generations: int = 1, steps: int | None = None) -> None:
@@ -147,10 +147,10 @@ class LagGate:
         return step
 
     def release(self, uses: int | None = None) -> None:
-        """Nothing: the schedule does not shift."""
+        """Does nothing: the schedule does not shift."""
 
     def follow(self, version: int, replayed: int, max_staleness: int) -> None:
-        """Nothing: the schedule is fixed beforehand."""
+        """Does nothing: the schedule is fixed beforehand."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"admitted": self._admitted}
@@ -163,14 +163,14 @@ Gate = StalenessGate | LagGate
 
 
 def resolve_capacity(buffer: BufferConfig, config: AsyncConfig, batch_size: int) -> int:
-    """Rollouts that the buffer may hold, what is in flight included."""
+    """Rollouts that the buffer may hold, including those in flight."""
     return buffer.capacity or 2 * (config.bound + 1) * batch_size
 
 
 def build_gate(
     config: AsyncConfig, buffer: BufferConfig, *, batch_size: int, num_generations: int, steps: int | None
 ) -> Gate:
-    """The gate of the mode."""
+    """The gate of ``async.mode``."""
     if config.fixed_lag is not None:
         return LagGate(batch_size, config.fixed_lag, num_generations=num_generations, steps=steps)
     return StalenessGate(

@@ -76,7 +76,7 @@ class AsyncConfig:
             self._check_adaptive()
 
     def _check_mode(self) -> None:
-        """Refuse a bound or a lag that the mode does not have."""
+        """Raise ConfigError for a bound or a lag that the mode does not have."""
         for name, own in self.in_force.items():
             given = getattr(self, name)
             if given is not None and given != own:
@@ -111,12 +111,12 @@ class AsyncConfig:
 
     @property
     def in_force(self) -> dict[str, int | None]:
-        """What null stands for, by setting; a mode that runs free has no lag."""
+        """The values that null settings take, by setting; a free-running mode has no lag."""
         return {"max_staleness": self.bound, "lag": self.fixed_lag}
 
     @property
     def least_bound(self) -> tuple[str, int]:
-        """The setting that names the lowest bound that may come into force, and its value."""
+        """The name and the value of the setting with the lowest bound that may come into force."""
         return ("min_staleness", self.min_staleness) if self.adaptive else ("max_staleness", self.bound)
 
 
@@ -159,17 +159,17 @@ class BufferConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a queue: nothing is chosen, and each group is trained once."""
+        """Whether the buffer is a queue: groups leave oldest first and train once."""
         return self.sampling == "fifo" and self.max_reuse == 1 and not self.replays
 
     @property
     def places(self) -> int:
-        """Places of batches that one group is sure to fill. A replayed group is not: it may never be drawn again."""
+        """Places of batches that one group surely fills; a replay is not counted, for it may never be drawn."""
         return 1 if self.replays else self.max_reuse
 
     def admission_bound(self, bound: int) -> int:
-        """The staleness up to which fresh rollouts are asked for. Fast generators fill whatever they are given, so that
-        without this half nothing would be young enough for a second training."""
+        """The staleness up to which fresh rollouts are requested. With replay it is half the bound: fast generators
+        fill any bound, and no group would be young enough for a second training."""
         return min(self.max_age or bound, bound) // 2 if self.replays else bound
 
     def replay_groups(self, groups_per_step: int) -> int:

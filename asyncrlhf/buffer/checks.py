@@ -1,4 +1,4 @@
-"""Checks of ``async.*`` and ``buffer.*`` together: settings that would stop a run, or mean nothing, are refused."""
+"""Checks of ``async.*`` and ``buffer.*`` together: refuses settings that would stop a run or have no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def validate_flow(
     publish_every: int,
     purge_on_publish: bool = False,
 ) -> None:
-    """Raise ConfigError for settings under which the loop would stop for ever, or that have no meaning together."""
+    """Raise ConfigError for settings under which the loop would stop for ever, or that contradict each other."""
     check_range("num_generations", num_generations, low=1)
     check_range("batch_size", batch_size, low=1)
     check(

@@ -1,4 +1,4 @@
-"""What the replay buffer holds, in the order of arrival, with the counts that its looks need; and as JSON values."""
+"""The groups in the replay buffer, in the order of arrival, with counts by standing; and their form as JSON values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Standing = Literal["open", "replay", "late", "over"]
 
 
 class HeldGroups:
-    """Groups by id. ``standing(group, version, bound)`` says what a group is good for; the groups in each standing are
-    counted once for a version and a bound, and then kept up with what arrives."""
+    """Groups by id. ``standing(group, version, bound)`` classifies a group; the groups in each class are counted once
+    for a version and a bound, and the counts are then updated as groups arrive."""
 
     def __init__(self, standing: Callable[[RolloutGroup, int, int], Standing]) -> None:
         self._standing = standing
@@ -41,7 +41,7 @@ class HeldGroups:
             counts[self._standing(group, version, bound)] += 1
 
     def use(self, group: RolloutGroup) -> RolloutGroup:
-        """Count one training; returns the group with it, which has kept its place."""
+        """Count one training of the group; returns the updated group, at its old place in the order."""
         used = self._groups[group.group_id] = replace(group, uses=group.uses + 1)
         self._counted = None
         return used
@@ -62,13 +62,13 @@ class HeldGroups:
 
 
 def group_to_json(group: RolloutGroup) -> dict[str, Any]:
-    """For checkpoints; payloads travel apart."""
+    """The group as JSON values for checkpoints, without its payloads, which are saved separately."""
     # vars() and not dataclasses.asdict(), which would copy the payload.
     rollouts = [{k: v for k, v in vars(r).items() if k != "payload"} for r in group.rollouts]
     return {"group_id": group.group_id, "rollouts": rollouts, "step": group.scheduled_step, "uses": group.uses}
 
 
 def group_from_json(value: Mapping[str, Any], payloads: Mapping[int, Payload]) -> RolloutGroup:
-    """``payloads`` by rollout id."""
+    """The group from JSON values; ``payloads`` by rollout id."""
     rollouts = tuple(RolloutInfo(**row, payload=payloads[row["rollout_id"]]) for row in value["rollouts"])
     return RolloutGroup(value["group_id"], rollouts, value["step"], value["uses"])

@@ -1,4 +1,4 @@
-"""The ledger: where every rollout is, so that none is lost, invented or trained twice."""
+"""The ledger: the state of every rollout, so that none is lost, invented or trained twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MAX_FAILURE_REASONS = 20  # distinct sentences kept; a run may see millions of r
 class LedgerEntry:
     """A live rollout; only the ledger changes it.
 
-    ``version`` is what its replica held when it began (None before); ``attempt`` counts reissues."""
+    ``version``: the version that its replica held when it began (None before); ``attempt`` counts reissues.
+    """
 
     rollout_id: int
     group_id: int
@@ -39,7 +40,7 @@ class LedgerEntry:
 
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as JSON values. ``metadata`` is taken as it is: prompt sources keep it JSON-able."""
+    """A prompt as JSON values. ``metadata`` is copied unchanged: prompt sources keep it JSON-able."""
     return {**vars(prompt), "token_ids": prompt.token_ids.tolist(), "metadata": dict(prompt.metadata)}
 
 
@@ -78,7 +79,7 @@ class Ledger:
         return self._next_id
 
     def get(self, rollout_id: int) -> LedgerEntry | None:
-        """The live entry, or None when the rollout has ended; raises for an id that was never admitted."""
+        """The live entry, or None if the rollout has ended; raises LedgerError for an id that was never admitted."""
         if not 0 <= rollout_id < self._next_id:
             raise LedgerError(f"rollout {rollout_id} was never admitted; ids below {self._next_id} were.")
         return self._live.get(rollout_id)
@@ -126,9 +127,9 @@ class Ledger:
             self._end_trained(entry)
 
     def undo_training(self, version: int, returned: Iterable[LedgerEntry] = ()) -> None:
-        """What was trained at ``version`` or later never was: the learner went back to ``version``. Rollouts that ended
-        by it without an earlier use are dropped as ``rolled_back``, but for those ``returned``, which are in the buffer
-        again; live ones have the uses left that they had."""
+        """Undo the trainings at ``version`` or later, because the learner went back to ``version``. Rollouts that such
+        a training ended are dropped as ``rolled_back`` unless an earlier training counts or they are in ``returned``,
+        which are back in the buffer; live rollouts get these uses back."""
         for entry in returned:
             self._live[entry.rollout_id] = entry
             self._in_state[entry.state] += 1
@@ -143,7 +144,7 @@ class Ledger:
             entry.trained_at = tuple(at for at in entry.trained_at if at < version)
 
     def drop(self, rollout_id: int, reason: DropReason) -> None:
-        """End a live rollout. One that was trained before, and leaves with uses left, ends as trained."""
+        """End a live rollout. A rollout that was trained before, and has uses left, ends as trained."""
         entry = self._expect(rollout_id, f"drop({reason})", *LIVE_STATES)
         if reason not in get_args(DropReason):
             raise LedgerError(
@@ -166,14 +167,14 @@ class Ledger:
         self._end(entry)
 
     def requeue(self, rollout_id: int) -> None:
-        """Its replica died: the rollout waits to be issued again, with the prompt it had."""
+        """The rollout's replica died: it waits to be issued again with the same prompt."""
         entry = self._expect(rollout_id, "requeue", "generating", "scoring")
         self._move(entry, "admitted")
         self.note("requeued", ids=(rollout_id,))
         entry.attempt, entry.generator_id, entry.version = entry.attempt + 1, None, None
 
     def counts(self) -> dict[str, Any]:
-        """Rollouts by state. ``admitted`` are those that wait now; ``admitted_total`` all that ever were.
+        """Rollouts by state. ``admitted``: rollouts that wait now; ``admitted_total``: all rollouts ever admitted.
 
         ``admitted_total = admitted + generating + scoring + buffered + trained + dropped + failed`` at every moment.
         ``uses`` counts each training of a rollout, so it exceeds ``trained`` with ``buffer.max_reuse > 1``.
@@ -190,7 +191,7 @@ class Ledger:
         }
 
     def check(self) -> None:
-        """Raise unless every admitted rollout is in exactly one state."""
+        """Raise LedgerError unless every admitted rollout is in exactly one state."""
         scanned = Counter(entry.state for entry in self._live.values())
         if any(scanned[state] != self._in_state[state] for state in LIVE_STATES):
             raise LedgerError(f"the live rollouts are {dict(scanned)}, but {dict(self._in_state)} were counted.")
@@ -201,7 +202,7 @@ class Ledger:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; a prompt is written once for its group."""
+        """JSON-able; a group's prompt is written once."""
         entries = [self._live[i] for i in sorted(self._live)]
         return {
             "next_id": self._next_id,
@@ -215,7 +216,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore. What was in flight keeps its state: the caller requeues it."""
+        """Restore. Rollouts in flight keep their state: the caller requeues them."""
         prompts = {int(group): prompt_from_json(value) for group, value in state["prompts"].items()}
         self._live = {row["rollout_id"]: LedgerEntry(prompt=prompts[row["group_id"]], **row) for row in state["live"]}
         for entry in self._live.values():

@@ -1,4 +1,4 @@
-"""The bounded replay buffer: holds finished groups and decides which of them train at which version."""
+"""The bounded replay buffer: holds finished groups and chooses the batch for each version."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncrlhf.types import DropReason, Payload, RolloutGroup
 
 
 class ReplayBuffer:
-    """Counts places by rollout: ``held + reserved <= capacity``, reserved being what is in flight.
+    """Counts places by rollout: ``held + reserved <= capacity``; a place is reserved for each rollout in flight.
 
-    The order of calls at the step of version v: :meth:`evict`, :meth:`take`, :meth:`check_batch`. Deterministic: equal
-    groups in, with equal arrival order, and an equal seed give equal batches; ``uniform`` and ``priority`` do not look
-    at the arrival order.
+    The order of calls in the step of version v: :meth:`evict`, :meth:`take`, :meth:`check_batch`. Deterministic: the
+    same groups in the same order of arrival and the same seed give the same batches; ``uniform`` and ``priority`` do
+    not depend on the order of arrival.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ReplayBuffer:
         return sorted(self._groups, key=lambda group: group.group_id)
 
     def reserve(self, rollouts: int) -> None:
-        """Keep places for rollouts about to start; raises LedgerError beyond ``free``."""
+        """Reserve places for rollouts about to start; raises LedgerError if more than ``free``."""
         if rollouts > self.free:
             raise LedgerError(
                 f"{rollouts} places were asked of the buffer, which has {self.free} of {self.capacity} free."
@@ -73,7 +73,7 @@ class ReplayBuffer:
         self._reserved += rollouts
 
     def release(self, rollouts: int) -> None:
-        """Give back the places of rollouts that failed or were dropped in flight."""
+        """Free the places of rollouts that failed or were dropped in flight."""
         if rollouts > self._reserved:
             raise LedgerError(
                 f"{rollouts} places were given back to the buffer, but only {self._reserved} are reserved."
@@ -81,10 +81,11 @@ class ReplayBuffer:
         self._reserved -= rollouts
 
     def add(self, group: RolloutGroup) -> DropReason | None:
-        """Put a finished group in the place reserved for it; the reason when it is refused (its places are free then).
+        """Put a finished group in the places reserved for it; returns None, or the reason of a refusal, which frees the
+        places.
 
-        Its ``scheduled_step`` is what the gate's ``admit`` gave. A group is short of siblings only when they failed,
-        and the caller has released their places.
+        Its ``scheduled_step`` is the result of the gate's ``admit``. A group lacks siblings only if they failed, and
+        the caller has already released their places.
         """
         if not 1 <= len(group) <= self._num_generations or group.group_id in self._groups:
             raise LedgerError(f"group {group.group_id} with {len(group)} rollouts is empty, too large or held already.")
@@ -100,22 +101,22 @@ class ReplayBuffer:
         return None
 
     def close_group(self, group_id: int, scheduled_step: int) -> None:
-        """The whole group failed: the batch of its step does not wait for it."""
+        """The whole group failed: the batch of its step no longer waits for it."""
         if group_id in self._groups:
             raise LedgerError(f"group {group_id} is held and cannot be closed.")
         self._closed[scheduled_step] += 1
 
     def set_bound(self, bound: int) -> None:
-        """The staleness bound in force from now on; the one of the settings stays the highest."""
+        """Set the staleness bound in force; the settings' bound remains the maximum."""
         self._bound = min(bound, self._hard_bound)
 
     def evict(self, version: int) -> list[RolloutGroup]:
-        """Remove what may not train at ``version`` or later. A scheduled mode and ``downweight`` keep all.
+        """Remove the groups that may not train at ``version`` or later. A scheduled mode and ``downweight`` keep all.
 
-        ``drop`` removes groups over the bound; ``mask`` only those without one token inside it; ``wait`` only those
-        that were trained before and wait for another use. With ``replay_fraction`` no trained group stays over
-        ``max_age``, and trained groups leave, the one with the oldest token first, where they fill over half the
-        buffer: fresh ones need the other half. The batch taken at ``version`` stays: its step is under way.
+        ``drop`` removes groups over the bound; ``mask`` only those without a token inside it; ``wait`` only those that
+        were trained before and wait for another use. With ``replay_fraction`` no trained group stays over ``max_age``,
+        and when trained groups fill over half the buffer, those with the oldest token leave first, because fresh groups
+        need the other half. The batch taken at ``version`` stays: its step is under way.
         """
         gone = self._all(version, "over", *(() if self._over_stale == "wait" else ("late",)))
         if self._config.replays:
@@ -126,14 +127,13 @@ class ReplayBuffer:
         return self._remove([group for group in gone if group.group_id not in under_way])
 
     def surplus(self, version: int, unfinished: Mapping[int, int]) -> set[int]:
-        """Ids of groups that no order of training could keep inside the bound of the settings, from ``version`` on:
-        none under the bound that they began under. ``unfinished``: the groups still in the making, by id the version
-        that they began with."""
+        """Ids of groups that no order of training keeps inside the settings' bound, from ``version`` on; none under the
+        bound that they began under. ``unfinished``: for each unfinished group, the version that it began with."""
         unused = {group.group_id: group.min_version for group in self._groups if group.uses == 0}
         return beyond(version, unused | dict(unfinished), self._hard_bound, self._groups_per_step)
 
     def discard(self, group_ids: Collection[int]) -> list[RolloutGroup]:
-        """Remove those of the groups that are held."""
+        """Remove the groups of ``group_ids`` that are held."""
         return self._remove([group for group in self._groups if group.group_id in group_ids])
 
     def purge(self, version: int) -> list[RolloutGroup]:
@@ -141,18 +141,18 @@ class ReplayBuffer:
         return [] if self._scheduled else self._remove([group for group in self._groups if group.min_version < version])
 
     def _remove(self, gone: list[RolloutGroup]) -> list[RolloutGroup]:
-        """``uses_left`` is what the gate gets back: places not filled yet."""
+        """Remove groups; their ``uses_left`` are the places, not filled yet, that the gate gets back."""
         for group in gone:
             self._groups.remove(group)
         return [replace(group, uses_left=max(0, self._config.places - group.uses)) for group in gone]
 
     def replayed_by(self, version: int) -> int:
-        """Places that replay filled in all batches so far, with those it will fill in the batch of ``version``."""
+        """Places that replay filled in all batches so far and will fill in the batch of ``version``."""
         coming = 0 if version <= self._last_taken else self._to_replay(version)
         return self._replayed + coming
 
     def ready(self, version: int, in_flight_versions: Iterable[int] = ()) -> bool:
-        """Whether :meth:`take` would give a batch, or raise. Changes nothing, and does not look at every group."""
+        """Whether :meth:`take` would return a batch, or raise. Changes nothing and does not visit every group."""
         if self._scheduled:
             return self._groups.of_step[version] + self._closed[version] >= self._groups_per_step
         counts = self._groups.counts(version, self._bound)
@@ -162,12 +162,13 @@ class ReplayBuffer:
         return not must_wait(version, in_flight_versions, self._bound, self._groups_per_step)
 
     def take(self, version: int, in_flight_versions: Iterable[int] = ()) -> list[RolloutGroup] | None:
-        """The batch that moves the policy from ``version`` to ``version + 1``, by group id; None while it is not there.
+        """The batch that moves the policy from ``version`` to ``version + 1``, ordered by group id; None while it is
+        not complete.
 
-        Its rollouts have the weight and the mask that they train with. ``in_flight_versions``, read by
-        ``over_stale=wait`` only, are those of ``sampling.must_wait``. An empty list (scheduled modes only) says that
-        every group of this step failed. Groups with no uses left leave the buffer.
-        Raises LedgerError when a version is taken twice.
+        Its rollouts carry the weight and the mask that they train with. ``in_flight_versions`` is that of
+        ``sampling.must_wait``, and only ``over_stale=wait`` uses it. An empty list (scheduled modes only): every group
+        of this step failed. Groups with no uses left leave the buffer. Raises LedgerError when a version is taken
+        twice.
         """
         if version <= self._last_taken:
             raise LedgerError(f"the batch of version {version} was asked for after that of version {self._last_taken}.")
@@ -184,7 +185,7 @@ class ReplayBuffer:
         return sorted(taken, key=lambda group: group.group_id)
 
     def check_batch(self, version: int, taken: Sequence[RolloutGroup]) -> None:
-        """The last look before the loss: raise StaleBatchError for a rollout over the bound that nothing holds back."""
+        """The last check before the loss: raise StaleBatchError for an unweighted, unmasked rollout over the bound."""
         for group in taken:
             low, high = self._allowed_versions(group, version)
             for info in group.rollouts:
@@ -196,8 +197,8 @@ class ReplayBuffer:
 
     def rewind(self, version: int, replayed: int, untrained: Iterable[RolloutGroup], uses: Mapping[int, int]) -> None:
         """The learner went back to ``version``, before whose batch replay had filled ``replayed`` places.
-        ``untrained``: groups that were taken and come back, before all others; ``uses``: trainings that count, by
-        rollout id, 0 where it names none."""
+        ``untrained``: groups that return, before all others; ``uses``: trainings that still count, by rollout id,
+        default 0."""
         groups = {group.group_id: group for group in (*untrained, *self._groups)}
         self._remove(list(self._groups))
         for group in groups.values():
@@ -207,7 +208,7 @@ class ReplayBuffer:
         self._last_taken, self._replayed = version - 1, replayed
 
     def owed(self) -> int:
-        """Places that held groups have not filled."""
+        """Places that the held groups will still fill."""
         return sum(max(0, self._config.places - group.uses) for group in self._groups)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,8 +223,8 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], payloads: Mapping[int, Payload], version: int) -> None:
-        """Restore. ``payloads`` by rollout id; ``version`` is the policy version of the checkpoint. What is beyond a
-        smaller ``capacity`` stays: nothing new begins (``free`` is negative) until it is trained or dropped."""
+        """Restore. ``payloads`` by rollout id; ``version`` is the policy version of the checkpoint. Groups beyond a
+        smaller ``capacity`` stay: no rollout begins (``free`` is negative) until enough are trained or dropped."""
         self._groups = HeldGroups(self._standing)
         for row in state["groups"]:
             self._groups.add(group_from_json(row, payloads))
@@ -238,7 +239,7 @@ class ReplayBuffer:
         return "replay" if self._config.replays and group.uses else "open"
 
     def _is_over(self, group: RolloutGroup, version: int, bound: int) -> bool:
-        """``wait`` measures an unused group by the bound of the settings: none was promised less when it began."""
+        """Whether the group is over the bound. Under ``wait`` an unused group is measured by the settings' bound."""
         age, used = group.staleness(version), group.uses > 0
         if used and self._config.replays:
             return age > min(self._config.max_age or bound, bound)
@@ -249,7 +250,7 @@ class ReplayBuffer:
         return age > (self._hard_bound if self._over_stale == "wait" and not used else bound)
 
     def _allowed_versions(self, group: RolloutGroup, version: int) -> tuple[int, int]:
-        """Versions that may reach the loss in this group; from 0 where its mask or its weight holds old ones back."""
+        """Versions that the loss may see in this group; from 0 if a mask or a weight covers old ones."""
         if self._scheduled:
             return scheduled_versions(version, self._hard_bound, self._resumed_at)
         oldest = version - (self._hard_bound if self._over_stale == "wait" else self._bound)
@@ -269,7 +270,7 @@ class ReplayBuffer:
         return [(group, 1.0) for group in ready]
 
     def _choose_free(self, version: int, in_flight: Counter[int]) -> list[tuple[RolloutGroup, float]] | None:
-        """Groups with the weights that correct for how they were drawn."""
+        """Choose groups, with the weights that correct for the probability of drawing them."""
         urgent: list[RolloutGroup] = []
         if self._over_stale == "wait":
             if must_wait(version, in_flight, self._bound, self._groups_per_step):
@@ -290,7 +291,7 @@ class ReplayBuffer:
     def _draw(
         self, sampling: str, groups: list[RolloutGroup], count: int, version: int
     ) -> list[tuple[RolloutGroup, float]]:
-        """``count`` of the groups, given in the order of arrival, each with the probability that it was to be drawn."""
+        """``count`` of the groups, given in the order of arrival, each with its probability of being drawn."""
         if sampling in ("fifo", "lifo"):
             return [(group, 1.0) for group in (groups if sampling == "fifo" else groups[::-1])[:count]]
         # By group id, so that a draw depends on what is held and not on the order in which it came.
@@ -302,17 +303,17 @@ class ReplayBuffer:
         return [(groups[i], p) for i, p in picked]
 
     def _to_replay(self, version: int) -> int:
-        """Groups of a batch at ``version`` that come from replay: as many as are due, as far as held."""
+        """Groups of the batch at ``version`` that come from replay: the planned number, or fewer if fewer are held."""
         due = self._replay_groups if version >= self._config.warmup_steps else 0
         return min(due, self._groups.counts(version, self._bound)["replay"])
 
     def _all(self, version: int, *standings: Standing) -> list[RolloutGroup]:
-        """In the order of arrival."""
+        """The groups with one of these standings, in the order of arrival."""
         return [group for group in self._groups if self._standing(group, version, self._bound) in standings]
 
     def _urgent(self, version: int, in_flight: Counter[int]) -> list[RolloutGroup]:
-        """Groups, oldest first, that must go now so that every later step can still meet the bound. Those that a
-        shrunken bound left behind go as early as batches allow, and never over the bound of the settings."""
+        """Groups, oldest first, that must train now so that every later step can meet the bound. Groups over a bound
+        that became smaller train as early as batches allow, and never over the settings' bound."""
         size = self._groups_per_step
         unused = sorted((g for g in self._groups if g.uses == 0), key=lambda group: group.min_version)
         begun = Counter(group.min_version for group in unused) + in_flight

@@ -1,4 +1,4 @@
-"""Which groups a batch takes, with what probability, and which stragglers it waits for (over_stale=wait)."""
+"""Sampling: which groups a batch takes, with what probability, and which stragglers it waits for (over_stale=wait)."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def correction(probabilities: Sequence[float], exponent: float) -> list[float]:
 
 
 def must_wait(version: int, in_flight: Iterable[int], bound: int, groups_per_step: int) -> bool:
-    """Whether the step at ``version`` waits: more than ``k`` steps' worth of unfinished groups have only ``k`` steps
-    left after this one, for any k. (k = 0 alone is not enough: when fresher groups overtake, several batches of
+    """Whether the step at ``version`` must wait: for some k, more than ``k`` steps' worth of unfinished groups have
+    only ``k`` steps left after this one. (k = 0 alone is not enough: when fresher groups overtake, several batches of
     stragglers would reach the bound at one step.)
 
-    ``in_flight`` holds one entry for each unfinished group, or is a Counter of them: the lowest version its replicas
-    held when it was admitted or begun.
+    ``in_flight``: for each unfinished group the lowest version that its replicas held when it was admitted or begun; or
+    a Counter of these.
     """
     pending = 0
     for begun, groups in sorted(Counter(in_flight).items()):
@@ -84,10 +84,10 @@ def must_wait(version: int, in_flight: Iterable[int], bound: int, groups_per_ste
 
 
 def groups_due(version: int, begun: Mapping[int, int], bound: int, groups_per_step: int) -> int:
-    """How many of the groups begun must go now so that every later step can still meet the bound. ``begun`` counts
-    them by version.
+    """How many of the groups begun must train now so that every later step can meet the bound. ``begun``: groups by
+    version.
 
-    The last look-ahead, over all that is in play, needs no choice: any full batch meets it.
+    The look-ahead over the whole bound, to all groups, needs no choice: any full batch meets it.
     """
     due = 0
     for steps_left in range(max(1, bound)):
@@ -97,8 +97,8 @@ def groups_due(version: int, begun: Mapping[int, int], bound: int, groups_per_st
 
 
 def beyond(version: int, begun: Mapping[int, int], bound: int, groups_per_step: int) -> set[int]:
-    """Ids of the groups that would pass ``bound`` although those begun earliest go first; ``begun`` has by id the
-    version that each began with."""
+    """Ids of the groups that would pass ``bound`` even if groups train in the order in which they began; ``begun``: by
+    id, the version that each began with."""
     gone: set[int] = set()
     kept = 0
     for group_id, first in sorted(begun.items(), key=lambda item: (item[1], item[0])):

@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: metrics, rollouts, summary, checkpoints, progress, W&B."""
+"""The records of a run and what it shows: metrics, rollouts, summary, checkpoints, progress, W&B."""

@@ -1,6 +1,6 @@
-"""``attempts.json``: each time that a run was started in its directory, from which step and with what changed settings.
+"""``attempts.json``: every start of a run in its directory, with the step that it began at and its changed settings.
 
-The first entry has the settings that the run began with; config.yaml has those of the newest attempt.
+The first entry holds the settings that the run began with; config.yaml holds those of the newest attempt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATTEMPTS_FILE = "attempts.json"
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """Oldest first; empty for a new run. Raises ConfigError for a file that no run wrote."""
+    """The attempts, oldest first; empty for a new run. Raises ConfigError for a file that no run wrote."""
     path = run_dir / ATTEMPTS_FILE
     if not path.exists():
         return []
@@ -35,7 +35,7 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
 def add_attempt(
     run_dir: Path, from_step: int, config: Mapping[str, Any], inputs: Mapping[str, str], changes: Sequence[str]
 ) -> None:
-    """Append this attempt. ``inputs``: digests of the files that settings name; ``changes``: one sentence a setting."""
+    """Append this attempt. ``inputs``: digests of files that settings name; ``changes``: a sentence per setting."""
     rows = read_attempts(run_dir)
     row: dict[str, Any] = {
         "started": datetime.now().isoformat(sep=" ", timespec="seconds"),
@@ -50,7 +50,7 @@ def add_attempt(
 
 
 def exit_reason(run_dir: Path) -> str:
-    """How the newest attempt ended, as summary.json says it; empty where it was killed, or never was."""
+    """How the newest attempt ended, from summary.json; empty if it was killed, or if there was none."""
     try:
         summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -59,8 +59,7 @@ def exit_reason(run_dir: Path) -> str:
 
 
 def attempts(run_dir: Path) -> dict[str, Any]:
-    """What summary.json says of them: the digest of the first settings, and of each attempt where it began and what
-    had changed."""
+    """The attempts for summary.json: the digest of the first settings; of each attempt, first step and changes."""
     rows = read_attempts(run_dir)
     first = json.dumps(rows[0].get("config"), sort_keys=True) if rows else ""
     return {

@@ -1,4 +1,4 @@
-"""The user's callbacks: what they are told, and what becomes of one that raises."""
+"""The user's callbacks: which events they receive, and what happens when one raises."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STOP = "stop"
 
 
 class Callbacks:
-    """Tells each callback what happens in a run. A callback is an object with any of these methods, or a function,
-    which stands for ``on_step``:
+    """Calls the user's callbacks. A callback is an object with any of these methods, or a function, which is used as
+    ``on_step``:
 
-    - ``on_step(metrics)``: a learner step, with its line of metrics.jsonl; ``"stop"`` as the answer ends the run in
-      order, as Ctrl-C does, with a checkpoint.
-    - ``on_publish(version)``: every live replica holds the weights of that version.
-    - ``on_evaluation(step, accuracy)``: a held-out evaluation.
-    - ``on_end(summary)``: what summary.json holds; also of a run that failed.
+    - ``on_step(metrics)``: after a learner step, with its line of metrics.jsonl; the return value ``"stop"`` ends the
+      run in order, as Ctrl-C does, with a checkpoint.
+    - ``on_publish(version)``: every live replica has loaded the weights of that version.
+    - ``on_evaluation(step, accuracy)``: after a held-out evaluation.
+    - ``on_end(summary)``: with the content of summary.json; also after a failed run.
 
     They are called one after the other, in threads beside the event loop. One that raises ends the run, with the
     callback's name in the message. Raises ConfigError for an object with none of the methods.
@@ -37,7 +37,7 @@ class Callbacks:
         self.stop_asked = False
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Raises AsyncRLHFError when a callback does."""
+        """Call ``event`` of every callback; raises AsyncRLHFError if one raises."""
         for callback in self._callbacks:
             known = any(hasattr(callback, name) for name in EVENTS)
             method = getattr(callback, event, None) if known else callback if event == "on_step" else None

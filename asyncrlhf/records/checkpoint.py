@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on with the totals it had, written whole or not at all."""
+"""Checkpoints: all state that a run needs to continue with the same totals, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Saved:
 
 
 class CheckpointWriter:
-    """Builds ``checkpoints/step-N`` under a temporary name; it gets its name when all of it is on disk."""
+    """Builds ``checkpoints/step-N`` under a temporary name and renames it when all of it is on disk."""
 
     def __init__(self, run_dir: Path, step: int, keep: int) -> None:
         self._parent = run_dir / FOLDER
@@ -58,14 +58,14 @@ class CheckpointWriter:
 
     @property
     def rollouts(self) -> Path:
-        """Where the finished rollouts belong, see :func:`~asyncrlhf.records.saved_rollouts.write_rollouts`."""
+        """The file for the finished rollouts, see :func:`~asyncrlhf.records.saved_rollouts.write_rollouts`."""
         return self.folder / ROLLOUTS_FILE
 
     def commit(self, state: Mapping[str, Any], marker: RecordMarker, seals: Mapping[str, Any] | None = None) -> Path:
-        """Write the controller's part and the manifest, then make the checkpoint visible and remove the oldest beyond
-        ``keep``, and those of later steps: the run has gone back behind them and does these steps again.
+        """Write the controller's part and the manifest, then make the checkpoint visible. Remove the oldest beyond
+        ``keep``, and all of later steps: the run went back behind them and repeats these steps.
 
-        ``seals``: of files of ``learner/`` that are on disk and hashed already, by their paths within it.
+        ``seals``: digests of files of ``learner/`` that are on disk already, by their paths within it.
         """
         document = {"format": FORMAT, "marker": asdict(marker), **state}
         with (self.folder / STATE_FILE).open("w", encoding="utf-8") as file:
@@ -85,7 +85,7 @@ class CheckpointWriter:
 
 
 def _pieces(value: Any, depth: int = 3) -> Iterator[str]:
-    """JSON text, piece by piece: one call of json.dumps would keep the event loop from running for all its time."""
+    """JSON text in pieces: one call of json.dumps would block the event loop for its whole duration."""
     if not depth or not value or not isinstance(value, (dict, list)):
         yield json.dumps(value)
         return
@@ -100,24 +100,24 @@ def _pieces(value: Any, depth: int = 3) -> Iterator[str]:
 
 
 def sweep_unfinished(run_dir: Path) -> None:
-    """Remove what a process left that died while it wrote a checkpoint. For the one that holds the run's lock."""
+    """Remove unfinished checkpoints of a process that died while writing. The caller holds the run's lock."""
     for folder in (run_dir / FOLDER).glob(".*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def list_checkpoints(run_dir: Path, last_file: str = STATE_FILE) -> list[Path]:
-    """Checkpoints of a run that have their name, oldest first: those that hold ``last_file`` (empty: all)."""
+    """Finished checkpoints of a run, oldest first: those with the file ``last_file`` (empty: all)."""
     found = (folder for folder in (run_dir / FOLDER).glob("[!.]*-*") if (folder / last_file).exists())
     numbered = (folder for folder in found if folder.name.rpartition("-")[2].isdecimal())
     return sorted(numbered, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
 def find_checkpoints(resume: str, run_dir: Path | None, runs: Path, last_file: str = "", stage: str = "") -> list[Path]:
-    """The checkpoints that ``checkpoint.resume`` means, newest first: of one run, or one where it names a folder. Empty
-    where ``auto`` finds nothing to go on with.
+    """The checkpoints that ``checkpoint.resume`` selects, newest first: those of one run, or the one whose folder it
+    names. Empty if ``auto`` finds none.
 
-    ``auto`` looks in ``run_dir`` where one is given, else in the newest run of ``runs`` (``runs/<name>``) that has one.
-    A stage that is not ``train`` gives its name and the file that is written last in its checkpoints.
+    ``auto`` looks in ``run_dir`` if one is given, else in the newest run of ``runs`` (``runs/<name>``) that has one. A
+    stage other than ``train`` gives its name and the file that is written last in its checkpoints.
     """
     if resume == "no":
         return []
@@ -132,10 +132,10 @@ def find_checkpoints(resume: str, run_dir: Path | None, runs: Path, last_file: s
 
 
 def newest_whole(found: Sequence[Path], read: Callable[[Path], T]) -> tuple[T | None, list[str]]:
-    """What ``read`` gives of the first of ``found`` that it does not refuse, and a sentence a checkpoint that was
-    passed over. Raises ConfigError, with the sentence of the first, where it refuses all; None where there is none.
+    """The result of ``read`` for the first of ``found`` that it accepts, and one sentence per checkpoint that was
+    skipped. None if ``found`` is empty; raises ConfigError with the first sentence if ``read`` refuses all.
 
-    ``read`` raises CheckpointError for a checkpoint that is not whole. A folder that was named is read, or none is.
+    ``read`` raises CheckpointError for a checkpoint that is not whole. If the user named a folder, no other is tried.
     """
     refused: list[str] = []
     for folder in found:
@@ -149,7 +149,7 @@ def newest_whole(found: Sequence[Path], read: Callable[[Path], T]) -> tuple[T | 
 
 
 def read_checkpoint(folder: Path) -> Saved:
-    """Raises CheckpointError for a checkpoint that is torn, damaged or of another format."""
+    """Raises CheckpointError for a checkpoint that is incomplete, damaged or of another format."""
     if not (folder / MANIFEST).exists() and "format" in (old := read_json(folder / STATE_FILE)):
         check_format(folder, old)
     check_manifest(folder)

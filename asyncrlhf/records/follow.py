@@ -1,4 +1,4 @@
-"""Follows a run directory by its files alone: a run that starts later, goes on, is resumed or was killed."""
+"""Follows a run directory through its files alone: the run may start later, continue, be resumed or be killed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ QUIET_SECONDS = 120.0  # without a word from a run that has no summary: it may h
 
 
 class MetricsTail:
-    """The whole lines of a metrics.jsonl so far; ``read`` takes up what came since. A line that is not whole yet stays
-    for the next time, and a file that was cut back, as a resumed run's is, is read anew."""
+    """The complete lines of a metrics.jsonl; ``read`` adds the new ones. An incomplete line is left for the next call,
+    and a file that became shorter, as a resumed run's does, is read from the beginning."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,7 +31,7 @@ class MetricsTail:
         self.rows: list[dict[str, Any]] = []
 
     def read(self) -> bool:
-        """Whether anything is new."""
+        """Read new lines; returns whether there were any."""
         try:
             with self._path.open("rb") as file:
                 if not self._goes_on(file):
@@ -61,7 +61,7 @@ class MetricsTail:
 
 
 class RunFollower:
-    """What there is to tell of one run; ``read`` looks again."""
+    """The displayed facts of one run; ``read`` updates them from its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -90,8 +90,7 @@ class RunFollower:
         return row
 
     def values(self, metric: str) -> list[float]:
-        """The metric over the steps. The first and the last held-out evaluation are in no step's line: a summary has
-        them."""
+        """The metric's values by step, with the first and the last held-out evaluation, which only the summary has."""
         found = [float(row[metric]) for row in self.rows if isinstance(row.get(metric), int | float)]
         ends = (self.summary.get(metric) or {}) if metric == "heldout_accuracy" else {}
         before, after = ([ends[end]] if ends.get(end) is not None else [] for end in ("before", "after"))
@@ -103,7 +102,7 @@ class RunFollower:
         return int(self.last.get("step", 0)), int(self.config.get("steps") or 0)
 
     def state(self, now: float) -> str:
-        """In words; ``now`` in seconds since the epoch."""
+        """The run's state in words; ``now`` in seconds since the epoch."""
         if self.summary:
             return str(self.summary.get("exit_reason", "ended"))
         try:
@@ -119,7 +118,7 @@ class RunFollower:
 
     @property
     def replicas(self) -> dict[str, dict[str, float]]:
-        """The last figures of each replica, by name; of a run with a single one what the run itself says."""
+        """The last metrics of each replica, by name; for a run with one replica, the run's own."""
         found: dict[str, dict[str, float]] = {}
         for key, value in self.last.items():
             if key.startswith(REPLICA_PREFIX) and isinstance(value, int | float):
@@ -148,7 +147,7 @@ class RunFollower:
 
 
 def newest_run(folder: Path) -> Path | None:
-    """``folder`` itself where it is a run, else the run at most ``DEPTH`` folders below that was written to last."""
+    """``folder`` itself if it is a run, else the run written to last, at most ``DEPTH`` folders below it."""
     if (folder / CONFIG_FILE).is_file():
         return folder
     found = [path for depth in range(1, DEPTH + 1) for path in folder.glob("*/" * depth + CONFIG_FILE)]
@@ -161,7 +160,7 @@ def newest_run(folder: Path) -> Path | None:
 
 
 def _mapping(path: Path, parse: Any) -> dict[str, Any]:
-    """What the file holds; empty while it is missing or half written."""
+    """The file's content; empty if it is missing or incomplete."""
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -1,4 +1,4 @@
-"""What a run's journal says: its lines that count, and the history that ``records/replay.py`` makes of them."""
+"""Reads a run's journal: its valid lines, and the history that ``records/replay.py`` builds from them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LIVE = (ADMITTED, GENERATING, SCORING, BUFFERED)
 
 
 class Findings:
-    """Broken promises. What is found of many rollouts is one sentence, which names the first of them."""
+    """Broken promises. A finding about many rollouts is one sentence that names the first of them."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
 
     def add(self, sentence: str, *which: Any) -> None:
-        """``sentence`` has ``{ids}`` where they go, if it speaks of any."""
+        """Add a finding; ``sentence`` has ``{ids}`` where the ids belong, if it names any."""
         self._found.setdefault(sentence, []).extend(which)
 
     def sentences(self) -> list[str]:
@@ -38,7 +38,7 @@ def _named(which: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the settings of one attempt promise."""
+    """The guarantees that the settings of one attempt give."""
 
     steps: int
     batch_size: int
@@ -49,7 +49,7 @@ class Rules:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Rules:
-        """From a ``begin`` line, or a run's config with ``publish_every`` beside it; strange keys are passed by."""
+        """From a ``begin`` line, or from a run's config with ``publish_every`` added; unknown keys are ignored."""
         asynchrony = AsyncConfig(**_known(AsyncConfig, given["async"]))
         numbers = {name: given[name] for name in ("steps", "batch_size", "num_generations", "publish_every")}
         return cls(**numbers, asynchrony=asynchrony, buffer=BufferConfig(**_known(BufferConfig, given["buffer"])))
@@ -80,7 +80,7 @@ class Step:
 
 @dataclass
 class History:
-    """What the lines that count say, each rollout's facts by its id."""
+    """The facts of the valid lines, those of each rollout by its id."""
 
     found: Findings
     state: bytearray = field(default_factory=bytearray)
@@ -101,7 +101,7 @@ class History:
     totals_at: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number of lines
 
     def totals(self) -> dict[str, Any]:
-        """As summary.json has them."""
+        """The totals under the names of summary.json."""
         return {
             "admitted": len(self.state),
             "trained": self.state.count(TRAINED),
@@ -113,7 +113,7 @@ class History:
 
 
 def read_journal(path: Path, found: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines that count, numbered; a torn last one is passed by, as it was never whole."""
+    """The valid lines, with their numbers; an incomplete last line is ignored."""
     spans, total = surviving(path)
     with path.open("rb") as file:
         for number, raw in enumerate(file):
@@ -135,7 +135,7 @@ def read_journal(path: Path, found: Findings) -> Iterator[tuple[int, dict[str, A
 
 
 def surviving(path: Path) -> tuple[list[tuple[int, int]], int]:
-    """Ranges of lines that no later line undoes, in order; and how many whole lines there are."""
+    """Ranges of lines that no later line undoes, in order; and the number of complete lines."""
     undone: list[tuple[int, int]] = []
     total = 0
     with path.open("rb") as file:

@@ -1,11 +1,11 @@
-"""``journal.jsonl``: what became of every rollout, and what else happened in a run, in the order in which it happened.
+"""``journal.jsonl``: the fate of every rollout and the other events of a run, in the order in which they happened.
 
-The file is only ever appended to, one JSON object a line::
+Lines are only ever appended to the file, one JSON object each::
 
     {"n": 12, "event": "started", "at": 3.25, "ids": [8, 9, 10, 11], "replica": "generator-0", "version": 1}
 
-``n`` counts the lines of the file from 0, ``at`` is seconds of the run's clock. A run that goes on from a checkpoint
-undoes what was done after it: an ``undone`` line says so of the lines before it. :data:`EVENTS` lists the events.
+``n`` counts the lines of the file from 0, ``at`` is in seconds of the run's clock. A run that continues from a
+checkpoint undoes all later events by an ``undone`` line. :data:`EVENTS` lists the events.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Line:
 
 
 class Journal:
-    """Keeps lines in memory until :meth:`write` appends them to ``path``; without a path they stay there.
+    """Keeps lines in memory until :meth:`write` appends them to ``path``; without a path they stay in memory.
 
-    :meth:`note` and :meth:`mark` do no I/O and belong to one thread, the event loop's; the rest may run in any other.
+    :meth:`note` and :meth:`mark` do no I/O and are called by the event loop's thread only; the others by any thread.
     """
 
     def __init__(self, path: Path | None = None, kept: int = 0) -> None:
-        """``kept``: lines of the file that hold; what follows them is marked as undone at once. Raises CheckpointError
-        where the file has fewer."""
+        """``kept``: number of valid lines of the file; later ones are marked as undone. Raises CheckpointError if it
+        has fewer."""
         self.clock: Callable[[], float] = time.monotonic
         self.full: Callable[[], object] = lambda: None  # told now and then that there is something to write
         self._path = path
@@ -94,8 +94,8 @@ class Journal:
             self.write()
 
     def note(self, event: str, *, ids: Sequence[int] = (), **facts: Any) -> None:
-        """Append one event of :data:`EVENTS`. Values are JSON's and not changed afterwards. ``ids`` join those of the
-        line before where event and facts are the same."""
+        """Append one event of :data:`EVENTS`. Values are JSON's and must not change afterwards. ``ids`` are added to
+        the previous line if event and facts are the same."""
         line = self._open
         if line is not None:
             if ids and line.event == event and line.facts == facts and 0 < len(line.ids) < MAX_IDS:
@@ -108,7 +108,8 @@ class Journal:
             self.full()
 
     def begin(self, step: int, config: RunConfig) -> None:
-        """Note that the run begins (``step`` 0) or goes on, with the settings that decide over what may train."""
+        """Note that the run begins (``step`` 0) or continues, with the settings that decide which rollouts may
+        train."""
         facts: dict[str, Any] = {
             "steps": config.steps,
             "batch_size": config.batch_size,
@@ -121,14 +122,14 @@ class Journal:
         self.mark()
 
     def mark(self) -> int:
-        """How many lines the journal has; all of them go out with the next :meth:`write`."""
+        """The number of lines so far; the next :meth:`write` writes all of them."""
         if self._open is not None:
             self._closed.append(self._open)
             self._open = None
         return self._lines
 
     def write(self) -> None:
-        """Append to the file what is closed; on an OSError nothing of it counts as written."""
+        """Append all complete lines to the file; after an OSError they all count as unwritten."""
         if self._path is None or not self._closed:
             return
         with self._writing, self._path.open("ab", buffering=0) as file:
@@ -152,13 +153,13 @@ class Journal:
                 os.fsync(file.fileno())
 
     def noted(self) -> list[dict[str, Any]]:
-        """The lines in memory, as they would be read back."""
+        """The lines in memory, as a reader of the file would get them."""
         lines = [*self._closed, *([self._open] if self._open is not None else [])]
         return [json.loads(line.text(self._written + i)) for i, line in enumerate(lines)]
 
 
 def whole_lines(path: Path) -> int:
-    """The lines of a journal; a torn last one, of a process that died while it wrote, is cut off."""
+    """The lines of a journal, without an incomplete last one of a process that died while writing."""
     content = path.read_bytes() if path.exists() else b""
     end = content.rfind(b"\n") + 1
     if end < len(content):

@@ -1,4 +1,4 @@
-"""What each figure in ``metrics.jsonl`` means: the one list for docs/reference/metrics.md, titles and sections."""
+"""The meaning of each metric in ``metrics.jsonl``: the one list for docs/reference/metrics.md, titles and sections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Metric:
-    """``name``: the key, with a word in angle brackets for what differs. ``title``: short, for a chart."""
+    """``name``: the key, with a word in angle brackets for its variable part. ``title``: short, for a chart."""
 
     name: str
     unit: str
@@ -22,8 +22,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class Family:
-    """Metrics that belong together, under one heading. ``section``: what groups their curves in W&B, TensorBoard and
-    MLflow, unless a key has a section of its own, up to its slash."""
+    """Metrics under one heading. ``section``: groups their curves in W&B, TensorBoard and MLflow, unless a key contains
+    a section of its own, up to its slash."""
 
     title: str
     section: str
@@ -81,8 +81,8 @@ FAMILIES: tuple[Family, ...] = (
         "Learner steps between a rollout's oldest token and its training; a batch has one a rollout.",
         ("staleness_mean", "versions", "staleness", "Mean over the batch's rollouts."),
         ("staleness_max", "versions", "largest staleness", "Largest of the batch; never above staleness_bound."),
-        ("staleness_in_flight_mean", "versions", "staleness in flight", "The part that arose while being generated."),
-        ("staleness_in_queue_mean", "versions", "staleness in queue", "The part that arose from the last token on."),
+        ("staleness_in_flight_mean", "versions", "staleness in flight", "The part that arose during generation."),
+        ("staleness_in_queue_mean", "versions", "staleness in queue", "The part that arose after its last token."),
         ("staleness_p10", "versions", "staleness, 10%", "10th percentile over the batch."),
         ("staleness_p50", "versions", "staleness, median", "Median over the batch."),
         ("staleness_p90", "versions", "staleness, 90%", "90th percentile over the batch."),
@@ -152,7 +152,7 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "Loss",
         "policy",
-        "What the optimizer met.",
+        "Losses, gradients and learning rate of the optimizer.",
         ("loss", "-", "loss", "The policy loss, mean over the step's updates."),
         ("value_loss", "reward^2", "value loss", "The critic's loss, mean over the step's updates."),
         ("explained_variance", "share", "explained variance", "1 - var(returns - values) / var(returns)."),
@@ -190,7 +190,7 @@ FAMILIES: tuple[Family, ...] = (
         ("train_seconds", "s", "training", "The learner's step itself."),
         ("wait_seconds", "s", "waiting", "The learner's wait for a batch, a publish or its turn."),
         ("weight_sync_seconds", "s", "publish", "The last publish, from snapshot to the last replica's load."),
-        ("snapshot_seconds", "s", "snapshot", "The part of it that the learner made."),
+        ("snapshot_seconds", "s", "snapshot", "Its part on the learner: the copy of the weights."),
         ("<kind>_latency_p50", "s", "median latency", "From the last token to reward, reference or critic: median."),
         ("<kind>_latency_p95", "s", "95% latency", "From the last token to reward, reference or critic."),
         ("reward_batch_faults", "calls", "failed batches", "Calls that failed whole; rollouts were scored alone."),
@@ -198,7 +198,7 @@ FAMILIES: tuple[Family, ...] = (
         ("prefill_evictions", "sequences", "evictions", "Sequences that left its cache too early."),
         ("reference_prefilled_fraction", "share", "reference read ahead", "The same of the reference."),
         ("reference_prefill_evictions", "sequences", "reference evictions", "The same of the reference."),
-        ("loop_lag_p99", "s", "event loop's delay", "How late the controller runs what is due: 99th percentile."),
+        ("loop_lag_p99", "s", "event loop's delay", "How late the controller's event loop is: 99th percentile."),
     ),
     _family(
         "Buffer and generators",
@@ -250,7 +250,7 @@ def find_metric(key: str) -> Metric | None:
 
 
 def section_of(key: str) -> str:
-    """The section of a curve, empty for ``step``, the axis of all."""
+    """The section of a curve; empty for ``step``, the axis of all curves."""
     if key == "step":
         return ""
     if "/" in key:
@@ -262,5 +262,5 @@ def section_of(key: str) -> str:
 
 
 def titled(key: str) -> str:
-    """The metric under its section: ``staleness/staleness_max``; ``step`` and what has a section stay as they are."""
+    """The metric under its section: ``staleness/staleness_max``; ``step`` and keys with a section stay unchanged."""
     return key if key == "step" or "/" in key else f"{section_of(key)}/{key}"

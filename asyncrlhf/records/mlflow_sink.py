@@ -1,4 +1,4 @@
-"""MLflow: one run on the tracking server that MLFLOW_TRACKING_URI names, else where MLflow itself puts it."""
+"""MLflow: one run on the tracking server that MLFLOW_TRACKING_URI names, else in MLflow's default place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 
 class MlflowSink:
-    """Settings are the run's parameters, the name of the run its experiment. A resumed run goes on under its id."""
+    """Settings become the run's parameters, the run's name its experiment. A resumed run continues under its id."""
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -64,7 +64,7 @@ class MlflowSink:
 
 
 def _allowed(name: str) -> str:
-    """MLflow's names are of letters, digits and ``_-. :/``; ``lag_9+/kl`` becomes ``lag_9_/kl``."""
+    """The name in MLflow's characters, letters, digits and ``_-. :/``: ``lag_9+/kl`` becomes ``lag_9_/kl``."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 

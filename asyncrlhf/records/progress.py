@@ -1,4 +1,4 @@
-"""What a run shows while it goes: the terminal's live panel; sinks and the user's callbacks hear the same."""
+"""What a run shows while it runs: the terminal's live panel; sinks and the user's callbacks get the same values."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _SHOWN = (
 class Progress:
     """``total`` steps, of which ``start_step`` were done before (a resumed run). ``mode``: auto, rich, plain or none.
 
-    Plain lines come at most once a second, but always for the first and the
-    last step. ``clock`` and ``console`` are there for tests; the clock is in seconds and measures real time.
+    Plain lines come at most once a second, but always for the first and the last step. ``clock`` (real time, in
+    seconds) and ``console`` are parameters for tests.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Progress:
             self._live.start()
 
     def phase(self, text: str) -> None:
-        """How far set-up is: the live display's title, or a line."""
+        """Show the stage of the set-up: as the live display's title, or as a line."""
         self._phase = text
         if self._live is not None:
             self._live.update(self._render(self._latest), refresh=True)
@@ -74,11 +74,11 @@ class Progress:
             self.message(f"{text}.")
 
     def begin(self) -> None:
-        """Set-up is over: from here on time counts for the ETA."""
+        """End the set-up: the ETA counts time from here on."""
         self._start_time, self._phase = self._clock(), ""
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Show one learner step's metrics. A value that is missing now (held-out accuracy) keeps its last one."""
+        """Show one learner step's metrics. A value that this step lacks (held-out accuracy) keeps its last one."""
         self._latest.update({key: value for key, value in metrics.items() if value is not None})
         if self._live is not None:
             self._rows.append({key: metrics[key] for key in _SHOWN if key in metrics})
@@ -87,12 +87,12 @@ class Progress:
             self._print_line()
 
     def message(self, text: str) -> None:
-        """One line for the reader, above the live display; nothing in mode none."""
+        """Show one line above the live display; nothing in mode none."""
         if self._mode != "none":
             self._console.print(redact(text), markup=False, highlight=False)
 
     def stop(self) -> None:
-        """End the display, leaving means of the run on the screen. A second call does nothing."""
+        """End the display and print the run's means. A second call does nothing."""
         if self._live is not None:
             if self._rows:
                 self._live.update(self._render(self._means(), f": means, reward of the last {self._tenth}"))
@@ -115,7 +115,7 @@ class Progress:
         return "step" if window == 1 else f"{window} steps"
 
     def _means(self) -> dict[str, Any]:
-        """Of all steps shown, rates weighted by time; the largest staleness, and the last tenth's reward."""
+        """Means of all steps shown, rates weighted by time; the largest staleness, and the last tenth's reward."""
         rows = self._rows
         means: dict[str, Any] = {key: time_weighted_mean(rows, key) for key in _SHOWN}
         means |= {key: mean(values(rows, key)) for key in ("staleness_mean", "buffer_size")}
@@ -135,7 +135,7 @@ class Progress:
         return Panel(body, title=title, title_align="left", width=92)
 
     def _facts(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What there is to tell, in a fixed order: name and text."""
+        """The displayed facts in a fixed order: name and text."""
         get = figures.get
         formats = [
             ("reward", "{:.3f}", "reward_mean"),
@@ -167,8 +167,8 @@ class Progress:
 
 
 class RunView(Progress):
-    """A run's progress, with what else follows it. No method but ``message`` may run on the event loop: callbacks are
-    the user's code, and may take their time."""
+    """A run's progress, sinks and callbacks. Only ``message`` may run on the event loop: users' callbacks may be
+    slow."""
 
     def __init__(self, sinks: Sinks, total: int, mode: str, start_step: int, callbacks: Callbacks) -> None:
         super().__init__(total, mode, start_step=start_step)
@@ -179,7 +179,7 @@ class RunView(Progress):
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a callback wants the run to end in order after this step."""
+        """Whether a callback asked to end the run in order after this step."""
         return self._callbacks.stop_asked
 
     def step(self, metrics: Mapping[str, Any]) -> None:
@@ -193,8 +193,8 @@ class RunView(Progress):
         self._callbacks.call("on_evaluation", step, accuracy)
 
     def evaluated_apart(self, step: int, wall_time: float, accuracy: float) -> None:
-        """Log an evaluation that no step's line has: before the first step and after the last. That of a resumed run's
-        start is left out, for the first run's stays the baseline."""
+        """Log an evaluation before the first step or after the last, which no step's line has. The one at a resumed
+        run's start is left out: the first attempt's remains the baseline."""
         if not (self._resumed and step == self._start_step):
             self._sinks.log({"step": step, "wall_time": wall_time, "heldout_accuracy": accuracy})
 

@@ -1,4 +1,4 @@
-"""What of a run's records belongs to a checkpoint, whether it is there, and how what came after it is cut off."""
+"""Which records of a run belong to a checkpoint, whether they exist, and how later ones are removed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLLOUTS_FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class RecordMarker:
-    """How much of the records belongs to a checkpoint; the zeros of the default are a run's beginning.
+    """How many of the records belong to a checkpoint; the default's zeros mean a run's beginning.
 
     ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
     """
@@ -31,7 +31,7 @@ class RecordMarker:
 
     @classmethod
     def of(cls, counts: Any, where: Path) -> RecordMarker:
-        """Raises CheckpointError, naming ``where`` they stood, for ``counts`` that are no marker's."""
+        """Read a marker back; raises CheckpointError, naming the place ``where``, if ``counts`` are not a marker's."""
         try:
             marker = cls(**counts)
         except TypeError:
@@ -53,7 +53,7 @@ def is_used(run_dir: Path) -> bool:
 
 
 def recorded_steps(run_dir: Path) -> int:
-    """Learner steps in metrics.jsonl, a torn last line left out."""
+    """Learner steps in metrics.jsonl, without an incomplete last line."""
     path = run_dir / METRICS_FILE
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -67,8 +67,8 @@ def refuse_used_folder(run_dir: Path) -> None:
 
 
 def check_records(run_dir: Path, marker: RecordMarker) -> None:
-    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that a checkpoint with ``marker``
-    counts on: lines of JSON, and parts that have their end. Changes nothing."""
+    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that ``marker`` counts: lines of
+    JSON, and complete parts. Changes nothing."""
     metrics = run_dir / METRICS_FILE
     try:
         for number, line in enumerate(_counted_lines(metrics, marker.metrics_lines)[1], start=1):
@@ -85,7 +85,7 @@ def check_records(run_dir: Path, marker: RecordMarker) -> None:
 
 
 def _counted_lines(path: Path, lines: int) -> tuple[int, list[bytes]]:
-    """The size of the file, and its first ``lines``; raises CheckpointError where it has fewer whole ones."""
+    """The size of the file, and its first ``lines``; raises CheckpointError if it has fewer complete lines."""
     content = path.read_bytes() if path.exists() else b""
     kept = content.splitlines(keepends=True)[:lines]
     if len(kept) < lines or not all(line.endswith(b"\n") for line in kept):

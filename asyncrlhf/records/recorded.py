@@ -1,4 +1,4 @@
-"""The recorded rollouts as arrays, one entry a row: what their tokens and their columns say, from all Parquet parts."""
+"""The recorded rollouts of all Parquet parts as arrays, one entry per row, from their columns and tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IntArray = np.ndarray
 
 @dataclass
 class Recorded:
-    """Rows [R] of all parts, and their uses [U], each with the row that it belongs to."""
+    """Rows [R] of all parts, and their uses [U], each with the index of its row."""
 
     files: list[str]
     part: IntArray  # [R] which of the files
@@ -47,7 +47,7 @@ class Recorded:
 
 
 def read_rollouts(run_dir: Path, found: Findings) -> Recorded:
-    """All parts that can be read; one that cannot is a finding."""
+    """Read all parts; a part that cannot be read becomes a finding."""
     parts = sorted((run_dir / ROLLOUTS_FOLDER).glob("part-*.parquet"))
     _check_numbers(parts, found)
     pieces: dict[str, list[np.ndarray]] = {}
@@ -85,7 +85,7 @@ def _check_numbers(parts: list[Path], found: Findings) -> None:
 
 
 def _columns(table: pa.Table, names: dict[str, int], first_row: int) -> Iterator[tuple[str, np.ndarray]]:
-    """``names`` numbers the generators, and learns of new ones."""
+    """One part's columns; ``names`` numbers the generators, and new ones are added."""
     yield "ids", _integers(table["rollout_id"])
     yield "groups", _integers(table["group_id"])
     yield "rewards", pc.fill_null(table["reward"], np.nan).to_numpy()
@@ -115,6 +115,6 @@ def _integers(column: pa.ChunkedArray) -> IntArray:
 
 
 def _lists(column: pa.ChunkedArray) -> tuple[IntArray, IntArray]:
-    """Lengths [R] and all values, one list behind the other."""
+    """The lengths [R] of the column's lists, and all their values, concatenated."""
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
     return lengths.astype(np.int64), np.asarray(pc.list_flatten(column).to_numpy(), dtype=np.int64)

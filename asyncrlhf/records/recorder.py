@@ -47,11 +47,11 @@ SubmitPart = Callable[[Path, Sequence[RolloutRow], Sequence[Payload | None]], Fu
 
 
 class RunRecorder:
-    """Owns the files of ``run_dir``. ``log_step`` writes at once; ``record`` and ``mark`` hand rows to a writer and do
-    no I/O. Not thread-safe, but for ``log_step`` and ``sync_metrics``, which may run in one other thread.
+    """Owns the files of ``run_dir``. ``log_step`` writes at once; ``record`` and ``mark`` pass rows to a writer and do
+    no I/O. Not thread-safe, except that ``log_step`` and ``sync_metrics`` may run in one other thread.
 
-    With ``resume_from`` the files are first cut back to that marker. Without it a folder that already holds a run is a
-    ConfigError: nothing is overwritten by accident; so is a folder that another process writes.
+    With ``resume_from`` the files are first cut back to that marker. Without it, a folder that already holds a run
+    raises ConfigError, so that no run is overwritten by accident; so does a folder that another process writes.
     """
 
     def __init__(
@@ -97,12 +97,11 @@ class RunRecorder:
         self._spans = SpanParts(spans, logging.flush_every, resume_from.span_parts, self._pool.submit)
 
     def write_with(self, submit: SubmitPart) -> None:
-        """Have all further parts written by ``submit``, which returns at once. Without this a thread writes rows that
-        are complete."""
+        """Write all further parts by ``submit``, which returns at once. The default is a thread, for complete rows."""
         self._submit = submit
 
     def before_closing(self, tell: Callable[[], None]) -> None:
-        """Have ``tell`` called when the recorder closes, for what comes while the run's parts end."""
+        """Call ``tell`` when the recorder closes, for records that arrive while the run's parts end."""
         self._before_closing = tell
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
@@ -119,8 +118,8 @@ class RunRecorder:
         self._lines += 1
 
     def record(self, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None] | None = None) -> None:
-        """Keep rows for the next Parquet part; ``payloads``: where the rollout of each row lies, None for a row that
-        has none. Raises what the writer met before."""
+        """Keep rows for the next Parquet part; ``payloads``: where each row's rollout lies, or None. Raises an earlier
+        error of the writer."""
         if not self._logging.rollouts:
             return
         self._rows.extend(rows)
@@ -129,7 +128,7 @@ class RunRecorder:
             self._put(self._logging.flush_every)
 
     def mark(self) -> RecordMarker:
-        """Where the records stand, with all rows so far in numbered parts. They are on disk once the ``unwritten`` are
+        """Put all rows so far in numbered parts; returns the position. They are on disk once the ``unwritten`` are
         done."""
         self._put(len(self._rows))
         self._pending += self._spans.put(self._elapsed)
@@ -137,16 +136,16 @@ class RunRecorder:
         return RecordMarker(self._lines, self._parts, self._spans.parts, lines)
 
     def rewind(self, marker: RecordMarker) -> None:
-        """Undo what was recorded of steps and rollouts after ``marker``, as a recorder opened with it does. The journal
-        keeps its lines, and spans say what was: time does not go back."""
+        """Undo the records of steps and rollouts after ``marker``, as a recorder opened with it does. The journal keeps
+        its lines, and the spans stay: time does not go back."""
         self._rows, self._payloads = [], []
         self._cut_steps(marker)
         cut_parts(self._folder, marker.parts)
         self._parts = marker.parts
 
     def undo_training(self, marker: RecordMarker, version: int, returned: Collection[int]) -> None:
-        """Undo what was recorded of steps after ``marker``; of rollouts only the uses at ``version`` and later, and the
-        rows of those that ``returned`` to the buffer."""
+        """Undo the records of steps after ``marker``; of rollouts only the uses at ``version`` and later, and the rows
+        of those that ``returned`` to the buffer."""
         self._cut_steps(marker)
         for number in range(marker.parts, self._parts):
             undo_uses(self._folder / part_name(number), version, returned)
@@ -159,7 +158,7 @@ class RunRecorder:
         self._lines = marker.metrics_lines
 
     def record_spans(self, rows: Sequence[SpanRow], elapsed: float) -> None:
-        """Keep spans for the next Parquet part, which holds none that ended after ``elapsed``, seconds of the run."""
+        """Keep spans for the next Parquet part, which holds none that ended after ``elapsed`` seconds of the run."""
         self._elapsed = elapsed
         self._pending += self._spans.add(rows, elapsed)
 
@@ -167,11 +166,11 @@ class RunRecorder:
         self._pool.submit(self.journal.write)
 
     def unwritten(self, allowed: int = 0) -> list[Future[None]]:
-        """The parts that must be written before at most ``allowed`` are not."""
+        """The parts to wait for until at most ``allowed`` parts are unwritten."""
         return list(self._pending)[: max(0, len(self._pending) - allowed)]
 
     def raise_if_failed(self) -> None:
-        """Forget the parts that are written; raises AsyncRLHFError if any part ever could not be."""
+        """Forget the parts that are written; raises AsyncRLHFError if any part failed to be written."""
         while self._pending and self._pending[0].done():
             ended = self._pending.popleft().exception()
             self._error = self._error or ended
@@ -186,7 +185,7 @@ class RunRecorder:
         os.fsync(self._metrics.fileno())
 
     def checkpoint(self) -> RecordMarker:
-        """Bring everything to disk, and return where the records stand."""
+        """Write everything to disk and return the records' position."""
         marker = self.mark()
         wait(self.unwritten())
         self.raise_if_failed()
@@ -194,8 +193,7 @@ class RunRecorder:
         return marker
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Bring everything to disk and write summary.json, which is written in any case. The recorder is closed
-        afterwards."""
+        """Write everything to disk, then summary.json, which is written even after an error. Closes the recorder."""
         try:
             self._end_writing()
         finally:
@@ -206,7 +204,7 @@ class RunRecorder:
                 self._lock.release()
 
     def close(self) -> None:
-        """Bring everything to disk and end the writer; a second call does nothing."""
+        """Write everything to disk and end the writer; a second call does nothing."""
         try:
             self._end_writing()
         finally:
@@ -234,7 +232,7 @@ class RunRecorder:
             self.raise_if_failed()
 
     def _put(self, count: int) -> None:
-        """Have the first ``count`` rows written as one part."""
+        """Submit the first ``count`` rows as one part."""
         if not count:
             return
         self.raise_if_failed()
@@ -245,7 +243,7 @@ class RunRecorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. A torn last line (the process died while writing) is left out.
+    """The lines of a metrics.jsonl, without an incomplete last one (the process died while writing).
 
     Raises ConfigError when an earlier line is not a JSON object.
     """
@@ -265,7 +263,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` out of JSON's types alone: NumPy becomes Python, tuples lists, paths text, NaN and infinity None."""
+    """``value`` in JSON's types only: NumPy becomes Python, tuples lists, paths text, NaN and infinity None."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
@@ -284,7 +282,7 @@ def plain(value: Any) -> Any:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a file that appears complete or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -295,13 +293,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def naming(error: OSError, path: Path) -> OSError:
-    """The error with its file's name, which a failed write does not have."""
+    """The error with the file's name, which the error of a failed write lacks."""
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 @contextmanager
 def writing_to(run_dir: Path) -> Iterator[None]:
-    """Make a ConfigError of what keeps ``run_dir`` from being written."""
+    """Within this context, turn an OSError of writing to ``run_dir`` into a ConfigError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Replays a run's journal: where each rollout is, what each step trained, which version each replica held."""
+"""Replays a run's journal: the state of each rollout, the batch of each step, the version of each replica."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from asyncrlhf.records.history import (
 
 
 class Replay:
-    """Takes the lines one by one; every event that breaks the order of things is a finding."""
+    """Processes the lines one by one; every event in a wrong state is a finding."""
 
     def __init__(self, found: Findings, marked: Iterable[int] = ()) -> None:
-        """``marked``: after so many lines the totals are kept."""
+        """``marked``: numbers of lines after which the totals are stored."""
         self.history = History(found)
         self._found = found
         self._marked = set(marked)
@@ -83,8 +83,8 @@ class Replay:
         self._began_at = line["at"]
 
     def _on_rollback(self, line: dict[str, Any]) -> None:
-        """Uses at ``to`` and later do not count, and no replica holds a version before it loaded one of the new epoch.
-        What lives on has no token of a version that is undone."""
+        """Uses at ``to`` and later do not count, and no replica holds a version until it loads one of the new epoch.
+        The remaining rollouts have no token of an undone version."""
         history, to = self.history, line["to"]
         if not 0 <= to <= self._version:
             self._found.add(f"journal.jsonl: the learner went back from step {self._version} to step {to}.")
@@ -122,7 +122,7 @@ class Replay:
     # --- rollouts
 
     def _move(self, line: dict[str, Any], to: int, *allowed: int) -> Iterator[int]:
-        """The ids of the line that could take this step, moved."""
+        """Move the line's rollouts to state ``to``; returns the ids whose state allowed it."""
         state = self.history.state
         for rollout_id in line["ids"]:
             if not 0 <= rollout_id < len(state):
@@ -225,7 +225,8 @@ class Replay:
         self._version, self._batch = step, []
 
     def _check_batch(self, step: int, rules: Rules) -> None:
-        """Whole groups, as many as a batch has; only siblings that failed or were dropped are missing."""
+        """Check that the batch has the right number of whole groups, lacking only siblings that failed or were
+        dropped."""
         size, due = rules.num_generations, rules.groups_per_step
         batch = set(self._batch)
         groups = {i // size for i in batch}

@@ -1,4 +1,4 @@
-"""One row a rollout in ``rollouts/*.parquet``: its columns, and how a file of them is written."""
+"""One row per rollout in ``rollouts/*.parquet``: its columns, and the writing of such a file."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ ROLLOUT_SCHEMA = pa.schema(
 
 @dataclass(slots=True)
 class RolloutRow:
-    """One trained, dropped or failed rollout, as ``rollouts/*.parquet`` holds it; None where it never got so far.
+    """One trained, dropped or failed rollout, as ``rollouts/*.parquet`` holds it; None for stages that it did not
+    reach.
 
-    ``consumed_at_version`` has one entry a use, ``staleness`` is that of the last use (None if never used), times are
-    seconds of the run's clock and ``consumed_at`` is the last use's. ``epoch``: of the run when it was given to its
-    generator; with ``policy_versions`` it says of each token which weights sampled it. ``extra``: what ``log_extra``
-    was given, as a JSON object.
+    ``consumed_at_version`` has one entry per use, ``staleness`` is that of the last use (None if never used), times are
+    seconds of the run's clock and ``consumed_at`` is the last use's. ``epoch``: the run's epoch when the rollout was
+    given to its generator; with ``policy_versions`` it identifies the weights that sampled each token. ``extra``: the
+    arguments of ``log_extra``, as a JSON object.
     """
 
     rollout_id: int
@@ -67,13 +68,13 @@ class RolloutRow:
     extra: str | None = None
 
     def fill(self, rollout: Rollout) -> None:
-        """Take text and arrays from the finished rollout."""
+        """Copy text and arrays from the finished rollout."""
         self.prompt, self.response = rollout.prompt.text, rollout.response_text
         self.policy_versions, self.behavior_logprobs = rollout.policy_versions, rollout.behavior_logprobs
 
 
 def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Rollout | None] | None = None) -> None:
-    """One Parquet file of the rows, each with text and arrays of its rollout where it has one."""
+    """Write one Parquet file of the rows, each with text and arrays of its rollout if it has one."""
     for row, rollout in zip(rows, rollouts or (), strict=rollouts is not None):
         if rollout is not None:
             row.fill(rollout)
@@ -81,8 +82,8 @@ def write_part(target: Path, rows: Sequence[RolloutRow], rollouts: Sequence[Roll
 
 
 def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
-    """Take the uses at ``version`` and later out of a file: the learner went back to it. A row without another use is
-    that of a dropped rollout; those of rollouts that ``returned`` to the buffer go."""
+    """Remove the uses at ``version`` and later from a file: the learner went back to it. A row without another use
+    becomes that of a dropped rollout; rows of rollouts that ``returned`` to the buffer are removed."""
     rows = [row for row in pq.read_table(target).to_pylist() if row["rollout_id"] not in returned]
     for row in rows:
         used = row["consumed_at_version"] or []
@@ -98,7 +99,7 @@ def undo_uses(target: Path, version: int, returned: Collection[int]) -> None:
 
 
 def _write(target: Path, columns: dict[str, list[Any]]) -> None:
-    """Whole or not at all."""
+    """Write the file completely or not at all."""
     temporary = target.with_suffix(".tmp")
     try:
         pq.write_table(pa.table(columns, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")

@@ -44,8 +44,8 @@ TOKENS_SCHEMA = pa.schema(
 
 
 def sampled(rollout_ids: Sequence[int], count: int, seed: int) -> list[int]:
-    """``count`` of a batch's rollouts, or all of fewer: those whose hash with the seed is smallest, so that the choice
-    depends on neither their order nor how they are dealt out to ranks."""
+    """``count`` of a batch's rollouts, or all if there are fewer: those whose hash with the seed is smallest, so that
+    the choice depends neither on their order nor on their distribution over ranks."""
     mixed = np.array(rollout_ids, np.int64).astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -54,7 +54,7 @@ def sampled(rollout_ids: Sequence[int], count: int, seed: int) -> list[int]:
 
 
 class Pieces:
-    """The text of single tokens, such that those of a response, joined, are its text."""
+    """The text of single tokens, such that a response's texts, joined, are the response's text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +69,7 @@ class Pieces:
         return self._decode([*self._anchor, *ids])[self._cut :]
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One text a token, empty for special ones. A character of several tokens stands at the first of them."""
+        """One text per token, empty for special ones. The first token of a character gets all of it."""
         found: list[str] = []
         run: list[int] = []  # tokens that make no whole character yet
         for token in map(int, ids):
@@ -90,10 +90,10 @@ class Pieces:
 
 
 class TokenRecord:
-    """The parts of one rank. A thread decodes and writes; :meth:`add` waits only when the disk is far behind."""
+    """The parts of one rank. A thread decodes and writes; :meth:`add` waits only if ``MAX_WAITING`` are unwritten."""
 
     def __init__(self, folder: Path, rank: int, tokenizer: Callable[[], Any]) -> None:
-        """``tokenizer``: loads it, in that thread."""
+        """``tokenizer``: a function that loads it, called in that thread."""
         self._folder, self._rank, self._tokenizer = folder, rank, tokenizer
         folder.mkdir(parents=True, exist_ok=True)
         self._rows: list[dict[str, Any]] = []
@@ -102,14 +102,14 @@ class TokenRecord:
         self._pending: list[Future[None]] = []
 
     def add(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Rows of one learner step, without ``step``, ``rank`` and ``tokens``. Raises what the writer met before."""
+        """Add rows of one learner step, without ``step``, ``rank`` and ``tokens``. Raises the writer's last error."""
         self._rows += [{"step": step, "rank": self._rank, **row} for row in rows]
         if len(self._rows) >= ROWS_OF_A_PART:
             self._put()
             self._wait(MAX_WAITING)
 
     def end_part(self) -> list[Future[None]]:
-        """Have all rows so far in whole parts, which are on disk when the futures are done."""
+        """Put all rows so far in parts; returns futures that are done when the parts are on disk."""
         self._put()
         return list(self._pending)
 
@@ -145,7 +145,7 @@ class TokenRecord:
 
 
 def cut_tokens(run_dir: Path, steps: int) -> None:
-    """Remove parts with steps beyond the first ``steps``, which a resumed run does again; a checkpoint ends a part."""
+    """Remove parts with steps after the first ``steps``, which a resumed run repeats; a checkpoint ends a part."""
     for path in (run_dir / TOKENS_FOLDER).glob("steps-*"):
         if path.suffix == ".tmp" or int(path.name.split("-")[2]) > steps:
             path.unlink()

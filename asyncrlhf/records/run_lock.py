@@ -1,4 +1,4 @@
-"""One process writes a run directory at a time."""
+"""A lock that lets one process at a time write a run directory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LOCK_FILE = ".lock"
 
 
 class RunLock:
-    """Held from its making to :meth:`release`, or to the end of the process: the kernel's lock (``flock``) goes with
-    its owner, however that one ends, so that no dead owner's lock must be taken over by guessing.
+    """Held from construction to :meth:`release`, or to the end of the process: the kernel releases its lock (``flock``)
+    however the owner ends, so that a dead owner's lock never remains.
 
-    The file names the owner for the sentence that refuses a second process (ConfigError), and stays in the folder.
-    On a network file system the lock holds between machines where that carries ``flock`` (NFS since Linux 2.6.12).
+    The file names the owner for the sentence that refuses a second process (ConfigError), and stays in the folder. On a
+    network file system the lock holds between machines if that supports ``flock`` (NFS since Linux 2.6.12).
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""The finished rollouts of a checkpoint as one Arrow file: a row a rollout, exact to the bit, and no code in it."""
+"""The finished rollouts of a checkpoint as one Arrow file: one row per rollout, bit-exact, without code (no pickle)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_rollouts(target: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def read_rollouts(path: Path) -> dict[int, Rollout]:
-    """The rollouts by id. Raises CheckpointError for a file that holds anything else."""
+    """The rollouts by id. Raises CheckpointError for any other file."""
     try:
         with path.open("rb") as file:
             table = pa.ipc.open_file(file).read_all()

@@ -1,7 +1,7 @@
 """Where a run's metrics go beside its own files: W&B, TensorBoard, MLflow or a class of the user's.
 
-Each sink lives in a thread of its own, behind a queue: it may be slow, wait for a network or fail, and the run neither
-waits for it nor ends for it.
+Each sink has a thread and a queue of its own: it may be slow, wait for a network or fail, and the run neither waits for
+it nor ends because of it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a sink is started with.
+    """The facts that a sink is started with.
 
-    ``config``: the resolved settings, as config.yaml holds them. ``stage``: train, sft or reward-model.
-    ``start_step``: steps that were done before; 0 unless the run is resumed. ``say`` tells the user one sentence, on
-    the terminal and in the summary.
+    ``config``: the resolved settings, as config.yaml holds them. ``stage``: train, sft or reward-model. ``start_step``:
+    steps that were done before; 0 unless the run is resumed. ``say`` shows the user one sentence, on the terminal and
+    in the summary.
     """
 
     run_dir: Path
@@ -41,21 +41,21 @@ class RunFacts:
 
 
 class Sink(Protocol):
-    """Takes a run's metrics. ``logging.sinks=[my_module:MySink]`` calls ``MySink()`` and then, in one thread, these
-    three. What one of them raises switches the sink off and never ends the run; ``finish`` is called all the same."""
+    """Receives a run's metrics. ``logging.sinks=[my_module:MySink]`` calls ``MySink()`` and then, in one thread, these
+    three methods. An exception in one of them switches the sink off, but the run continues; ``finish`` is still
+    called."""
 
     def start(self, run: RunFacts) -> None:
         """Called once, before any metrics."""
         ...
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """One line: a learner step's as metrics.jsonl has it, or the held-out evaluation before the first step and
-        after the last. ``step`` is always there, ``total/samples`` and ``total/tokens`` wherever they are known; values
-        that are not finite are left out."""
+        """One line: a learner step's as in metrics.jsonl, or a held-out evaluation before the first step or after the
+        last. ``step`` is always present, ``total/samples`` and ``total/tokens`` if known, and only finite values."""
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Called once, with what summary.json holds."""
+        """Called once, with the content of summary.json."""
         ...
 
 
@@ -86,7 +86,7 @@ def build_sink(name: str, logging: LoggingConfig) -> Sink:
 
 
 class Sinks:
-    """All sinks of a run. ``log`` returns at once; ``finish`` waits for each at most ``seconds``."""
+    """All sinks of a run. ``log`` returns at once; ``finish`` waits at most ``seconds`` for each."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Sinks:
                 self.tell(new)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Hand one line to every sink."""
+        """Pass one line to every sink."""
         if not self._followers:
             return
         row = {key: value for key, value in plain(metrics).items() if value is not None}
@@ -128,15 +128,14 @@ class Sinks:
             follower.put(row)
 
     def news(self) -> list[str]:
-        """What the sinks have said since the last call."""
+        """The sinks' messages since the last call."""
         with self._one:
             new = self._said[self._shown :]
             self._shown += len(new)
         return [sentence for _, sentence in new]
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, list[str]]:
-        """End every sink; what each has said during the run, by its name, for the summary. A second call ends
-        nothing."""
+        """End every sink; returns their messages during the run, by name. A second call does nothing."""
         for follower in self._followers:
             follower.end(plain(summary))
         for follower in self._followers:
@@ -196,7 +195,7 @@ class _Follower:
 
 
 def _totals_before(run_dir: Path) -> dict[str, float]:
-    """The totals of the steps that a resumed run goes on from."""
+    """The totals of the steps before the one at which a resumed run continues."""
     path = run_dir / METRICS_FILE
     rows = read_metrics(path) if path.exists() else []
     return {total: sum(float(row.get(key) or 0.0) for row in rows) for total, key in TOTALS.items()}

@@ -1,4 +1,5 @@
-"""Spans: who did what from when to when. A :class:`Lane` measures one part; :class:`SpanParts` writes the files."""
+"""Spans: which part did what, from when to when. A :class:`Lane` measures a part; :class:`SpanParts` writes the
+files."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ SPAN_SCHEMA = pa.schema(
 
 
 class Span(NamedTuple):
-    """One row of ``spans/*.parquet``, but for its part; times are seconds of the clock that measured it.
+    """One row of ``spans/*.parquet``, without its part; times are seconds of the clock that measured it.
 
     ``kind``: ``decode``, ``load``, ``score``, ``train``, ``snapshot``, ``transfer``, ``save`` or ``wait``.
     """
@@ -54,13 +55,13 @@ class Span(NamedTuple):
     busy_seconds: float = 0.0  # at most end - start
 
     def joined(self, later: Span) -> Span:
-        """One span of two that follow each other."""
+        """This span and the one that follows it, as one."""
         sums = (a + b for a, b in zip(self[4:], later[4:], strict=True))
         return Span(self.kind, self.start, later.end, self.version, *sums)  # type: ignore[arg-type]
 
 
 class SpanBatch(NamedTuple):
-    """The spans of one part that travel with a message; ``asked`` and ``told``: when the request came in and the
+    """The spans that one part sends with an answer; ``asked`` and ``told``: when the request arrived and when the
     answer left, by the clock of ``host``."""
 
     part: str
@@ -73,7 +74,7 @@ class SpanBatch(NamedTuple):
 
 @cache
 def host() -> str:
-    """This machine since it was started: all its processes share one monotonic clock."""
+    """An id of this machine since its last start: all its processes share one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -81,11 +82,11 @@ def host() -> str:
 
 
 class Lane:
-    """What one part does, measured where it does it: at any time exactly one kind, so that its spans follow each other
-    without a gap and never overlap. Safe to use from several threads."""
+    """The activities of one part, measured in the part: exactly one kind at any time, so that its spans follow each
+    other without gaps or overlaps. Thread-safe."""
 
     def __init__(self, part: str, clock: Callable[[], float] = time.monotonic, short_wait: float = SHORT_WAIT) -> None:
-        """``short_wait``: seconds; a shorter wait between two spans of one kind and version joins them."""
+        """``short_wait``: seconds; a shorter wait between two spans of the same kind and version joins them."""
         self.part = part
         self.version = -1
         self._clock, self._short_wait = clock, short_wait
@@ -102,7 +103,7 @@ class Lane:
         self._busy, self._paused = 0.0, 0.0
 
     def enter(self, kind: str, version: int | None = None) -> None:
-        """From now on the part does ``kind``, with the weights of ``version`` (None: those it had)."""
+        """From now on the part's activity is ``kind``, with the weights of ``version`` (None: unchanged)."""
         with self._lock:
             if self._covered:
                 self._after = kind
@@ -127,7 +128,8 @@ class Lane:
 
     @contextmanager
     def during(self, kind: str, version: int | None = None, rollouts: int = 0, tokens: int = 0) -> Iterator[None]:
-        """Inside, the part does ``kind`` with so much, whatever it enters; afterwards that, or what it did before."""
+        """Within this context the activity is ``kind`` with these counts, even if :meth:`enter` is called; afterwards
+        it is the last one entered, or the one before."""
         if self._covered:
             yield
             return
@@ -144,8 +146,8 @@ class Lane:
                 self.enter(self._after)
 
     def count(self, rollouts: int, tokens: int, iterations: int = 0, sequences: int = 0, busy: float = 0.0) -> None:
-        """Of the present span, or of the next where a ``during`` covers it; ``sequences``: of these iterations, added
-        up; ``busy``: seconds (0: all of it)."""
+        """Add to the present span, or to the next one if a ``during`` covers it; ``sequences``: summed over these
+        iterations; ``busy``: seconds (0: the whole span)."""
         with self._lock:
             added = (rollouts, tokens, iterations, sequences)
             counts = self._later if self._covered else self._counts
@@ -153,7 +155,7 @@ class Lane:
             self._busy += 0.0 if self._covered else busy
 
     def take(self, asked: float | None = None) -> SpanBatch:
-        """All up to now; the present span goes on in the next batch. ``asked``: when the request for it came in."""
+        """All spans up to now; the present span continues in the next batch. ``asked``: when the request arrived."""
         with self._lock:
             now = self._clock()
             self._cut(now, over=False)
@@ -162,7 +164,8 @@ class Lane:
         return SpanBatch(self.part, taken, now if asked is None else asked, now, host(), lost)
 
     def _cut(self, now: float, over: bool) -> None:
-        """End the present span and begin another of its kind. What took no time is kept if it was something."""
+        """End the present span and begin another of its kind. Drop a span without duration unless it counted
+        something."""
         if now > self._since or (over and self._kind not in ("wait", "decode")) or any(self._counts):
             if len(self._done) < LANE_LIMIT:
                 self._done.append(self._span(now))
@@ -178,7 +181,7 @@ class Lane:
 
 
 class SpanRow(NamedTuple):
-    """A span on the run's clock. ``clock_error``: seconds by which its times may be off against other parts'."""
+    """A span on the run's clock. ``clock_error``: seconds by which its times may differ from other parts' clocks."""
 
     part: str
     span: Span
@@ -186,7 +189,7 @@ class SpanRow(NamedTuple):
 
 
 class SpanParts:
-    """Numbered Parquet files of spans, which ``submit`` has written in another thread."""
+    """Numbered Parquet files of spans, which ``submit`` writes in another thread."""
 
     def __init__(
         self, folder: Path, rows_of_a_part: int, parts: int, submit: Callable[[Callable[[], None]], Future[None]]
@@ -196,13 +199,13 @@ class SpanParts:
         self._rows: list[SpanRow] = []
 
     def add(self, rows: Sequence[SpanRow], until: float) -> list[Future[None]]:
-        """Keep rows; where enough have ended by ``until`` they go into a part. Returns what is written then."""
+        """Keep rows; if enough have ended by ``until``, submit them as a part. Returns the writes that this started."""
         self._rows += rows
         return self.put(until) if len(self._rows) >= self._rows_of_a_part else []
 
     def put(self, until: float = float("inf")) -> list[Future[None]]:
-        """One part of all rows that had ended by ``until``, a time of the run: no part that a checkpoint counts on
-        holds anything that the resumed run does again."""
+        """Submit one part of all rows that ended by ``until``, in seconds of the run: a part that a checkpoint counts
+        contains nothing that a resumed run repeats."""
         ended = [row for row in self._rows if row.span.end <= until]
         if not ended:
             return []
@@ -213,7 +216,7 @@ class SpanParts:
 
 
 def write_spans(target: Path, rows: Sequence[SpanRow]) -> None:
-    """One Parquet file, which appears whole."""
+    """Write one Parquet file, which appears complete."""
     columns: dict[str, list[Any]] = {"part": [row.part for row in rows]}
     columns |= {name: [getattr(row.span, name) for row in rows] for name in Span._fields}
     columns["clock_error"] = [row.clock_error for row in rows]

@@ -1,4 +1,4 @@
-"""``status.json`` of a run under way: written beside its event loop, also when nothing moves or the loop hangs."""
+"""``status.json`` of a run under way, written by a thread, so that it also works when the event loop hangs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SECONDS = 1.0  # between two writings
 
 
 class StatusFile:
-    """While it stands open, in a running event loop, a thread asks that loop every second for what ``look`` tells, and
-    writes it down with the process's number and when the loop answered; the file goes with it.
+    """Within this context, a thread asks the running event loop every second for the result of ``look`` and writes it,
+    with the process id and the time of the loop's last answer; at the end it removes the file.
 
-    ``look`` only reads, and takes no time of a virtual clock: the order of the run's events stays what it was.
+    ``look`` only reads and takes no time of a virtual clock, so that the order of the run's events does not change.
     """
 
     def __init__(self, run_dir: Path, look: Callable[[], Mapping[str, Any]]) -> None:
@@ -47,7 +47,7 @@ class StatusFile:
         self._path.unlink(missing_ok=True)
 
     def _answer(self) -> None:
-        """In the event loop."""
+        """Runs in the event loop."""
         self._seen = {**self._look(), "answered": time.time()}
 
     def _run(self) -> None:
@@ -61,7 +61,7 @@ class StatusFile:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """What the file holds; None without one."""
+    """The file's content; None without a file."""
     try:
         found = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -70,7 +70,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def is_owned(run_dir: Path) -> bool:
-    """Whether a process holds the run's lock, here or, where the file system carries ``flock``, on another machine."""
+    """Whether a process holds the run's lock, on this machine or, if the file system supports ``flock``, on another."""
     try:
         with (run_dir / LOCK_FILE).open("r", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

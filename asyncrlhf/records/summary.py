@@ -1,4 +1,4 @@
-"""What a run came to: the dictionary of summary.json, and the same in plain words for a newcomer."""
+"""The results of a run: the dictionary of summary.json, and the same in plain words for a newcomer."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def build_summary(
     heldout_after: float | None = None,
     heldout_prompts: int = 0,
 ) -> dict[str, Any]:
-    """Everything summary.json holds, out of ``run_dir``'s metrics.jsonl and the ledger's ``counts()``.
+    """The content of summary.json, from ``run_dir``'s metrics.jsonl and the ledger's ``counts()``.
 
-    ``exit_reason``: ``done``, ``interrupted`` or ``failed: <one sentence>``. Held-out accuracies are fractions; where
-    not given, the first and last ``heldout_accuracy`` of the metrics stand in; ``heldout_prompts`` is how many prompts
-    they are over. First and last reward are the means of the first and last tenth of the steps (at least one step).
+    ``exit_reason``: ``done``, ``interrupted`` or ``failed: <one sentence>``. Held-out accuracies are fractions; if they
+    are not given, the first and last ``heldout_accuracy`` of the metrics are used; ``heldout_prompts``: their number of
+    prompts. First and last reward are the means of the first and last tenth of the steps (at least one step).
     """
     path = run_dir / METRICS_FILE
     rows = read_metrics(path) if path.exists() else []
@@ -77,10 +77,10 @@ def build_summary(
 
 
 def ledger_totals(counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Admitted = trained + dropped + failed + left (not finished when the run ended), and whether that holds.
+    """Admitted = trained + dropped + failed + left (not finished when the run ended), and whether this holds.
 
-    ``counts`` is what the ledger's ``counts()`` returns. ``uses`` counts every training of a rollout. Dropped and
-    failed are numbers by reason; of the reasons for failures the five most frequent keep their names.
+    ``counts`` is the result of the ledger's ``counts()``. ``uses`` counts every training of a rollout. Dropped and
+    failed are numbers by reason; the five most frequent reasons of failures keep their names.
     """
     dropped = {reason: count for reason, count in counts["dropped_by_reason"].items() if count}
     failed = dict(sorted(counts["failed_by_reason"].items(), key=lambda item: -item[1]))
@@ -101,8 +101,8 @@ def ledger_totals(counts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reward_ends(rows: Metrics) -> dict[str, Any]:
-    """Mean reward of the first and of the last tenth of the steps, how many steps a tenth is, and the standard error of
-    the difference, from the spread of the steps' means in each tenth; None where a tenth has too few steps for one."""
+    """Mean reward of the first and of the last tenth of the steps, the steps per tenth, and the standard error of the
+    difference, from the spread of the steps' means in each tenth; None if a tenth has too few steps."""
     rewards = values(rows, "reward_mean")
     window = max(1, len(rewards) // 10)
     first, last = rewards[:window], rewards[-window:]
@@ -111,8 +111,8 @@ def reward_ends(rows: Metrics) -> dict[str, Any]:
 
 
 def _heldout_error(before: float | None, after: float | None, prompts: int) -> float | None:
-    """An upper bound of the standard error of the change: that of answers that are right or wrong, to other prompts
-    each time. None where rewards are not between 0 and 1."""
+    """An upper bound of the standard error of the change: the value for 0/1 answers to different prompts each time.
+    None if rewards are not between 0 and 1."""
     ends = (before, after)
     if not prompts or any(end is None or not 0 <= end <= 1 for end in ends):
         return None
@@ -120,7 +120,7 @@ def _heldout_error(before: float | None, after: float | None, prompts: int) -> f
 
 
 def timing_means(rows: Metrics) -> dict[str, float]:
-    """Means over the run: rates and fractions weighted by each step's wall time, seconds a step unweighted."""
+    """Means over the run: rates and fractions weighted by each step's wall time, seconds per step unweighted."""
     named = {key for row in rows for key in row if not key.startswith(REPLICA_PREFIX)}
     keys = sorted(key for key in named if key.endswith(_TIMING_ENDINGS))
     means = {
@@ -130,10 +130,10 @@ def timing_means(rows: Metrics) -> dict[str, float]:
 
 
 def replica_means(rows: Metrics) -> dict[str, dict[str, float]]:
-    """What each replica did over the steps that it was there, by its name; empty for a run with a single one.
+    """Means of each replica over the steps in which it existed, by name; empty for a run with one replica.
 
-    ``rollouts`` and ``tokens_per_second`` are what it made, trained or not; ``held_back_fraction`` is its share of the
-    steps without work, because it was too late for the staleness bound; ``restarts`` the last count.
+    ``rollouts`` and ``tokens_per_second``: its output, trained or not; ``held_back_fraction``: the fraction of steps in
+    which it got no work because it was too late for the staleness bound; ``restarts``: the last count.
     """
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith(REPLICA_PREFIX))
     names = dict.fromkeys(key.split("/", 2)[1] for key in keys)
@@ -178,8 +178,7 @@ def mean(numbers: Sequence[float]) -> float | None:
 
 
 def environment(*more: str) -> dict[str, Any]:
-    """What a summary says of the machine and of the packages that decide what a run does, ``more`` ones among them;
-    packages that are not installed are left out."""
+    """The machine, and the versions of installed packages that affect a run, with ``more`` ones."""
     packages = {}
     for name in (*PACKAGES, *more):
         with suppress(metadata.PackageNotFoundError):
@@ -242,7 +241,7 @@ def plain_words(summary: Mapping[str, Any]) -> str:
 
 
 def ledger_table(ledger: Mapping[str, Any]) -> Table:
-    """Where every admitted rollout ended, with the check that none was lost or invented."""
+    """The end state of every admitted rollout, with the check that none was lost or invented."""
     columns = "state", Column("rollouts", justify="right")
     table = Table(*columns, title="Where every rollout ended", title_justify="left")
     table.add_row("trained", f"{ledger['trained']:,}")
@@ -259,7 +258,7 @@ REPLICA_COLUMNS = ("rollouts", "tokens/s", "idle", "seconds a rollout", "lag", "
 
 
 def replica_cells(figures: Mapping[str, float]) -> list[str]:
-    """One replica's figures as text, under ``REPLICA_COLUMNS``."""
+    """One replica's metrics as text, under ``REPLICA_COLUMNS``."""
     return [
         f"{figures['rollouts']:,.0f}",
         f"{figures['tokens_per_second']:,.0f}",
@@ -272,7 +271,7 @@ def replica_cells(figures: Mapping[str, float]) -> list[str]:
 
 
 def replica_table(replicas: Mapping[str, Mapping[str, float]]) -> Table:
-    """One row a generator: which of them is the straggler."""
+    """One row per generator, to find a straggler."""
     columns = [Column(name, justify="right") for name in REPLICA_COLUMNS]
     table = Table("name", *columns, title="Generators", title_justify="left")
     for name, figures in replicas.items():
@@ -281,7 +280,7 @@ def replica_table(replicas: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: ``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
+    """Seconds in readable form: ``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
@@ -302,7 +301,7 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 
 
 def _moved(ends: Mapping[str, float | None], start: str, end: str) -> str:
-    """``rose`` and ``fell`` are said beyond two standard errors alone."""
+    """A sentence about the change; it says ``rose`` or ``fell`` only beyond two standard errors."""
     first, last, error = ends[start], ends[end], ends.get("standard_error")
     assert first is not None and last is not None
     change = f"from {first:.3f} to {last:.3f}, a change of {last - first:+.3f}"

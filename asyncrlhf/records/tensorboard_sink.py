@@ -10,8 +10,8 @@ from asyncrlhf.records.sinks import RunFacts
 
 
 class TensorboardSink:
-    """``tensorboard --logdir runs`` shows each metric under its section, over learner steps. A resumed run hides what
-    the first one wrote after its checkpoint."""
+    """``tensorboard --logdir runs`` shows each metric under its section, over learner steps. A resumed run hides the
+    lines that the first one wrote after its checkpoint."""
 
     def __init__(self) -> None:
         self._writer: Any = None

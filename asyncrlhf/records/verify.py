@@ -1,7 +1,7 @@
-"""``asyncrlhf verify``: recomputes from a run's raw records what it promised, and says what does not hold.
+"""``asyncrlhf verify``: recomputes a run's guarantees from its raw records and reports those that do not hold.
 
-Nothing derived is trusted: the journal's events are replayed, staleness comes from the tokens' versions, and the
-figures of metrics.jsonl and summary.json are compared with what they are said to sum up.
+No derived value is trusted: the journal's events are replayed, staleness is computed from the tokens' versions, and the
+values of metrics.jsonl and summary.json are compared with their sources.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SLACK = 1.0  # seconds by which a span may end after the journal's last line
 
 @dataclass
 class Verdict:
-    """``broken``: a sentence a promise; ``notes``: what is in flight or could not be checked; ``checked``: of what how
-    many."""
+    """``broken``: one sentence per broken guarantee; ``notes``: what is in flight or could not be checked; ``checked``:
+    the number of checked items by kind."""
 
     broken: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -45,17 +45,17 @@ class Verdict:
 
 
 def verify(run_dir: Path) -> list[str]:
-    """Sentences of what is broken; empty where all holds. Raises ConfigError for what is no run of ``train``."""
+    """One sentence per broken guarantee; empty if all hold. Raises ConfigError if the folder is no run of ``train``."""
     return examine(run_dir).broken
 
 
 def examine(run_dir: Path) -> Verdict:
-    """As :func:`verify`, with what was looked at."""
+    """As :func:`verify`, with the number of checked items."""
     return _Examination(Path(run_dir)).verdict()
 
 
 def _yaml(text: str) -> Any:
-    """By libyaml where PyYAML has it: it takes a tenth of the time."""
+    """By libyaml if PyYAML has it, which takes a tenth of the time."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -136,7 +136,7 @@ class _Examination:
             self.found.add(f"{name} counts {said}, where the journal has {totals}.")
 
     def _steps_of_metrics(self) -> list[Step]:
-        """For a run without a journal: its steps by their numbers, the rules by its config."""
+        """For a run without a journal: its steps from metrics.jsonl, and its rules from its config."""
         self.notes.append(
             f"There is no {JOURNAL_FILE} (an older version made the run): order and publishes are unknown."
         )
@@ -172,7 +172,7 @@ class _Examination:
 
     @property
     def whole(self) -> bool:
-        """Whether the run ended and said so: nothing that belongs to its records is still to come."""
+        """Whether the run recorded its end: no further records will come."""
         return self.summary is not None
 
     def _tell_what_is_open(self, history: History) -> None:
@@ -248,7 +248,7 @@ class _Examination:
             self.found.add(f"{JOURNAL_FILE}: the run was done, and the replicas hold version {last} of its weights.")
 
     def _totals_of_rows(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Without a journal the rows say what ended, and the summary what was left."""
+        """Without a journal, take the ended rollouts from the rows and the unfinished ones from the summary."""
         ends = np.bincount(self.rows.ends[self.rows.ends >= 0], minlength=len(STATES))
         dropped = sum((said.get("dropped") or {}).values())
         admitted = int(ends.sum()) + int(said.get("left") or 0)
@@ -257,7 +257,7 @@ class _Examination:
         return {"admitted": admitted, "trained": int(ends[TRAINED]), "failed": int(ends[STATES.index("failed")])}
 
     def _check_spans(self) -> int:
-        """They begin and end within the run; the number of them."""
+        """Check that all spans lie within the run; returns their number."""
         number, seconds = 0, values(self.metrics, "wall_time")
         resumed = self.steps[-1].resumed_at if self.history is not None and self.steps else 0
         before = seconds[resumed - 1] if 0 < resumed <= len(seconds) else 0.0

@@ -14,7 +14,7 @@ from asyncrlhf.records.recorder import METRICS_FILE
 
 
 class RolloutChecks:
-    """``whole``: the run ended and said so, and nothing that belongs to its records is still to come."""
+    """``whole``: the run recorded its end, so that no further records will come."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RolloutChecks:
         self.notes: list[str] = []
 
     def all(self) -> list[str]:
-        """Every check; what could not be checked, in sentences."""
+        """Run every check; returns one sentence for each that was not possible."""
         self._rows()
         if self.history is not None:
             self._against_journal(self.history)
@@ -43,7 +43,7 @@ class RolloutChecks:
         return self.notes
 
     def _name(self, said: str, rows: np.ndarray) -> None:
-        """A finding about these rows, with the file of the first and the rollouts' ids."""
+        """Add a finding about these rows, with the first row's file and the rollouts' ids."""
         if len(rows):
             self.found.add(f"{self.rows.file(int(rows[0]))}: {said}", *(int(i) for i in self.rows.ids[rows]))
 
@@ -78,7 +78,7 @@ class RolloutChecks:
         self._compare_uses(history, at)
 
     def _origins(self, history: History, at: np.ndarray) -> None:
-        """Which replica sampled a rollout, and between which versions it can have done so."""
+        """Check the replica that sampled each rollout, and the range of versions that it can have used."""
         rows = self.rows
         at = at[rows.lengths[at] > 0]
         ids = rows.ids[at]
@@ -96,7 +96,7 @@ class RolloutChecks:
         self._name("rollouts {ids} name another replica than the one that got them.", at[done & (named != replica)])
 
     def _compare_uses(self, history: History, at: np.ndarray) -> None:
-        """Every training in the journal is in the rows of the rollouts that ended, and the other way round."""
+        """Check that the journal and the rows of ended rollouts contain the same trainings."""
         rows = self.rows
         journal = np.array(history.uses, dtype=np.int64).reshape(-1, 2)
         journal = journal[np.isin(journal[:, 0], rows.ids[at])]
@@ -111,7 +111,7 @@ class RolloutChecks:
                 self._name(said, np.flatnonzero(np.isin(rows.ids, ids)))
 
     def _versions(self) -> None:
-        """Of the tokens, against the versions at which they were trained."""
+        """Check the tokens' versions against the versions at which they were trained."""
         rows = self.rows
         later = rows.newest[rows.used_row] > rows.used_at
         self._name("rollouts {ids} have a token newer than the policy that trained them.", rows.used_row[later])
@@ -125,7 +125,7 @@ class RolloutChecks:
         )
 
     def _uses(self) -> None:
-        """Batches, reuse, the bound in force, and the metrics of each step, over the uses of all rows."""
+        """Check batches, reuse, the bound in force, and the metrics of each step, over the uses of all rows."""
         rows, steps = self.rows, self.steps
         if not steps or not len(rows.used_at):
             return
@@ -150,7 +150,7 @@ class RolloutChecks:
         self._step_figures(row, at, stale)
 
     def _group_is_inside(self, row: np.ndarray, at: np.ndarray, low: np.ndarray) -> np.ndarray:
-        """Of over_stale=mask, which trains a group for as long as one token of it is inside the bound."""
+        """For over_stale=mask, which trains a group as long as one of its tokens is inside the bound."""
         key = self.rows.groups[row] * (len(self.steps) + 1) + at
         _, group = np.unique(key, return_inverse=True)
         inside = np.zeros(group.max(initial=-1) + 1, dtype=bool)
@@ -158,8 +158,8 @@ class RolloutChecks:
         return inside[group]
 
     def _step_figures(self, row: np.ndarray, at: np.ndarray, stale: np.ndarray) -> None:
-        """The batch of each step, and its line in the metrics. Steps that trained what is still held cannot be
-        compared: its rows are not written yet."""
+        """Check the batch of each step and its line in the metrics. Steps that trained rollouts still held are skipped:
+        the rows of those are not written yet."""
         rows, steps, total = self.rows, self.steps, len(self.steps)
         count = np.bincount(at, minlength=total)
         expected = np.array([step.rollouts for step in steps])
@@ -192,7 +192,7 @@ class RolloutChecks:
 
 
 def _allowed(steps: Sequence[Step], at: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The oldest and the newest version [U] that may train in each use; ``first``: whether it is a rollout's first."""
+    """The oldest and the newest version [U] that each use may have; ``first``: whether it is the rollout's first."""
     fresh, again, newest = (np.zeros(len(steps), dtype=np.int64) for _ in range(3))
     for i, step in enumerate(steps):
         rules, version = step.rules, step.number - 1

@@ -24,10 +24,10 @@ COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_
 
 
 class WandbSink:
-    """A resumed run goes on under the id of the first, its steps behind the first's.
+    """A resumed run continues under the id of the first, its steps after the first's.
 
-    Each line is W&B's step of the same number, and every metric's axis is ``step``; ``total/samples``,
-    ``total/tokens`` and ``time/wall_time`` are logged beside it, to be chosen as an axis.
+    Each line is the W&B step of the same number, and every metric's axis is ``step``; ``total/samples``,
+    ``total/tokens`` and ``time/wall_time`` are logged too and may be chosen as axes.
     """
 
     def __init__(self, logging: LoggingConfig) -> None:
@@ -114,7 +114,7 @@ class WandbSink:
         )
 
     def _completions(self) -> dict[str, Any]:
-        """A table of the first rollouts of the newest Parquet file, where there is a new one."""
+        """A table of the first rollouts of the newest Parquet file, if there is a new one."""
         rows = self._tables.newest()
         return {"completions": self._table(columns=list(COMPLETION_COLUMNS), data=rows)} if rows else {}
 
@@ -130,7 +130,7 @@ class WandbSink:
         run.log_artifact(artifact)
 
     def _look_at_the_network(self, run: Any = None) -> None:
-        """W&B tries again for days and says so in its own log alone; here the user hears of it, once."""
+        """Tell the user once if W&B cannot reach its server: W&B retries for days and says so in its own log only."""
         run = run or self._run
         if self._unreached or not self._online or run is None:
             return
@@ -150,14 +150,14 @@ class WandbSink:
 
 
 class _NewParts:
-    """The Parquet files of a run's rollouts, each looked at once."""
+    """The Parquet files of a run's rollouts, each read once."""
 
     def __init__(self, folder: Path, rows: int) -> None:
         self._folder, self._rows = folder, rows
         self._seen: set[str] = set()
 
     def newest(self) -> list[list[Any]]:
-        """Some rows of the newest file since the last call, as a table's cells; empty without a new one."""
+        """Some rows of the newest file since the last call, as table cells; empty without a new one."""
         if not self._rows:
             return []
         new = [path for path in sorted(self._folder.glob("part-*.parquet")) if path.name not in self._seen]
