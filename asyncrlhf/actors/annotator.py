@@ -1,4 +1,4 @@
-"""What says something of finished rollouts: the protocol of its workers, the Ray actor around one, the reward worker.
+"""Annotators of finished rollouts: the protocol of their workers, the Ray actor around one, the reward worker.
 
 The workers that hold a model are in :mod:`asyncrlhf.actors.model_annotators`, so that rewards by rule need no torch.
 """
@@ -34,24 +34,24 @@ ANSWER_SECONDS = 3000.0  # what the default of stall_timeout_seconds gives
 
 
 class AnnotatorWorker(Protocol):
-    """Says something of finished rollouts: rewards, reference log-probs or values."""
+    """Computes annotations of finished rollouts: rewards, reference log-probs or values."""
 
     def annotate(
         self, rollouts: Sequence[Rollout], ticket: Ticket | None = None
     ) -> tuple[list[Annotation], ArrayBundle | None]:
-        """One annotation a rollout, in order, and the bundle that its arrays lie in, where it computes any.
+        """One annotation per rollout, in order, and the bundle with its arrays, if it computes any.
 
-        ``ticket``: of the weights that are to answer, for a worker whose weights change (the critic).
+        ``ticket``: of the weights to use, for a worker whose weights change (the critic).
         """
         ...
 
     def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Forget the rollouts ``released``, then read ``chunks`` of others ahead of their end."""
+        """Forget the rollouts ``released``, then read ``chunks`` of unfinished rollouts ahead."""
         ...
 
 
 class AnnotatorSpec(Protocol):
-    """Everything a worker needs to start on any machine. ``answer_seconds``: how long one call of it may take."""
+    """All that a worker needs to start on any machine. ``answer_seconds``: the deadline of one call to it."""
 
     kind: ClassVar[str]  # reward, reference or critic: the name of its settings, too
 
@@ -87,27 +87,26 @@ class RewardSpec:
 
 
 class RewardWorker:
-    """One scorer, of whose models ``readers`` read ahead: it computes no arrays."""
+    """One scorer, whose models ``readers`` read ahead; it computes no arrays."""
 
     def __init__(self, scorer: Scorer, readers: Sequence[ReadingModel] = ()) -> None:
         self.scorer = scorer
         self.readers = readers
 
     def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], None]:
-        """One reward a rollout, in order, or the reason why it has none. What is scored, or failed by any part, is
-        forgotten."""
+        """One reward per rollout, in order, or the reason why it has none. Scored and failed rollouts are forgotten."""
         results = self.scorer.score(rollouts)
         for reader in self.readers:
             reader.release(rollout.rollout_id for rollout in rollouts)
         return results, None
 
     def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Forget ``released``, then let the models that can read ``chunks`` ahead."""
+        """Forget ``released``, then let the models that can read ``chunks`` ahead do so."""
         answers = [reader.prefill(released, chunks) for reader in self.readers]
         return Prefilled(bool(answers), sorted({i for answer in answers for i in answer.evicted}))
 
     def close(self) -> None:
-        """End what the scorer started: processes of reward functions and their folders."""
+        """End the processes of reward functions, and remove their folders."""
         self.scorer.close()
 
 
@@ -116,7 +115,7 @@ def build_annotator(spec: AnnotatorSpec, name: str) -> AnnotatorWorker:
 
 
 def limit_threads(threads: int) -> None:
-    """Of torch's kernels, be torch imported already or later, by a user's reward function."""
+    """Limit the threads of torch's kernels, whether torch is imported already or later, by a user's reward function."""
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)

@@ -28,7 +28,7 @@ YIELD = 4
 
 
 class GeneratorActor(PartActor):
-    """One thread owns the engine and samples; calls reach it between two steps, but for those in ``BESIDE``.
+    """One thread owns the engine and samples; calls run in it between two steps, except those in ``BESIDE``.
 
     ``collect`` and ``answers`` wait in threads of their own, so sampling never waits for them. The results of a step
     can be collected at its end, while the next step runs.
@@ -62,8 +62,8 @@ class GeneratorActor(PartActor):
         self._between_steps(lambda: self._build(spec))
 
     def _build(self, spec: GeneratorSpec) -> None:
-        """In the engine's thread: OpenMP has a team for each thread that calls it, and with two of them libgomp counts
-        more threads than cores and no longer spins between kernels, which cost vLLM a quarter of its speed."""
+        """Runs in the engine's thread: OpenMP has a team for each thread that calls it, and with two of them libgomp
+        counts more threads than cores and no longer spins between kernels, which cost vLLM a quarter of its speed."""
         if spec.generator.threads:
             torch.set_num_threads(spec.generator.threads)
         with self._lane.during("load"):
@@ -85,7 +85,7 @@ class GeneratorActor(PartActor):
                 self._worker.outbox.changed.notify_all()
 
     def _execute(self, wait: float | None) -> bool:
-        """Run the commands that lie in the inbox, waiting up to ``wait`` seconds (None: for ever) for the first."""
+        """Run the commands in the inbox, waiting up to ``wait`` seconds (None: without limit) for the first."""
         block = wait is None or wait > 0
         while True:
             try:
@@ -148,7 +148,7 @@ class GeneratorActor(PartActor):
             self._worker.load(version, *arguments)
 
     def collect(self) -> tuple[Any, ...]:
-        """The facts and the payload, which stays in the object store; with ``chunk_tokens`` the chunks as a third."""
+        """The facts and the payload, which stays in the object store; with ``chunk_tokens`` also the chunks."""
         asked, worker, box = time.monotonic(), self._worker, self._worker.outbox
         with box.changed:
             box.changed.wait_for(
@@ -165,12 +165,12 @@ class GeneratorActor(PartActor):
         return (facts, rollouts, chunks) if self._chunks else (facts, rollouts)
 
     def _linger(self, now: float) -> float:
-        """How long what is finished waits for others: a score waits with it."""
+        """Seconds that a finished rollout waits for others to be sent with; its score waits as long."""
         return max(self.LINGER_SECONDS, self._collected_at + self.RESULT_SECONDS - now)
 
     def answers(self, rollout_ids: Sequence[int]) -> tuple[list[Rollout] | None, float]:
-        """Private answers, without those that could not be sampled; None while one of them is still to come. Beside
-        them the tokens that the replica has made."""
+        """Private answers, without rollouts that could not be sampled; None until all are there. Also the number of
+        tokens that the replica has made."""
         box, deadline = self._worker.outbox, time.monotonic() + self._look_seconds
         with box.changed:
             while (done := box.take_private(rollout_ids)) is None and self._died is None:
@@ -182,7 +182,7 @@ class GeneratorActor(PartActor):
         return done, float(self._worker.tokens)
 
     def close(self) -> list[SpanBatch]:
-        """In the engine's thread, with which the engine's processes end."""
+        """Runs in the engine's thread, with which the engine's processes end."""
         closing = super().close
 
         def end() -> None:

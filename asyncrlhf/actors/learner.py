@@ -44,7 +44,7 @@ from asyncrlhf.types import Rollout, RolloutInfo, TrainSample
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSpec(BackendSpec):
-    """Everything a rank needs to start on any machine."""
+    """All that a rank needs to start on any machine."""
 
     model: ModelConfig
     runtime: str
@@ -55,15 +55,15 @@ class LearnerSpec(BackendSpec):
     makes_room: bool = False  # for checkpoints, which the run is sure to take
 
     def recorded(self, rollouts: Sequence[RolloutInfo]) -> dict[str, list[int]]:
-        """What :meth:`LearnerWorker.train` is told of a batch; every rank is told the same."""
+        """The argument ``recorded`` of :meth:`LearnerWorker.train`, the same for every rank."""
         if self.tokens_folder is None:
             return {}
         return {"recorded": sampled([r.rollout_id for r in rollouts], self.tokens_sampled, self.seed)}
 
 
 def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
-    """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights where it reads its shards of
-    them itself, else whole. What is trained is float32, a frozen reference in the model's own type."""
+    """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights if it reads its shards itself,
+    else whole. The trained model is float32, a frozen reference has the model's own dtype."""
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
     kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})
     if learner.sharding == "fsdp2" and spec.algorithm.anchor != "ema":
@@ -105,16 +105,16 @@ class LearnerWorker:
 
     @property
     def version(self) -> int:
-        """The policy's."""
+        """The policy version."""
         return self.backend.policy_version
 
     def train(
         self, chosen: Sequence[tuple[Address, float, float, int]], *bundles: Any, recorded: Collection[int] = ()
     ) -> StepResult:
         """One learner step. ``chosen``: (address, reward, weight, masked_before_version) of each rollout of this rank's
-        share of the batch; none where there are fewer groups than shares. ``bundles``: of rollouts, and of the arrays
-        that services computed of them, which are joined here. ``recorded``: ids of the rollouts whose tokens are
-        written down by the ranks that train them."""
+        share of the batch; empty if there are fewer groups than shares. ``bundles``: of rollouts, and of the arrays
+        that services computed for them, which are joined here. ``recorded``: ids of the rollouts whose tokens the rank
+        that trains them records."""
         rollouts = resolved([address for address, *_ in chosen], bundles)
         samples = [
             TrainSample(rollout, reward, weight, masked)
@@ -134,10 +134,10 @@ class LearnerWorker:
             self._tokens.add(self.version, [row | text for row, text in zip(rows, texts, strict=True)])
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
-        """Copy the present weights for publishing, beside the next step's passes: its update waits for it.
+        """Copy the present weights for publishing, while the next step's passes run; its update waits for the copy.
 
-        Rank 0 alone is asked, or all ranks together where they hold shards (``learner.sharded``): what one of them
-        lacks is then gathered bucket by bucket, and the copy is made when this returns.
+        Only rank 0 is asked, or all ranks together if they hold shards (``learner.sharded``): then the copy gathers
+        bucket by bucket and is complete when this returns.
         """
         started = time.monotonic()
         params = self._offered()
@@ -155,7 +155,7 @@ class LearnerWorker:
         return self.backend.parameters() if shards is None else ShardedParams(shards)
 
     def _fence(self) -> None:
-        """Wait until nothing reads the parameters any more."""
+        """Wait until no transfer or save reads the parameters any more."""
         self._fence_seconds += self.require_sender().fence()
         if self._critic_sender is not None:
             self._fence_seconds += self._critic_sender.fence()
@@ -169,24 +169,24 @@ class LearnerWorker:
         return self.require_sender().listen(host)
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        """Form the weight group of ``epoch``. Raises LostReceiversError naming those that did not join it."""
+        """Form the weight group of ``epoch``. Raises LostReceiversError naming the receivers that did not join."""
         self.require_sender().connect(endpoint, list(receivers), epoch)
 
     def ticket(self) -> Ticket:
-        """An offer of the newest snapshot to the present weight group."""
+        """The ticket of the newest snapshot for the present weight group."""
         return self.require_sender().ticket()
 
     def transfer(self, ticket: Ticket) -> TransferStats:
-        """Send the snapshot to all receivers of the group. Raises LostReceiversError naming those that were lost."""
+        """Send the snapshot to all receivers of the group. Raises LostReceiversError naming the lost ones."""
         return self.require_sender().transfer(ticket)
 
     def critic_ticket(self) -> Ticket:
-        """Of the critic as it was at the newest snapshot; good for as long as somebody keeps it."""
+        """The ticket of the critic at the newest snapshot; valid as long as a copy of it exists."""
         assert self._critic_sender is not None, "there is no critic service"
         return self._critic_sender.ticket()
 
     def digests(self, dtype: str) -> dict[str, str]:
-        """Of the tensors in the newest version sent, in the dtype of a generator's engine: what it must hold."""
+        """Digests of the newest version sent, in the dtype of a generator's engine, which must hold the same."""
         return tensor_digests(self.require_sender().tensors(), getattr(torch, dtype))
 
     def keep_to(self, cores: Collection[int]) -> None:
@@ -198,8 +198,8 @@ class LearnerWorker:
         return Path(path).exists()
 
     def save(self, folder: Path) -> None:
-        """Copy this rank's part of a checkpoint aside; the rank's next step need not wait for :meth:`saved`. With the
-        tokenizer, so that ``folder/model`` is a checkpoint that any ``from_pretrained`` reads."""
+        """Copy this rank's part of a checkpoint; the rank's next step need not wait for :meth:`saved`. It includes the
+        tokenizer, so that ``from_pretrained`` can read ``folder/model``."""
         if self._tokens is not None:  # a part ends with each checkpoint
             self._token_parts = self._tokens.end_part()
         self.backend.begin_save(folder)
@@ -207,8 +207,8 @@ class LearnerWorker:
             self.backend.writer.submit(lambda: load_tokenizer(self._model).save_pretrained(folder / "model"))
 
     def saved(self) -> Seals:
-        """Wait until what :meth:`save` copied is on disk; returns the seals of the files, by their paths within the
-        folder. Raises CheckpointError where one could not be written."""
+        """Wait until the copy of :meth:`save` is on disk; returns the seals of the files, by their paths within the
+        folder. Raises CheckpointError if one could not be written."""
         for part in self._token_parts:
             part.result()
         return self.backend.writer.end()
@@ -227,8 +227,7 @@ class LearnerWorker:
 
 
 class LearnerLanes:
-    """What a rank's time goes to; and on rank 0, under the part ``publisher``, that of the transfers, which run beside
-    its steps."""
+    """The spans of a rank; on rank 0 also those of transfers beside its steps, as the part ``publisher``."""
 
     KINDS = frozenset(("train", "snapshot", "save"))  # methods, and the kinds of their spans
 
@@ -238,7 +237,7 @@ class LearnerLanes:
 
     @contextmanager
     def during(self, method: str, worker: Any, arguments: Sequence[Any]) -> Iterator[None]:
-        """The worker runs ``method`` inside."""
+        """Within this context the worker runs ``method``."""
         if method == "transfer" and self._transfers is not None:
             with self._transfers.during("transfer", arguments[0].version):
                 yield
@@ -253,7 +252,7 @@ class LearnerLanes:
 
 
 class LearnerActor(PartActor):
-    """The Ray actor around one rank; several threads, so that a transfer runs beside the next step."""
+    """The Ray actor around one rank; it has several threads, so that a transfer runs beside the next step."""
 
     def __init__(self, spec: LearnerSpec, rank: int, ranks: int) -> None:
         torch.set_num_threads(spec.learner.threads)
@@ -278,8 +277,8 @@ class LearnerActor(PartActor):
         return True
 
     def call(self, method: str, *arguments: Any, snapshots: int = 0, **keywords: Any) -> Any:
-        """``snapshots``: how many were asked for before this call, which waits for them: the calls run in threads of
-        their own and may begin in any order."""
+        """``snapshots``: how many were requested before this call, which waits for them: calls may begin in any
+        order."""
         with self._snapshot_made:
             self._snapshot_made.wait_for(lambda: self._snapshots >= snapshots)
         torch.set_num_threads(self._spec.learner.threads)  # OpenMP counts by thread, and each call may have another
@@ -293,7 +292,7 @@ class LearnerActor(PartActor):
                     self._snapshot_made.notify_all()
 
     def step(self, *arguments: Any, snapshots: int, **keywords: Any) -> Told[StepResult]:
-        """As :meth:`call` of ``train``; what the rank did since its step before comes with the answer."""
+        """As :meth:`call` of ``train``; the answer includes the rank's spans since its previous step."""
         asked = time.monotonic()
         result = self.call("train", *arguments, snapshots=snapshots, **keywords)
         return Told(result, self._lanes.take(asked))

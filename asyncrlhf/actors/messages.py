@@ -31,8 +31,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Collected:
-    """What a generator finished since the last look, and the chunks of what it goes on with; ``busy_seconds`` and
-    ``tokens`` are running totals, ``ages`` the seconds since the last token of each finished rollout."""
+    """The rollouts that a generator finished since the last call, and the chunks of unfinished ones; ``busy_seconds``
+    and ``tokens`` are running totals, ``ages`` the seconds since the last token of each finished rollout."""
 
     finished: list[RolloutInfo] = field(default_factory=list)
     failed: list[GenerationFailure] = field(default_factory=list)
@@ -44,8 +44,8 @@ class Collected:
 
 
 class RolloutBundle(Sequence[Rollout]):
-    """Rollouts that travel between processes as a few flat arrays: one by one, small arrays cost more to carry than
-    they hold, and siblings would each bring their prompt along."""
+    """Several rollouts as a few flat arrays, for transport between processes: single small arrays cost more to send
+    than their content, and every sibling would carry a copy of its prompt."""
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self._rollouts = list(rollouts)
@@ -63,8 +63,7 @@ class RolloutBundle(Sequence[Rollout]):
         return _unpack, (prompts, facts, {name: self._flat(name) for name in ARRAYS})
 
     def _flat(self, name: str) -> tuple[list[int | None], Any] | None:
-        """The length of each rollout's array, None where it has none, and all arrays one behind the other; None where
-        no rollout has any."""
+        """The length of each rollout's array, None if it has none, and all arrays concatenated; None without arrays."""
         given = [getattr(r, name) for r in self._rollouts]
         there = [array for array in given if array is not None]
         return ([None if a is None else len(a) for a in given], np.concatenate(there)) if there else None
@@ -85,7 +84,7 @@ def _unpack(
 
 
 def _cut(lengths: list[int | None], flat: Any) -> list[Any]:
-    """Each rollout's own part, None where it has none."""
+    """Each rollout's own part of ``flat``, None if it has none."""
     parts, end = [], 0
     for length in lengths:
         end += length or 0
@@ -95,13 +94,13 @@ def _cut(lengths: list[int | None], flat: Any) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class ArrayBundle:
-    """What one call of a reference or critic worker computed. Entry i holds fields of the i-th rollout answered.
+    """The arrays that one call of a reference or critic worker computed. Entry i belongs to the i-th rollout answered.
 
     Args:
-        name: the field of a Rollout that the arrays are: ``ref_logprobs`` or ``values``.
-        flat: [sum of L] the arrays of all rollouts, one behind the other.
+        name: the field of a Rollout that the arrays fill: ``ref_logprobs`` or ``values``.
+        flat: [sum of L] the arrays of all rollouts, concatenated.
         ends: [N] where the array of each rollout ends in ``flat``.
-        critic_version: of the critic that gave the values; None where the arrays are no values.
+        critic_version: the version of the critic that computed the values; None if the arrays are no values.
     """
 
     name: str
@@ -118,8 +117,8 @@ class ArrayBundle:
 def annotated(
     name: str, rollouts: Sequence[Rollout], answers: Iterable[FloatArray | str], critic_version: int | None = None
 ) -> tuple[list[Annotation], ArrayBundle]:
-    """The annotations of ``rollouts``, in order, and the bundle that their arrays lie in. An answer is the array [L]
-    for the field ``name``, or the sentence that says why there is none."""
+    """The annotations of ``rollouts``, in order, and the bundle with their arrays. An answer is the array [L] for the
+    field ``name``, or the sentence that says why there is none."""
     arrays: list[FloatArray] = []
     annotations = []
     for rollout, answer in zip(rollouts, answers, strict=True):
@@ -133,12 +132,12 @@ def annotated(
 
 
 def placed(annotations: Iterable[Annotation], arrays: Any) -> list[Annotation]:
-    """``annotations`` that know where their arrays lie; ``arrays`` is the bundle, or a reference to it."""
+    """``annotations`` with the place of their arrays; ``arrays`` is the bundle, or a reference to it."""
     return [a if a.arrays is None else replace(a, arrays=Payload(arrays, a.arrays.index)) for a in annotations]
 
 
 def joined(rollout: Rollout, annotations: Iterable[Mapping[str, Any]]) -> Rollout:
-    """The rollout with the fields that annotations hold."""
+    """The rollout with its annotations' fields filled."""
     for fields in annotations:
         rollout = replace(rollout, **fields)
     return rollout
@@ -155,8 +154,8 @@ def resolved(addresses: Iterable[Address], bundles: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Offer:
-    """A snapshot under way, to be published: the seconds that the learner stood still for snapshots since the offer
-    before, and what it says of the audit's probe texts at that version (None when no audit is due)."""
+    """A snapshot to be published: the seconds for which snapshots stopped the learner since the previous offer, and the
+    learner's log-probs of the audit's probe texts at that version (None when no audit is due)."""
 
     seconds: float
     probe_logprobs: list[FloatArray] | None = None
@@ -164,7 +163,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Told(Generic[R]):
-    """An answer, and with it what the part has done since it told last."""
+    """An answer, with the part's spans since its previous one."""
 
     answer: R
     spans: Sequence[SpanBatch]

@@ -43,15 +43,14 @@ class ReferenceSpec:
 
     @property
     def fingerprint(self) -> dict[str, str | float]:
-        """What decides over the log-probs: others than a checkpoint's are computed anew when a run goes on."""
+        """The settings that determine the log-probs: under others, a resumed run computes them again."""
         dtype = self.precision + ", float32 head" * self.float32_head
         dtype = dtype if self.settings.dtype == "auto" else self.settings.dtype
         return {"model": self.model.path, "temperature": self.temperature, "dtype": dtype}
 
 
 class ReferenceWorker(ReadingReference):
-    """The frozen start model, never a resumed policy, and without the adapter of a LoRA run, which begins as the model
-    itself."""
+    """The frozen start model: never a resumed policy, nor a LoRA run's adapter, without which the run starts."""
 
     def __init__(self, spec: ReferenceSpec) -> None:
         own = spec.settings
@@ -91,8 +90,8 @@ class CriticSpec:
 
 
 class CriticWorker:
-    """A copy of the learner's critic. Each call brings the ticket of the version that is to answer it, so that versions
-    change between two calls and a worker that was started again lacks nothing."""
+    """A copy of the learner's critic. Each call carries the ticket of the version to use, so that versions change only
+    between calls and a restarted worker needs no other state."""
 
     def __init__(self, spec: CriticSpec, name: str) -> None:
         own = spec.settings
@@ -108,9 +107,9 @@ class CriticWorker:
     def annotate(
         self, rollouts: Sequence[Rollout], ticket: Ticket | None = None
     ) -> tuple[list[Annotation], ArrayBundle]:
-        """The values [L] of each rollout by the critic behind ``ticket``, or the reason why it has none.
+        """The values [L] of each rollout by the critic of ``ticket``, or the reason why it has none.
 
-        Raises WeightSyncError when the version cannot be had: the learner that holds it is gone.
+        Raises WeightSyncError if the version is not available: the learner that held it is lost.
         """
         assert ticket is not None, "a critic is asked by version"
         if self._critic.version != ticket.version:
@@ -118,5 +117,5 @@ class CriticWorker:
         return annotated("values", rollouts, self._critic.answer(rollouts), ticket.version)
 
     def prefill(self, released: Sequence[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Nothing is read ahead: the critic that will answer is not known before a rollout ends."""
+        """Does nothing: the critic version that will score a rollout is not known before its end."""
         return Prefilled(False)

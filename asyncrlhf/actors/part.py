@@ -14,16 +14,16 @@ from asyncrlhf.records.spans import SpanBatch
 
 
 class PartActor:
-    """A class that derives from it sets ``_worker`` when it is built."""
+    """The base of actors with a worker; a subclass sets ``_worker`` when it is built."""
 
     _worker: Any
 
     def ready(self) -> bool:
-        """Answers once the actor is built."""
+        """Answers when the actor is built."""
         return True
 
     def ping(self) -> bool:
-        """Answers whatever the worker is at: its caller gives it a thread of its own."""
+        """Answers whatever the worker is doing: it runs in a thread of its own."""
         return True
 
     def where(self) -> Where:
@@ -34,7 +34,7 @@ class PartActor:
         return getattr(self._worker, method)(*arguments, **keywords)
 
     def close(self) -> list[SpanBatch]:
-        """Close the worker, if it holds anything open. Returns what the part did since it told last, where it does."""
+        """Close the worker, if it has open resources. Returns its spans since its last answer, if it measures any."""
         close = getattr(self._worker, "close", None)
         if close is not None:
             close()
@@ -42,7 +42,7 @@ class PartActor:
 
 
 class RecordActor:
-    """Writes rollout records: token arrays come to it from the object store, and never to the controller. One call
+    """Writes rollout records: token arrays reach it from the object store, never through the controller. One call
     writes one Parquet file, on the controller's machine."""
 
     def write(
@@ -54,5 +54,5 @@ class RecordActor:
         write_part(Path(target), rows, rollouts)
 
     def save(self, target: str, addresses: Sequence[Address], *bundles: Any) -> None:
-        """The rollouts of a checkpoint, joined with the arrays of their annotations."""
+        """Write the rollouts of a checkpoint, joined with their annotations' arrays."""
         write_rollouts(Path(target), resolved(addresses, bundles))

@@ -1,4 +1,4 @@
-"""Where an actor runs, how that machine is reached by others, and which of its cores belong to the learner alone."""
+"""The machine of an actor, the address at which others reach it, and the cores that the learner has for itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Where:
 
 
 def where() -> Where:
-    """Of the actor that calls it."""
+    """The place of the actor that calls it."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     return Where(
@@ -35,9 +35,8 @@ def where() -> Where:
 
 
 def name_interface() -> None:
-    """Have gloo use the network card that Ray's address of this machine belongs to. Left alone, gloo takes the address
-    of the machine's own name, which many systems define as a loopback (127.0.1.1), and no other machine reaches that.
-    """
+    """Make gloo use the network card of Ray's address of this machine. By default gloo takes the address of the
+    machine's own name, which many systems define as a loopback (127.0.1.1) that no other machine reaches."""
     address = ray.util.get_node_ip_address()
     if ipaddress.ip_address(address).is_loopback or "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -49,16 +48,16 @@ def name_interface() -> None:
 
 @dataclass(frozen=True)
 class CoreSplit:
-    """``ranks``: the cores of each learner rank; ``others``: what is left for all other processes of the run."""
+    """``ranks``: the cores of each learner rank; ``others``: the cores of all other processes of the run."""
 
     ranks: tuple[frozenset[int], ...]
     others: frozenset[int]
 
 
 def split_cores(available: Collection[int], ranks: int, threads: int, other_threads: float) -> CoreSplit | None:
-    """A core for each thread of each learner rank, or None where the rest would not hold the ``other_threads``.
+    """One core for each thread of each learner rank, or None if the rest cannot hold the ``other_threads``.
 
-    ``threads=0`` leaves the number to Ray, and nothing can be set aside for it.
+    ``threads=0`` leaves the number to Ray, so that no cores can be reserved.
     """
     cores = sorted(available)
     rest = len(cores) - ranks * threads
@@ -70,13 +69,13 @@ def split_cores(available: Collection[int], ranks: int, threads: int, other_thre
 
 
 def available_cores() -> frozenset[int]:
-    """The cores that this thread may use; empty where the system does not let a process choose (macOS)."""
+    """The cores that this thread may use; empty if a process cannot choose its cores (macOS)."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def keep_to(cores: Collection[int], *, descendants: bool = False) -> None:
-    """Bind every thread of this process, and of all processes below it where asked; whatever they start later inherits
-    it. Does nothing without cores."""
+    """Bind every thread of this process, and of its descendants if asked, to ``cores``; processes that they start later
+    inherit it. Does nothing without cores."""
     if not cores:
         return
     own = psutil.Process()

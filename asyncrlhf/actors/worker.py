@@ -1,4 +1,4 @@
-"""A generator replica without threads: an engine, the weights it waits for, what it has in flight and has finished."""
+"""A generator replica without threads: an engine, its weight receiver, and its rollouts in flight and finished."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratorSpec:
-    """Everything a replica needs to start on any machine."""
+    """All that a replica needs to start on any machine."""
 
     name: str
     generator: GeneratorConfig
@@ -52,10 +52,10 @@ class GeneratorSpec:
 
 
 class Outbox:
-    """What a replica has finished and the controller has not collected yet. The engine's thread fills it and another
-    may empty it; ``changed`` is notified when something was put in.
+    """The results of a replica that the controller has not collected yet. The engine's thread fills it and another may
+    empty it; ``changed`` is notified after each addition.
 
-    Answers to requests with negative ids are private (an evaluation's, a probe's): :meth:`take_private` alone gives
+    Answers to requests with negative ids are private (an evaluation's, a probe's): only :meth:`take_private` returns
     them.
     """
 
@@ -76,7 +76,7 @@ class Outbox:
         return bool(self._chunks)
 
     def put(self, results: Sequence[Rollout | GenerationFailure], now: float) -> None:
-        """``results`` ended at the clock time ``now``."""
+        """Add ``results``, which ended at the clock time ``now``."""
         with self.changed:
             for result in results:
                 if result.rollout_id < 0:
@@ -96,7 +96,7 @@ class Outbox:
                 self.changed.notify_all()
 
     def withdraw(self, rollout_ids: Sequence[int]) -> list[int]:
-        """Take out what is not wanted any more; returns the ids of the results among it."""
+        """Remove the results of cancelled rollouts; returns their ids."""
         wanted = set(rollout_ids)
         with self.changed:
             found = [r.rollout_id for r in self._rollouts if r.rollout_id in wanted]
@@ -107,8 +107,7 @@ class Outbox:
         return found
 
     def take(self, busy_seconds: float, tokens: int, now: float) -> tuple[Collected, RolloutBundle, list[Chunk]]:
-        """All but the private answers: the facts, and what their payloads point into once :func:`located` says where it
-        lies."""
+        """All results but private ones: the facts, and the bundles for their payloads (:func:`located`)."""
         with self.changed:
             rollouts, self._rollouts = self._rollouts, []
             failures, self._failures = self._failures, []
@@ -120,7 +119,7 @@ class Outbox:
         return facts, RolloutBundle(rollouts), chunks
 
     def take_private(self, rollout_ids: Sequence[int]) -> list[Rollout] | None:
-        """The rollouts once none is under way, without those that could not be sampled; else None."""
+        """The rollouts, without those that could not be sampled; None until all of them have ended."""
         with self.changed:
             if not all(i in self._private for i in rollout_ids):
                 return None
@@ -149,7 +148,7 @@ def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
 
 
 def located(facts: Collected, rollouts: Any, chunks: Any, now: float) -> Collected:
-    """``facts`` with the references behind which the rollouts and chunks lie, by the caller's clock ``now``."""
+    """``facts`` with references to the rollouts and chunks, and times by the caller's clock ``now``."""
     finished = [
         replace(info, payload=Payload(rollouts, info.payload.index), generated_at=now - age)
         for info, age in zip(facts.finished, facts.ages, strict=True)
@@ -159,8 +158,8 @@ def located(facts: Collected, rollouts: Any, chunks: Any, now: float) -> Collect
 
 
 class GeneratorWorker:
-    """One replica without threads: its owner calls :meth:`step` while :meth:`has_work` and counts the time in
-    ``busy_seconds``. What was finished lies in ``outbox``."""
+    """One replica without threads: its owner calls :meth:`step` while :meth:`has_work` and adds the time to
+    ``busy_seconds``. Results are in ``outbox``."""
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class GeneratorWorker:
         clock: Callable[[], float] = time.monotonic,
         direct: WeightsConfig | None = None,
     ) -> None:
-        """``direct``: the engine's workers take the weights themselves, by these settings."""
+        """``direct``: if given, the engine's workers receive the weights themselves, with these settings."""
         self.name = name
         self.direct = direct
         self.engine = engine
@@ -192,11 +191,11 @@ class GeneratorWorker:
 
     @property
     def running(self) -> int:
-        """Sequences that the next step brings forward."""
+        """The number of sequences in the next step."""
         return min(len(self._requests), self.engine.slots)
 
     def has_work(self) -> bool:
-        """Whether a step would bring tokens nearer: what is in flight in an engine that is awake."""
+        """Whether a step would make progress: the engine is awake and has sequences in flight."""
         return bool(self._requests) and not (self.engine.asleep or self.engine.torn)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -207,7 +206,7 @@ class GeneratorWorker:
         self.engine.submit(requests)
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        """Returns the ids of those that were not collected yet, and now never will be."""
+        """Cancel rollouts; returns the ids of those that were not collected before."""
         gone = self.engine.cancel(rollout_ids)
         for rollout_id in gone:
             del self._requests[rollout_id]
@@ -232,8 +231,7 @@ class GeneratorWorker:
         return output
 
     def send_chunks(self) -> None:
-        """Put into the outbox, of each sequence under way that has ``chunk_tokens`` more of it, what was sampled since
-        the last call."""
+        """Put into the outbox the new tokens of each unfinished sequence that has ``chunk_tokens`` or more of them."""
         chunks = []
         for rollout_id, ids in self.engine.partial(self._sent, self._chunk_tokens).items() if self._sent else ():
             prompt, sent = self._requests[rollout_id].prompt_ids, self._sent[rollout_id]
@@ -243,14 +241,14 @@ class GeneratorWorker:
         self.outbox.put_chunks(chunks)
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
-        """Enter the weight group of ``epoch``; the workers of a ``direct`` engine do, from ``rank`` on."""
+        """Join the weight group of ``epoch``; the workers of a ``direct`` engine join instead, from ``rank`` on."""
         if self.direct is not None:
             self._vllm.join(self.direct, endpoint, rank, world_size, epoch, self.name)
         else:
             self.receiver.connect(endpoint, rank, world_size, epoch, self.name)
 
     def receive(self, ticket: Ticket) -> None:
-        """Take a version into staging memory; where the engine's workers take it, that is left to the load."""
+        """Receive a version into staging memory; the workers of a ``direct`` engine receive it at the load instead."""
         self._staged = (ticket.version, ticket if self.direct is not None else self.receiver.receive(ticket))
 
     @property
@@ -259,7 +257,7 @@ class GeneratorWorker:
         return cast("VllmEngine", self.engine)
 
     def load(self, version: int, cache: CacheMode) -> None:
-        """Load the received version between two tokens. Raises WeightSyncError when that version was not received."""
+        """Load the received version between two tokens. Raises WeightSyncError if that version was not received."""
         self._catch_up()
         if self._staged is None or self._staged[0] != version:
             held = None if self._staged is None else self._staged[0]
@@ -271,12 +269,12 @@ class GeneratorWorker:
         self.engine.load_weights(version, weights if self._merge is None else self._merge(weights), cache)
 
     def _catch_up(self) -> None:
-        """What a timed engine has made by now was made by its present version."""
+        """Let a timed engine make the tokens that are due, with its present version."""
         if self._timed and self.has_work():
             self.step()
 
     def sleep(self) -> None:
-        """Stop sampling and give the device's memory back; what is in flight goes on after :meth:`wake`."""
+        """Stop sampling and free the device's memory; rollouts in flight continue after :meth:`wake`."""
         self._catch_up()
         self.engine.sleep()
 
@@ -287,8 +285,8 @@ class GeneratorWorker:
         return self.engine.score(texts)
 
     def digests(self) -> dict[str, str]:
-        """Of what the engine holds, under the names that the learner sends. An adapter's tensors were merged into
-        others: beside them stand the weights that are not bit for bit what the adapter makes of the base."""
+        """Digests of the engine's weights, under the names that the learner sends. A LoRA adapter is merged into the
+        weights: then those of the received adapter, and of each weight that is not exactly base plus adapter."""
         held = self.engine.parameters()
         found = tensor_digests(held)
         if self._merge is None or self._staged is None:
@@ -303,7 +301,7 @@ class GeneratorWorker:
 
 
 def taken_by_workers(generator: GeneratorConfig, model: ModelConfig, weights: WeightsConfig, runtime: str) -> bool:
-    """Whether the workers of a replica's engine are the receivers, and not the replica's own process.
+    """Whether the engine's workers receive the weights, and not the replica's own process.
 
     A single worker lives in that process: it gets the tensors by reference, and one broadcast serves all replicas.
     """

@@ -45,14 +45,14 @@ class AsyncConfig:
     )
     on_weight_update: str = setting(
         "in_flight",
-        "What responses under way do when new weights come: end first (drain), begin again from the tokens made so far "
-        "(interrupt), or go on with their KV cache (in_flight).",
+        "What unfinished responses do when new weights arrive: finish first (drain), recompute the KV cache of their "
+        "tokens so far (interrupt), or keep it (in_flight).",
         choices=ON_WEIGHT_UPDATE,
     )
     over_stale: str = setting(
         "drop",
-        "What becomes of a straggler beyond the bound: it goes (drop), loses the tokens that are too old (mask), the "
-        "learner waits for it first (wait), or it counts for less (downweight).",
+        "What happens to a straggler beyond the bound: it is dropped (drop), its old tokens are masked (mask), the "
+        "learner waits for it before that (wait), or its weight is reduced (downweight).",
         choices=OVER_STALE,
     )
     adaptive: bool = setting(

@@ -1,1 +1,1 @@
-"""What hosts the parts of a run: Ray or one process, handles, placement on devices, clocks."""
+"""The hosts of a run's parts: Ray or one process; handles, placement on devices, clocks."""

@@ -1,4 +1,4 @@
-"""Who was asked for what, and when: the calls of a run whose answers are still to come."""
+"""The table of a run's unanswered calls: which part, which verb, since when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START = "start"  # the verb of a call that waits for a process to be there, for 
 
 @dataclass(eq=False)
 class Call:
-    """``name`` was asked for ``verb`` at ``since``, seconds of the run's clock; ``ids``: rollouts that it is about."""
+    """The part ``name`` was asked for ``verb`` at ``since``, seconds of the run's clock; ``ids``: its rollouts."""
 
     name: str
     verb: str
@@ -23,14 +23,14 @@ class Call:
     verdict: str = ""  # why it was ended before its limit
 
     def end(self, verdict: str) -> None:
-        """Have the caller raise ReplicaError with this sentence now; the first verdict counts."""
+        """Make the caller raise ReplicaError with this sentence now; later verdicts are ignored."""
         if not self.verdict and not self.limit.expired():
             self.verdict = verdict
             self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Calls:
-    """The calls under way, oldest first; :func:`keep_calls` makes the table of a run."""
+    """The unanswered calls, oldest first; :func:`keep_calls` creates a run's table."""
 
     def __init__(self) -> None:
         self._open: dict[Call, None] = {}
@@ -52,7 +52,7 @@ _calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
 
 
 def keep_calls() -> Calls:
-    """A fresh table, into which this task and all that it starts from now on enter their calls."""
+    """A new table, in which this task and all tasks that it starts from now on enter their calls."""
     table = Calls()
     _calls.set(table)
     return table
@@ -60,7 +60,7 @@ def keep_calls() -> Calls:
 
 @contextmanager
 def under_way(name: str, verb: str, ids: Sequence[int], limit: asyncio.Timeout) -> Iterator[Call]:
-    """Keep a call in the table for as long as this stands open."""
+    """Keep a call in the table within this context."""
     call = Call(name, verb, asyncio.get_running_loop().time(), ids, limit)
     table = _calls.get()
     if table is not None:

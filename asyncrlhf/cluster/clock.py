@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Answers every wait at once and moves the virtual clock by the time that would have been waited."""
+    """Ends every wait at once and advances the virtual clock by the time of the wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """Deterministic: with no threads and no sockets, the order of events depends on the program alone.
+    """Deterministic: without threads and sockets, the order of events depends on the program alone.
 
-    Raises :class:`StallError` out of ``run_until_complete`` when nothing is left that could ever happen.
+    Raises :class:`StallError` out of ``run_until_complete`` when no event can ever happen any more.
     """
 
     def __init__(self) -> None:
@@ -45,27 +45,27 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
     def go_on_at(self, seconds: float) -> None:
-        """Set the clock, for a run that goes on: sums of times are rounded by their size, and what ends first at a tie
+        """Set the clock of a continued run: rounding of summed times depends on their size, and the winner of a tie
         must not depend on when the process began."""
         self._jumping.now = seconds
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` to its end on a fresh virtual clock that starts at 0."""
+    """Run ``main`` to its end on a new virtual clock that starts at 0."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
 
 
 async def off_loop(action: Callable[[], T]) -> T:
-    """Run what blocks, such as file I/O, in a thread beside the event loop. On the virtual clock it runs in place,
-    where it takes no time and the order of events stays that of the program."""
+    """Run a blocking action, such as file I/O, in a thread beside the event loop. On the virtual clock it runs in
+    place, takes no time, and the order of events stays the program's."""
     if isinstance(asyncio.get_running_loop(), VirtualClockLoop):
         return action()
     return await asyncio.to_thread(action)
 
 
 class Signal:
-    """Wakes every waiter whenever something changed; each tests its own condition. Single-threaded, no lost wake-up.
+    """Wakes every waiter at each notification; each then tests its own condition. Single-threaded, no lost wake-up.
 
     ``parts``: narrower signals, which are notified with this one. ``count``: notifications so far.
     """
@@ -85,11 +85,11 @@ class Signal:
             part.notify()
 
     async def wait_past(self, count: int) -> None:
-        """Until there was a notification after the first ``count``."""
+        """Wait until there have been more than ``count`` notifications."""
         await self.wait_for(lambda: self.count > count)
 
     async def wait_for(self, condition: Callable[[], object]) -> None:
-        """``condition`` only looks: it may be called any number of times and must change nothing."""
+        """Wait until ``condition()`` is true; it may be called any number of times and must change nothing."""
         while not condition():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

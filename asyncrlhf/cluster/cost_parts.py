@@ -1,4 +1,4 @@
-"""Parts that only let virtual time pass: a generator, a learner and annotators over costs and lengths."""
+"""Parts that only let virtual time pass: a generator, a learner and annotators, from costs and response lengths."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TOLERANCE = 1e-9  # seconds and iterations
 
 
 class Costs(Protocol):
-    """Seconds of everything that takes time in a run; ``planner.costs.CostModel`` and ``planner.tables.Fitted`` give
-    them. Lengths are tokens of prompt and response."""
+    """Seconds of everything that takes time in a run, as ``planner.costs.CostModel`` and ``planner.tables.Fitted``
+    compute them. Lengths are tokens of prompt and response."""
 
     @property
     def snapshot(self) -> float: ...
@@ -44,7 +44,7 @@ class Costs(Protocol):
     def collect(self) -> float: ...
 
     def decode(self, running: float, context: float) -> float:
-        """One iteration of a replica with so many sequences of this mean length."""
+        """One iteration of a replica with ``running`` sequences of mean length ``context``."""
         ...
 
     def prefill(self, tokens: int) -> float: ...
@@ -60,20 +60,20 @@ class Lengths(Protocol):
     """Response lengths in tokens; ``planner.shapes.Workload``."""
 
     def length(self, seed: int) -> int:
-        """That of the request with this seed: a world is one whatever the policy of admission."""
+        """The length of the request with this seed, which no admission policy changes."""
         ...
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What disturbs a run.
+    """Disturbances of a run.
 
     Args:
         slow: factor on the seconds of single replicas, by name.
-        failures: deaths of a replica an hour; it is back after ``restart_seconds``.
-        hiccups: stops of the learner an hour, of ``hiccup_seconds`` each.
+        failures: deaths of a replica per hour; it is back after ``restart_seconds``.
+        hiccups: stops of the learner per hour, of ``hiccup_seconds`` each.
         interference: factors on the seconds of (learner, generators) while the other side works too.
-        cohort: how many equal replicas one of the simulated stands for.
+        cohort: number of equal replicas that each simulated one stands for.
     """
 
     slow: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Conditions:
 
 
 class World:
-    """What the parts share: costs, lengths, conditions, and which side is at work."""
+    """The state that the parts share: costs, lengths, conditions, and which side is at work."""
 
     def __init__(self, costs: Costs, lengths: Lengths, conditions: Conditions, seed: int) -> None:
         self.costs, self.lengths, self.conditions = costs, lengths, conditions
@@ -98,7 +98,7 @@ class World:
         return self.conditions.interference[0] if any(g.running for g in self.generators.values()) else 1.0
 
     def set_training(self, training: bool) -> None:
-        """The learner begins or ends a step: from now on replicas that share the machine take longer, or no longer."""
+        """The learner begins or ends a step, which changes the speed of replicas on the same machine."""
         if self.conditions.interference[1] == 1.0:
             self.training = training
             return
@@ -108,8 +108,8 @@ class World:
 
 
 class CostGenerator:
-    """A replica by processor sharing: a heap of the iterations in which sequences end; between two ends the number that
-    runs is constant, so the next end is known and no token is an event."""
+    """A replica as a processor-sharing queue: a heap of the iterations in which sequences end. Between two ends the
+    number of running sequences is constant, so the next end is computed and no token is an event."""
 
     def __init__(self, world: World, spec: GeneratorSpec, clock: Callable[[], float]) -> None:
         self.name, self.clock, self.outbox = spec.name, clock, Outbox()
@@ -168,7 +168,7 @@ class CostGenerator:
         return StepOutput(list(done), self.tokens - before, wake_at=max(now, min(events, default=now)))
 
     def _seconds(self, iterations: float) -> float:
-        """Of one of the next so many iterations, at the mean context on the way."""
+        """Seconds of each of the next ``iterations``, at their mean context."""
         running = len(self._ends)
         context = (self._lengths + running * (self._iteration + iterations / 2)) / running
         shared = self._world.conditions.interference[1] if self._world.training else 1.0
@@ -179,7 +179,7 @@ class CostGenerator:
         return self._at + self._debt + left * self._seconds(left)
 
     def catch_up(self) -> list[Rollout]:
-        """Bring the replica to the present; returns what ended."""
+        """Advance the replica to the present; returns the rollouts that ended."""
         now, done = self.clock(), list[Rollout]()
         while self._arriving and self._arriving[0][0] <= now + TOLERANCE:
             due, request = self._arriving.popleft()
@@ -190,7 +190,7 @@ class CostGenerator:
         return done
 
     def _advance(self, now: float, done: list[Rollout]) -> None:
-        """Let time pass up to ``now``."""
+        """Advance the replica to the time ``now``."""
         while True:
             spent = max(0.0, min(now - self._at, self._debt))  # prefills and loads come before the next token
             self._debt, self._at = self._debt - spent, self._at + spent
@@ -226,14 +226,14 @@ class CostGenerator:
         return rollout
 
     def _stamps(self, first: float, length: int) -> np.ndarray:
-        """[length] the version that each token was sampled with."""
+        """[length] the version that sampled each token."""
         stamps = np.zeros(length, np.int64)
         for since, version in self._versions:
             stamps[max(0, round(since - first)) :] = version
         return stamps
 
     def _fill(self) -> None:
-        """Give free slots to what waits; siblings share one prefill."""
+        """Give free slots to waiting requests; siblings share one prefill."""
         groups = set()
         while self._waiting and len(self._ends) < self._slots:
             request = self._waiting.popleft()
@@ -246,10 +246,10 @@ class CostGenerator:
                 self._debt += self._world.costs.prefill(len(request.prompt_ids)) * self._factor
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
-        """Nothing is sent."""
+        """Does nothing: no weights are sent."""
 
     def receive(self, ticket: Any) -> None:
-        """The learner's transfer has taken the time."""
+        """Does nothing: the learner's transfer takes the time."""
 
     async def load(self, version: int, cache: CacheMode) -> None:
         self.catch_up()
@@ -274,14 +274,14 @@ class CostGenerator:
 
 
 class CostLearner:
-    """Takes the costs' seconds a step, by the batch's real tokens."""
+    """A learner whose steps take the costs' seconds, from the batch's real token counts."""
 
     def __init__(self, world: World, spec: LearnerSpec) -> None:
         self.version = 0
         self._world = world
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        """Nothing is sent."""
+        """Does nothing: no weights are sent."""
 
     async def snapshot(self, probe: Any) -> Offer:
         await asyncio.sleep(self._world.costs.snapshot)
@@ -307,7 +307,7 @@ class CostLearner:
 
 
 class CostAnnotator:
-    """A reward, reference or critic worker; rewards are right or wrong at random."""
+    """A reward, reference or critic worker; rewards are 0 or 1 at random."""
 
     def __init__(self, world: World, spec: AnnotatorSpec) -> None:
         self._world, self._kind = world, spec.kind

@@ -1,4 +1,4 @@
-"""A runtime whose parts only let virtual time pass: the real loops run over costs, and what they do is a prediction."""
+"""A runtime whose parts only let virtual time pass: the real loops run over predicted costs, which simulates a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrlhf.types import Payload
 
 
 class CostRuntime(LocalRuntime):
-    """The local runtime over parts that cost time. Records hold no texts and no tokens."""
+    """The local runtime with parts that only cost time. Records hold no texts and no tokens."""
 
     def __init__(self, specs: Specs, sharing: Collection[str], world: World) -> None:
         workers = Workers(
@@ -34,7 +34,7 @@ class CostRuntime(LocalRuntime):
             self._faults = asyncio.create_task(self._fail(), name="failures")
 
     async def _fail(self) -> None:
-        """Kill a replica now and then."""
+        """Kill replicas at random times."""
         rate = self._world.conditions.failures * len(self.generators) / 3600
         while True:
             await asyncio.sleep(self._world.random.expovariate(rate))

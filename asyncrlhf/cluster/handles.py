@@ -1,5 +1,5 @@
-"""One typed, bounded call of a part's worker, wherever the part runs; and protocols of the generators, annotators,
-learner and runtime that the controller uses."""
+"""One typed call of a part's worker with a deadline, wherever the part runs; and protocols of the generators,
+annotators, learner and runtime that the controller uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Hear = Callable[[SpanBatch, float, float], None]
 
 
 def ignore(batch: SpanBatch, sent: float, heard: float) -> None:
-    """The timeline is not recorded."""
+    """The default of ``Runtime.told``: spans are not recorded."""
 
 
 class Remote(Protocol[W_co]):
@@ -50,23 +50,23 @@ class Remote(Protocol[W_co]):
     def name(self) -> str: ...
 
     async def ping(self, seconds: float) -> None:
-        """A sign of life of the part's process, whatever it is busy with; ReplicaError without one in ``seconds``."""
+        """Ask the part's process for a sign of life, whatever it is doing; ReplicaError after ``seconds``."""
         ...
 
     async def call(
         self, seconds: float, method: Callable[Concatenate[W_co, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Have the worker run ``method``, given as ``Worker.method`` and found on the worker by its name, and return
-        its answer: ``await replica.call(60.0, GeneratorWorker.load, version, "keep")``.
+        """Call the worker's ``method``, given as ``Worker.method``, and return its answer: ``await replica.call(60.0,
+        GeneratorWorker.load, version, "keep")``.
 
-        Raises what the method raised; ReplicaError when the part is dead or has not answered after ``seconds``.
+        Raises the method's error; ReplicaError if the part is dead or has not answered after ``seconds``.
         """
         ...
 
 
 async def within(seconds: float, name: str, verb: str, answer: Awaitable[R], ids: Sequence[int] = ()) -> R:
-    """The ``answer`` of the part ``name`` to ``verb``, about the rollouts ``ids``; ReplicaError when it does not come
-    within ``seconds``, or when the run's supervisor gives the call up."""
+    """Await the ``answer`` of the part ``name`` to ``verb``, about the rollouts ``ids``. Raises ReplicaError if it does
+    not come within ``seconds``, or if the run's supervisor ends the call."""
     try:
         async with asyncio.timeout(seconds) as limit:
             with under_way(name, verb, ids, limit) as call:
@@ -93,44 +93,44 @@ class LocalPart(Generic[W]):
         return answer
 
     async def ping(self, seconds: float) -> None:
-        """It lives as long as this process does."""
+        """Does nothing: the part lives as long as this process."""
 
     async def close(self) -> None:
-        """Close the worker, if it holds anything open."""
+        """Close the worker, if it has open resources."""
         close = getattr(self.worker, "close", None)
         if close is not None:
             close()
 
 
 class GeneratorHandle(Remote[GeneratorWorker], Protocol):
-    """A generator replica: its worker's methods by ``call``, and what is more than a call. Every method raises
-    ReplicaError when the replica is gone."""
+    """A generator replica: its worker's methods by ``call``, and methods that are more than a call. Every method raises
+    ReplicaError when the replica is lost."""
 
     @property
     def slots(self) -> int: ...
 
     @property
     def beat(self) -> float:
-        """Another number whenever the replica has made tokens, as far as is known here."""
+        """A number that changes whenever this process learns that the replica made tokens."""
         ...
 
     async def submit(self, items: Sequence[GenerationRequest]) -> None:
-        """Returns before the replica has the items, perhaps; ``collect`` raises what it raised over them."""
+        """May return before the replica has the items; ``collect`` raises the errors of their arrival."""
         ...
 
     async def collect(self) -> Collected:
-        """Waits until something finished or a short while passed."""
+        """Wait until rollouts finish or a short time has passed."""
         ...
 
     async def generate(self, items: Sequence[GenerationRequest]) -> list[Rollout]:
-        """Samples outside the ledger (evaluation): negative rollout ids, answered here and not by ``collect``."""
+        """Sample outside of the ledger (evaluation): negative rollout ids, returned here and not by ``collect``."""
         ...
 
     async def close(self) -> None: ...
 
 
 class WorkerLostError(ReplicaError):
-    """A part died and will not be started again."""
+    """A part died and will not be restarted."""
 
 
 class AnnotatorHandle(ReaderHandle, Protocol):
@@ -140,30 +140,30 @@ class AnnotatorHandle(ReaderHandle, Protocol):
     def name(self) -> str: ...
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Any = None) -> list[Annotation]:
-        """One annotation a rollout. ``ticket``: of the critic that a critic worker is to answer as. Raises ReplicaError
-        when the worker died of it and stands again, WorkerLostError when it does not."""
+        """One annotation per rollout. ``ticket``: of the critic version that a critic worker must use. Raises
+        ReplicaError if the worker died in the call and was restarted, WorkerLostError if it was not."""
         ...
 
     async def close(self) -> None: ...
 
 
 class LearnerHandle(Remote[LearnerWorker], Protocol):
-    """The learner group as one part. ``call`` is answered by rank 0; in the other methods all ranks act together.
-    Every method raises LearnerLostError when a rank is gone."""
+    """The learner group as one part. Rank 0 answers ``call``; in the other methods all ranks act together. Every method
+    raises LearnerLostError when a rank is lost."""
 
     async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult: ...
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
-        """Copy the present weights aside for publishing. What the learner is asked for after this call finds the copy
-        begun, whether the offer was awaited or not. ``probe``: texts that the offer is to score, for the audit."""
+        """Copy the present weights for publishing. The copy begins before any later call to the learner, even if the
+        offer is not awaited. ``probe``: texts that the learner scores for the audit."""
         ...
 
     async def save(self, folder: Path) -> None:
-        """Copy aside what a checkpoint needs of the learner, which may take its next step when this returns."""
+        """Copy the learner's state for a checkpoint; the next step may begin when this returns."""
         ...
 
     async def saved(self) -> Seals:
-        """Wait until what ``save`` copied is on disk; the seals of its files, by their paths within the folder."""
+        """Wait until ``save``'s copy is on disk; returns the seals of its files, by their paths within the folder."""
         ...
 
     async def load(self, folder: Path) -> None: ...
@@ -172,11 +172,11 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
 
 
 class Runtime(Protocol):
-    """Starts the parts and wires their transport; the controller sees nothing below this line.
+    """Starts the parts and connects them; the controller knows nothing of their processes and devices.
 
     ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
-    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``tell`` is called with how
-    far the start is, ``told`` is given what parts tell of their time.
+    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``tell`` is called with the
+    progress of the start, ``told`` with the spans that parts send.
     """
 
     generators: list[GeneratorHandle]
@@ -191,27 +191,26 @@ class Runtime(Protocol):
     async def start(self) -> None: ...
 
     def parts(self) -> Sequence[Any]:
-        """Every part by itself, each with a ``name`` and a ``ping``."""
+        """Every single part, with a ``name`` and a ``ping``."""
         return [*self.generators, *self.rewards, *self.references, *self.critics, self.learner]
 
     async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
-        """Form a new weight group of the learner and these generators, and return its epoch. With ``workers`` it is
-        that many workers of each that enter, and not the replica."""
+        """Form a new weight group of the learner and these generators, and return its epoch. With ``workers`` that many
+        engine workers of each generator join instead of the generator itself."""
         ...
 
     async def restart(self, dead: GeneratorHandle) -> GeneratorHandle:
-        """A fresh replica in a dead one's place, under the same name, holding no weights yet."""
+        """A new replica in place of a dead one, under the same name, without weights."""
         ...
 
     async def restart_learner(self) -> None:
-        """A fresh learner group in the dead one's place, with the initial model; of the dead one no rank is left.
-        Raises ReplicaError when it does not start, naming what is missing."""
+        """A new learner group, with the initial model, in place of the dead one, whose ranks are all ended. Raises
+        ReplicaError with the cause if it does not start."""
         ...
 
     async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:
-        """One replica more, holding no weights yet, where ``max_replicas`` lets a kind of replica grow and the machines
-        have room; else None. ``present`` names those that the run counts on. Raises ReplicaError when it cannot start.
-        """
+        """One more replica, without weights, if ``max_replicas`` of a kind allows it and the machines have room; else
+        None. ``present``: names of the run's replicas. Raises ReplicaError if it cannot start."""
         ...
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
@@ -220,16 +219,15 @@ class Runtime(Protocol):
 
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         """Write a Parquet file of record rows, each with text and arrays of the rollout behind its payload. Returns at
-        once, and the arrays never pass the controller's process."""
+        once; the arrays never pass the controller's process."""
         ...
 
     def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
-        """Write the rollouts behind references, with the arrays of their annotations, for a checkpoint; otherwise as
-        :meth:`write_part`."""
+        """As :meth:`write_part`, for a checkpoint: writes rollouts with their annotations' arrays."""
         ...
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
-        """References to rollouts read back from a checkpoint."""
+        """Store rollouts of a checkpoint; returns references to them."""
         ...
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The local runtime: every part in this process, on a virtual clock, deterministic; the loops are the real ones."""
+"""The local runtime: every part in this process, on a virtual clock, deterministic, with the real loops."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, Rol
 
 
 def hear(told: Hear, *batches: SpanBatch) -> None:
-    """Hand on what a part did: all parts share the loop's clock."""
+    """Pass on a part's spans: all parts share the loop's clock."""
     for batch in batches:
         told(batch, batch.told, batch.told)
 
 
 class LocalGenerator(LocalPart[GeneratorWorker]):
-    """Steps its worker whenever there is work; one step costs ``virtual_step_seconds`` unless the engine says itself
-    when it wants to be looked at again (the fake engine)."""
+    """Steps its worker while there is work; a step costs ``virtual_step_seconds``, unless the engine says when its next
+    step is due (the fake engine)."""
 
     def __init__(self, spec: GeneratorSpec, worker: GeneratorWorker, told: Hear) -> None:
         super().__init__(spec.name, worker)
@@ -84,7 +84,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
             worker.busy_seconds += loop.time() - started
 
     def kill(self, cause: str = "killed") -> None:
-        """Die as a process would (for tests): what it held is gone and every call fails from now on."""
+        """Die like a process (for tests): its rollouts are lost and every later call fails."""
         self._killed = cause
         self._task.cancel()
         self._changed.notify()
@@ -94,7 +94,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
 
     @property
     def beat(self) -> float:
-        """It makes tokens, as the clock goes, for as long as it has work."""
+        """The clock's time while the replica has work: it is making tokens."""
         at_work = self.worker.has_work() and not self._ended()
         return asyncio.get_running_loop().time() if at_work else -1.0
 
@@ -189,7 +189,7 @@ class LocalAnnotator(LocalPart[AnnotatorWorker]):
 
 
 class LocalLearner(LocalPart[LearnerWorker]):
-    """One rank; a step costs ``virtual_step_seconds``, during which everything else goes on."""
+    """One rank; a step costs ``virtual_step_seconds``, during which all other parts continue."""
 
     def __init__(self, spec: LearnerSpec, worker: LearnerWorker, told: Hear) -> None:
         super().__init__("learner-0", worker)
@@ -198,7 +198,7 @@ class LocalLearner(LocalPart[LearnerWorker]):
         self._killed: str | None = None
 
     def kill(self, cause: str = "killed") -> None:
-        """Die as a process would (for tests): a call under way is not answered, and every other fails from now on."""
+        """Die like a process (for tests): a call under way is never answered, and every later one fails."""
         self._killed = cause
 
     def _check(self) -> None:
@@ -251,8 +251,8 @@ class LocalLearner(LocalPart[LearnerWorker]):
 
 @dataclass(frozen=True)
 class Workers:
-    """How the worker of each part is built from its spec. Others than these may stand in, to imitate a run: a method
-    that is a coroutine lets virtual time pass."""
+    """How the worker of each part is built from its spec. Others may replace these to simulate a run: in a method that
+    is a coroutine virtual time passes."""
 
     generator: Callable[[GeneratorSpec, Callable[[], float]], Any] = build_worker  # with the clock of the run
     learner: Callable[[LearnerSpec], Any] = LearnerWorker
@@ -260,7 +260,7 @@ class Workers:
 
 
 class LocalRuntime(Runtime):
-    """Give it to a controller inside :func:`~asyncrlhf.cluster.clock.run_virtual`."""
+    """For a controller inside :func:`~asyncrlhf.cluster.clock.run_virtual`."""
 
     def __init__(self, specs: Specs, sharing: Collection[str] = (), workers: Workers | None = None) -> None:
         """``sharing``: the generators that take turns with the learner."""
@@ -311,7 +311,7 @@ class LocalRuntime(Runtime):
         return fresh
 
     async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:
-        """None: one process has no machines that come later."""
+        """None: one process gets no further machines."""
         return None
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:

@@ -1,4 +1,4 @@
-"""A plan against the nodes that Ray has: what can never fit there, and which nodes each side keeps to."""
+"""A placement plan and Ray's nodes: whether it can ever fit, and which nodes each side may use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Node:
 
 
 def this_machine(plan: Plan, gpus: int) -> Node:
-    """What a Ray has that is started here for the run. It is told of as many CPUs as the parts ask for: a laptop with
+    """The node of a Ray that is started here for the run. It declares as many CPUs as the parts request: a laptop with
     fewer cores shares them."""
     cpus = max(math.ceil(plan.total("CPU")) + 1, os.cpu_count() or 1)
     offer = {"CPU": float(cpus), "GPU": float(gpus)}
@@ -28,10 +28,10 @@ def this_machine(plan: Plan, gpus: int) -> Node:
 
 
 def shortage(plan: Plan, nodes: Sequence[Node]) -> str | None:
-    """Why these nodes can never hold the plan, as one sentence; None when nothing speaks against it.
+    """Why these nodes can never hold the plan, as one sentence; None if no reason is found.
 
-    What is said here is certain. A plan that passes may still wait for ever where bundles of several sizes do not
-    go into the nodes; the start's time-out ends that.
+    A reason is certain. A plan without one may still not fit, if the nodes cannot be divided into bundles of several
+    sizes; then the start's time-out ends the wait.
     """
     wanted, there = add_amounts(plan.bundles()), add_amounts(node.total for node in nodes)
     kinds = sorted({"CPU", *wanted})
@@ -57,7 +57,7 @@ def shortage(plan: Plan, nodes: Sequence[Node]) -> str | None:
 
 
 def _pieces(groups: Sequence[DeviceGroup]) -> list[tuple[str, Mapping[str, float]]]:
-    """What must lie on one node, and the name of its group."""
+    """The resources that must lie on one node, each with the name of its group."""
     return [
         (group.name, piece)
         for group in groups
@@ -66,10 +66,10 @@ def _pieces(groups: Sequence[DeviceGroup]) -> list[tuple[str, Mapping[str, float
 
 
 def keep_apart(plan: Plan, nodes: Sequence[Node]) -> dict[str, frozenset[str]]:
-    """Node ids that each side keeps to, by side; empty where the sides must share nodes.
+    """For each side the ids of the nodes that it may use; empty if the sides must share nodes.
 
-    The learner and the reward workers get as few nodes as hold them and leave the generators what they need.
-    Generators may use every other node, so they are not listed. What is free now is tried first.
+    The learner and the reward workers get the fewest nodes that hold them, and leave the generators enough. Generators
+    may use every other node, so they are not listed. Free resources are tried first.
     """
     if plan.sharing:
         return {}
@@ -85,7 +85,7 @@ def keep_apart(plan: Plan, nodes: Sequence[Node]) -> dict[str, frozenset[str]]:
 def _choose(
     groups: Sequence[DeviceGroup], sides: Sequence[str], offers: Mapping[str, Mapping[str, float]]
 ) -> dict[str, frozenset[str]] | None:
-    """Nodes for the first side such that the rest still fits on the others; None when there is no such choice."""
+    """Nodes for the first side such that the other sides fit on the remaining ones; None if there is no such choice."""
     if not sides:
         return {} if _pack(groups, offers) is not None else None
     own = [group for group in groups if group.side == sides[0]]
@@ -103,7 +103,7 @@ def _choose(
 
 
 def _pack(groups: Sequence[DeviceGroup], offers: Mapping[str, Mapping[str, float]]) -> frozenset[str] | None:
-    """The nodes that first-fit, largest first, uses for the groups; None when they do not all go in."""
+    """The nodes that first-fit, largest first, uses for the groups; None if they do not all fit."""
     left = {node: dict(offer) for node, offer in offers.items()}
     used = set()
     for piece in sorted((piece for _, piece in _pieces(groups)), key=_size, reverse=True):
@@ -124,5 +124,5 @@ def _fits(piece: Mapping[str, float], offer: Mapping[str, float]) -> bool:
 
 
 def _times(piece: Mapping[str, float], offer: Mapping[str, float]) -> int:
-    """How many such pieces go into the offer."""
+    """How many such pieces fit into the offer."""
     return int(min(offer.get(kind, 0.0) / amount + EPSILON for kind, amount in piece.items() if amount))

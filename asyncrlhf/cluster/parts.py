@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
-    """``weights`` with what it leaves to the run: the dtype on the way, checksums, and the folder of the transport
-    ``disk``, which is made here. Raises ConfigError when that cannot be done."""
+    """``weights`` with the values that depend on the run: dtype of transfers, checksums, and the folder of the
+    transport ``disk``, which is created here. Raises ConfigError if it cannot be."""
     weights = replace(config.weights, dtype=resolve_dtype(config.weights.dtype, config.engine_dtypes) or "auto")
     if weights.checksum is None:
         weights = replace(weights, checksum=weights.verifies or bool(config.ray.cluster))
@@ -42,7 +42,7 @@ def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
 
 
 def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
-    """The replicas that a run starts with; ``weights`` as ``wire_settings`` gives it."""
+    """The replicas that a run starts with; ``weights`` is the result of ``wire_settings``."""
     chunks = config.fusion.chunk_tokens if config.fusion.reads_ahead else 0
     return [
         GeneratorSpec(
@@ -60,18 +60,18 @@ def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> 
 
 
 def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
-    """A vLLM replica that takes turns with the learner on GPUs leaves it their memory meanwhile."""
+    """The settings of a vLLM replica that shares the learner's GPUs: it frees their memory while the learner trains."""
     takes_turns = config.cluster.placement == "flatten" and generator.engine == "vllm" and generator.gpus > 0
     return replace(generator, vllm=replace(generator.vllm, enable_sleep_mode=True)) if takes_turns else generator
 
 
 def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
-    """Which part sits on which device of a Ray with so many nodes; raises ConfigError with one sentence."""
+    """Which part sits on which device of a Ray with ``nodes`` nodes; raises ConfigError with one sentence."""
     return make_plan(config.cluster.placement, parts_of(specs(config, config.weights)), nodes)
 
 
 def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
-    """Of all parts; ``weights`` as ``wire_settings`` gives it."""
+    """The specs of all parts; ``weights`` is the result of ``wire_settings``."""
     learner = LearnerSpec(
         learner=config.learner,
         algorithm=config.algorithm,
@@ -99,8 +99,8 @@ def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
 
 
 def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Workers | None = None) -> Runtime:
-    """The parts' specs, hosted as ``runtime`` says. ``run_dir``: where checkpoints and ranks' records will go.
-    ``workers``: others than the real ones, for ``runtime=local``."""
+    """Build the parts' specs and the runtime that ``runtime`` names. ``run_dir``: the folder of checkpoints and of
+    ranks' records. ``workers``: replacements of the real ones, for ``runtime=local``."""
     wanted = specs(config, wire_settings(config, run_dir))
     if run_dir is not None and config.logging.rollout_tokens:
         folder, sampled = run_dir.resolve() / TOKENS_FOLDER, config.logging.rollout_tokens
@@ -115,14 +115,14 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
 
 
 def answer_seconds(config: RunConfig, own_limit: float = 0.0) -> float:
-    """How long one call of a reward, reference or critic worker may take before it counts as dead though its process
-    lives and the run goes on: so long that no honest call does. A frozen worker is found long before, by its silence.
-    A worker that limits its model's passes itself gets ``own_limit`` and a minute more."""
+    """The deadline of one call of a reward, reference or critic worker, after which the worker counts as dead even if
+    its process lives: longer than any normal call. A frozen worker is found much earlier, by its missing sign of life.
+    A worker with its own limit on model passes gets ``own_limit`` plus one minute."""
     return max(5 * config.stall_timeout_seconds, own_limit + 60.0 if own_limit else 0.0)
 
 
 def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
-    """What the workers are started with; None where the learner asks its own critic, or the algorithm has none."""
+    """The spec of critic workers; None if the learner computes values itself, or the algorithm has no critic."""
     if not config.critic_served:
         return None
     precision, seconds = config.learner.mixed_precision, answer_seconds(config)
@@ -130,7 +130,7 @@ def critic_spec(config: RunConfig, weights: WeightsConfig) -> CriticSpec | None:
 
 
 def reference_spec(config: RunConfig) -> ReferenceSpec | None:
-    """What the workers are started with; None where the learner asks its own model, or the algorithm none at all."""
+    """The spec of reference workers; None if the learner computes the log-probs itself, or the algorithm needs none."""
     if not config.reference_served:
         return None
     return ReferenceSpec(
@@ -145,7 +145,7 @@ def reference_spec(config: RunConfig) -> ReferenceSpec | None:
 
 
 def service_notes(config: RunConfig) -> list[str]:
-    """What the user should know of services that were asked for."""
+    """Sentences for the user about the services that the settings ask for."""
     name, notes = config.algorithm.name, []
     if config.reference.where == "service" and not config.reference_served:
         notes.append(f"No reference worker is started: algorithm={name} needs no reference policy.")

@@ -31,7 +31,7 @@ SHARES = 10_000  # Ray counts a device in ten-thousandths
 
 @dataclass(frozen=True)
 class Part:
-    """What one actor asks for. ``workers``: engine processes of a replica, each with a GPU of its own."""
+    """The resources that one actor requests. ``workers``: engine processes of a replica, each with its own GPU."""
 
     name: str
     kind: str  # learner, generator, reward, reference or critic
@@ -47,9 +47,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one part sits and what it asks of Ray there. Without ``group`` Ray chooses.
+    """Where one part sits and what it requests from Ray there. Without ``group`` Ray chooses the place.
 
-    ``bundles``: the first holds the part. Where there are more, each holds one of its engine's workers, which asks for
+    ``bundles``: the first holds the part. If there are more, each holds one of its engine's workers, which requests
     ``worker_gpus``.
     """
 
@@ -60,14 +60,14 @@ class Seat:
     worker_gpus: float = 0.0
 
     def demand(self) -> dict[str, float]:
-        """What the part itself asks of Ray."""
+        """The resources that the part itself requests from Ray."""
         return _bundle(self.cpus, self.gpus)
 
 
 @dataclass
 class DeviceGroup:
-    """Bundles that Ray reserves together (a placement group), and who sits on them by name; STRICT_PACK keeps them on
-    one node. ``room``: of the one GPU that fractional parts share."""
+    """Bundles that Ray reserves together (a placement group), and the names of the parts on them; STRICT_PACK keeps
+    them on one node. ``room``: what is left of the one GPU that fractional parts share."""
 
     name: str
     strategy: Strategy
@@ -79,7 +79,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class Plan:
-    """``loose``: parts that sit wherever Ray likes. ``sharing``: the replicas that sleep while the learner trains."""
+    """``loose``: parts that Ray may place anywhere. ``sharing``: the replicas that sleep while the learner trains."""
 
     placement: str
     groups: tuple[DeviceGroup, ...] = ()
@@ -88,11 +88,11 @@ class Plan:
 
     @property
     def seats(self) -> dict[str, Seat]:
-        """Of all parts, by name."""
+        """The seats of all parts, by name."""
         return {name: seat for group in self.groups for name, seat in group.seats.items()} | {**self.loose}
 
     def bundles(self) -> list[Mapping[str, float]]:
-        """All that Ray must hold at once: the groups' bundles, and what the parts outside of them ask for."""
+        """All resources that Ray must hold at once: the groups' bundles, and the requests of other parts."""
         own: list[Mapping[str, float]] = [bundle for group in self.groups for bundle in group.bundles]
         return own + [seat.demand() for seat in self.loose.values() if seat.demand()]
 
@@ -103,7 +103,7 @@ class Plan:
         return next((group.side for group in self.groups if part in group.seats), "anywhere")
 
     def describe(self) -> list[str]:
-        """One line a device group: what it reserves and who sits there."""
+        """One line per device group: its resources and its parts."""
         lines = [
             f"{''.join(f'[{words(bundle)}]' for bundle in group.bundles)} {', '.join(group.seats)}"
             for group in self.groups
@@ -113,8 +113,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Specs:
-    """Everything that the parts of a run are started with. ``reference`` and ``critic``: None where no service is
-    asked."""
+    """The specs of all parts of a run. ``reference`` and ``critic``: None without such a service."""
 
     generators: Sequence[GeneratorSpec]
     learner: LearnerSpec
@@ -153,8 +152,8 @@ def generator_part(spec: GeneratorSpec) -> Part:
 
 
 def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
-    """``nodes``: how many Ray has. ``auto`` becomes ``separate`` on several. Raises ConfigError with one sentence for
-    what no cluster could hold."""
+    """The plan for a Ray with ``nodes`` nodes; ``auto`` becomes ``separate`` on several. Raises ConfigError, with one
+    sentence, for a plan that no cluster could hold."""
     if placement == "auto":
         # Fractions of a GPU are asked for in order to share it, which Ray does as well as a plan.
         apart = nodes > 1 and not any(0 < p.gpus < 1 for p in parts)
@@ -167,7 +166,7 @@ def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
 
 
 def add_replica(plan: Plan, part: Part) -> Plan:
-    """The plan with devices of its own for a replica that comes later; no other part shares them."""
+    """The plan with its own devices for a replica that joins later."""
     if plan.placement == "auto":
         return replace(plan, loose={**plan.loose, part.name: _loose(part)})
     return replace(plan, groups=(*plan.groups, *_groups([part])))
@@ -178,7 +177,7 @@ def _loose(part: Part) -> Seat:
 
 
 def _groups(parts: Iterable[Part], side: Side = "generators", spread: bool = False) -> list[DeviceGroup]:
-    """Devices for the parts in their order. ``spread``: a bundle for each GPU, so that others can join it there."""
+    """Devices for the parts in their order. ``spread``: one bundle per GPU, so that other parts can join it there."""
     groups: list[DeviceGroup] = []
     for part in parts:
         if 0 < part.gpus < 1:
@@ -202,7 +201,7 @@ def _groups(parts: Iterable[Part], side: Side = "generators", spread: bool = Fal
 
 
 def _of_ranks(ranks: Sequence[Part]) -> list[DeviceGroup]:
-    """One group for all ranks, so that Ray packs them onto as few nodes as it can."""
+    """One group for all ranks, so that Ray packs them onto as few nodes as possible."""
     whole = DeviceGroup("learner", "PACK", [], {}, "learner")
     for group in _groups(ranks):
         for name, seat in group.seats.items():
@@ -212,7 +211,7 @@ def _of_ranks(ranks: Sequence[Part]) -> list[DeviceGroup]:
 
 
 def _apart(placement: str, parts: Sequence[Part]) -> Plan:
-    """Separate or interleave. A reward worker that asks for nothing needs no device, unless it is to have its own."""
+    """Separate or interleave. A reward worker without resource requests gets a device only under interleave."""
     rewards = [p for p in parts if p.kind in ("reward", "reference", "critic")]
     if placement == "interleave":
         rewards = [p if p.gpus else replace(p, cpus=max(1.0, p.cpus)) for p in rewards]
@@ -227,7 +226,7 @@ def _apart(placement: str, parts: Sequence[Part]) -> Plan:
 
 
 def _flatten(parts: Sequence[Part]) -> Plan:
-    """The ranks are laid over the generators' devices, one after another; what is left over gets devices of its own."""
+    """Put the ranks on the generators' devices, one after another; remaining ranks get devices of their own."""
     wide = next((p for p in parts if p.gpus > 1 and p.workers == 1), None)
     if wide is not None:
         raise ConfigError(
@@ -259,7 +258,8 @@ def _flatten(parts: Sequence[Part]) -> Plan:
 
 
 def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
-    """Seat ranks in a bundle that others hold, and name the others. All ask for equal parts, so that Ray's sums hold.
+    """Seat ranks in a bundle of generators, and return the generators' names. All request equal shares, so that Ray's
+    sums are valid.
 
     A CPU's bundle is as large as its largest tenant, for they take turns; beside a GPU all keep their threads.
     """
@@ -284,14 +284,14 @@ def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
 def _seating(
     placement: str, groups: Sequence[DeviceGroup], parts: Iterable[Part], sharing: frozenset[str] = frozenset()
 ) -> Plan:
-    """Those of ``parts`` that have no device sit wherever Ray likes."""
+    """The plan; ``parts`` without a device sit wherever Ray likes."""
     plan = Plan(placement, tuple(groups), sharing=sharing)
     seats = plan.seats
     return replace(plan, loose={p.name: Seat() for p in parts if p.name not in seats})
 
 
 def add_amounts(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of bundles, kind by kind."""
+    """The sum of bundles, per resource."""
     total: dict[str, float] = defaultdict(float)
     for bundle in bundles:
         for kind, amount in bundle.items():
@@ -300,7 +300,7 @@ def add_amounts(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def words(bundle: Mapping[str, float]) -> str:
-    """A bundle as messages name it: ``1 GPU + 4 CPUs``."""
+    """A bundle as text for messages: ``1 GPU + 4 CPUs``."""
     plural = {kind: f"{kind}s" for kind in ("CPU", "GPU")}
     amounts = [
         f"{amount:g} {plural.get(kind, kind) if amount != 1 else kind}"

@@ -1,4 +1,4 @@
-"""Calls of the learner's ranks, which act together: when one dies, its death is the cause of what the others raise."""
+"""Calls to the learner's ranks, which act together: when one dies, its death is the cause of the others' errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEATH_SECONDS = 10.0  # until the runtime says of a dead process that it is dead
 
 @contextmanager
 def a_rank() -> Iterator[None]:
-    """A call inside goes to a rank of the learner: with the rank the group is lost."""
+    """Calls within this context go to a rank of the learner: its loss is the loss of the whole group."""
     try:
         yield
     except ReplicaError as error:
@@ -23,8 +23,8 @@ def a_rank() -> Iterator[None]:
 
 
 async def together(answers: Sequence[Awaitable[R]]) -> list[R]:
-    """The answers of ranks that act together. When one fails, the others are given a moment: a rank whose peer died
-    raises what its collective broke off with, and the death is the cause."""
+    """Await the answers of ranks that act together. When one fails, wait a moment for the others: a rank whose peer
+    died raises its collective's error first, and the death is the cause."""
     asked = [asyncio.ensure_future(answer) for answer in answers]
     try:
         _, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
@@ -44,7 +44,7 @@ async def together(answers: Sequence[Awaitable[R]]) -> list[R]:
 
 
 async def first(answers: Sequence[Awaitable[R]]) -> R:
-    """The first of several answers, once all have come."""
+    """The first of several answers, after all have come."""
     return (await together(answers))[0]
 
 

@@ -1,4 +1,4 @@
-"""Awaits answers of Ray actors: each within a limit, and every failure as the error that it stands for."""
+"""Awaits answers of Ray actors: each with a deadline, and Ray's failures converted to the project's errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ START_SECONDS = 600.0
 
 
 async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
-    """Await the answer of the actor ``name`` to ``verb``. Its own exception comes out as it was raised; its death, and
-    no answer within ``seconds``, as a ReplicaError."""
+    """Await the answer of the actor ``name`` to ``verb``. The actor's own exception is raised unchanged; its death, or
+    no answer within ``seconds``, raises ReplicaError."""
     return await within(seconds, name, verb, _translated(name, reference))
 
 

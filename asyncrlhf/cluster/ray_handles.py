@@ -1,4 +1,4 @@
-"""The parts of a Ray run as the controller sees them: one handle an actor (or a group of ranks)."""
+"""The parts of a Ray run as the controller sees them: one handle per actor (or group of ranks)."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class RayPart(Generic[W]):
         self._start_seconds = start_seconds
 
     def hear(self, batches: Sequence[SpanBatch], sent: float) -> None:
-        """Hand on what the part told in an answer that has just come, to a request sent at ``sent``."""
+        """Pass on the spans of an answer that has just arrived, to a request sent at ``sent``."""
         now = asyncio.get_running_loop().time()
         for batch in batches:
             self.told(batch, sent, now)
 
     async def ready(self) -> None:
-        """Wait until the worker is built. Raises ReplicaError when it cannot be, or not in time."""
+        """Wait until the worker is built. Raises ReplicaError if that fails or takes too long."""
         await ask_to_start(self.name, self.actor.ready.remote(), self._start_seconds)
 
     async def where(self) -> Where:
@@ -66,7 +66,7 @@ class RayPart(Generic[W]):
     async def call(
         self, seconds: float, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """As :class:`~asyncrlhf.cluster.handles.Remote`; Ray puts the objects in the place of object references."""
+        """As :class:`~asyncrlhf.cluster.handles.Remote`; Ray replaces object references by the objects."""
         verb = method.__name__
         return await ask(self.name, self.send(verb, *args, **kwargs), seconds, verb)
 
@@ -75,11 +75,11 @@ class RayPart(Generic[W]):
         await ask(self.name, self.actor.ping.options(concurrency_group=PING).remote(), seconds, PING)
 
     def send(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Make a call whose answer is not awaited here; returns the reference to it."""
+        """Send a call without awaiting its answer; returns the reference to the answer."""
         return self.actor.call.remote(verb, *args, **kwargs)
 
     async def close(self) -> None:
-        """Let the worker close what it holds open, then end its process in any case."""
+        """Close the worker, then end its process in any case."""
         sent = asyncio.get_running_loop().time()
         with suppress(ReplicaError, RayError):  # it is gone already, hangs, or failed to close
             self.hear(await within(CLOSE_SECONDS, self.name, "close", self.actor.close.remote()), sent)
@@ -109,12 +109,11 @@ class RayGenerator(RayPart[GeneratorWorker]):
         self._submitted: list[Any] = []
 
     async def submit(self, items: Sequence[GenerationRequest]) -> None:
-        """Waits for no answer: a replica that hangs must not keep work from the others. ``collect`` raises what it
-        raised."""
+        """Waits for no answer: a replica that hangs must not delay the others. ``collect`` raises its errors."""
         self._submitted.append(self.send("submit", items))
 
     async def collect(self) -> Collected:
-        """The payload is a return value of its own: its owner is this process, so it outlives the replica."""
+        """The payload is a return value of its own: this process owns it, so that it outlives the replica."""
         submitted, self._submitted = self._submitted, []
         values, sent = 3 if self.spec.chunk_tokens else 2, asyncio.get_running_loop().time()
         facts, rollouts, *chunks = self.actor.collect.options(num_returns=values).remote()
@@ -131,7 +130,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
         return await within(LONG_SECONDS, self.name, "generate", self._answers(items, ids), ids)
 
     async def _answers(self, items: Sequence[GenerationRequest], ids: Sequence[int]) -> list[Rollout]:
-        """Look again and again, so that it is seen how far the replica is."""
+        """Ask repeatedly, so that the replica's progress (``beat``) is known."""
         await self.call(LONG_SECONDS, GeneratorWorker.submit, items)
         while True:
             found, self.beat = await ask(self.name, self.actor.answers.remote(ids), LONG_SECONDS, "answers")
@@ -140,8 +139,8 @@ class RayGenerator(RayPart[GeneratorWorker]):
 
 
 class RayRank(RayPart[LearnerWorker]):
-    """One rank of the learner. It works off several calls at a time and may begin them in any order, so that each call
-    says how many snapshots were asked for before it. Its death is a LearnerLostError."""
+    """One rank of the learner. It runs several calls at a time and may begin them in any order, so that each call
+    carries the number of snapshots requested before it. Its death raises LearnerLostError."""
 
     def __init__(self, spec: LearnerSpec, rank: int, options: Options, start_seconds: float) -> None:
         actor = actor_class(LearnerActor, max_concurrency=5, **options).remote(spec, rank, spec.learner.ranks)
@@ -160,13 +159,13 @@ class RayRank(RayPart[LearnerWorker]):
             return await super().call(seconds, method, *args, **kwargs)
 
     async def snapshot(self, asked: Any) -> Offer:
-        """What the rank offers, which was asked for by :meth:`send`."""
+        """The offer of the rank for a snapshot that :meth:`send` requested."""
         with a_rank():
             offer: Offer = await ask(self.name, asked, LONG_SECONDS, "snapshot")
             return offer
 
     def train(self, *arguments: Any, **keywords: Any) -> Awaitable[StepResult]:
-        """The rank's part in a step, which is sent before this returns."""
+        """The rank's part in a step; the call is sent before this returns."""
         sent = asyncio.get_running_loop().time()
         return self._trained(self.actor.step.remote(*arguments, snapshots=self._snapshots, **keywords), sent)
 
@@ -178,7 +177,7 @@ class RayRank(RayPart[LearnerWorker]):
 
 
 class RayLearner:
-    """All ranks take part in every step; rank 0 alone sends weights, and answers where one answer is enough."""
+    """All ranks take part in every step; only rank 0 sends weights and answers calls that need one answer."""
 
     def __init__(self, spec: LearnerSpec, options: Sequence[Options], start_seconds: float) -> None:
         """``options``: of each rank."""
@@ -189,7 +188,7 @@ class RayLearner:
         self._host = ""
 
     async def ready(self) -> None:
-        """Raises ReplicaError naming the rank that does not start."""
+        """Raises ReplicaError naming a rank that does not start."""
         seconds = self._start_seconds
         address: str = await ask_to_start(self.name, self.ranks[0].actor.rendezvous.remote(), seconds)
         self._host = address.rpartition(":")[0]
@@ -226,7 +225,7 @@ class RayLearner:
         return await together([rank.call(seconds, method, *args, **kwargs) for rank in self.ranks])
 
     async def train(self, rollouts: Sequence[RolloutInfo]) -> StepResult:
-        """Each rank is sent its share alone; ranks that split one share over its tokens are sent the same."""
+        """Each rank is sent only its share of the batch; ranks that split one share over its tokens get the same."""
         groups, tokens = np.array([r.group_id for r in rollouts]), np.array([r.tokens for r in rollouts])
         shares = [_chosen([rollouts[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
         size = len(self.ranks) // self._shares
@@ -238,7 +237,7 @@ class RayLearner:
         return await first(steps)
 
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Awaitable[Offer]:
-        """Rank 0's offer; of all ranks where they hold shards."""
+        """Rank 0's offer; if the ranks hold shards, all of them take part."""
         asked = [(rank, rank.send("snapshot", probe)) for rank in (self.ranks if self._sharded else self.ranks[:1])]
         return first([rank.snapshot(reference) for rank, reference in asked])
 
@@ -246,7 +245,7 @@ class RayLearner:
         await self._all(LONG_SECONDS, LearnerWorker.save, folder.resolve())
 
     async def saved(self) -> Seals:
-        """Each rank has hashed what it wrote."""
+        """Each rank has hashed the files that it wrote."""
         ranks = await self._all(LONG_SECONDS, LearnerWorker.saved)
         return {name: facts for own in ranks for name, facts in own.items()}
 
@@ -258,16 +257,15 @@ class RayLearner:
 
 
 def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[list[tuple[Address, float, float, int]], list[Any]]:
-    """What ``LearnerWorker.train`` takes: of each rollout (address, reward, weight, masked_before_version), and the
-    bundles' references."""
+    """The argument ``chosen`` of ``LearnerWorker.train``, whose addresses refer to the bundles returned with it."""
     addresses, references = addressed([r.payload for r in rollouts])
     found = zip(addresses, rollouts, strict=True)
     return [(address, r.reward, r.weight, r.masked_before_version) for address, r in found], references
 
 
 class RayAnnotator(RayPart[AnnotatorWorker]):
-    """Starts its worker anew when it dies, freezes, or has not answered for ``spec.answer_seconds``; not by Ray, whose
-    retries would hide which call was the death of it. ``settings.max_restarts`` of the spec bounds that."""
+    """Restarts its worker when it dies, freezes, or has not answered for ``spec.answer_seconds``, at most
+    ``settings.max_restarts`` times. Ray's own retries would hide which call killed it."""
 
     def __init__(self, spec: AnnotatorSpec, number: int, options: Options, start_seconds: float) -> None:
         self._spec = spec
@@ -280,11 +278,11 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
         super().__init__(name, self._start(name), start_seconds)
 
     def _start(self, name: str) -> Any:
-        """A fresh actor."""
+        """Start a new actor."""
         return actor_class(AnnotatorActor, **self._options).remote(self._spec, name)
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
-        """The first death may have any cause: the call is made once more before its rollouts are blamed."""
+        """The first death may have any cause: the call is repeated once before its rollouts are blamed."""
         addresses, bundles = addressed(payloads)
         arrays, sent = None, asyncio.get_running_loop().time()
 
@@ -315,7 +313,7 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
         return await self._once("prefill", lambda: self.actor.prefill.remote(list(released), addresses, *bundles))
 
     async def _once(self, verb: str, call: Callable[[], Any]) -> Any:
-        """Raises ReplicaError when the worker died of it and stands again, WorkerLostError when it does not."""
+        """Raises ReplicaError if the worker died in the call and was restarted, WorkerLostError if it was not."""
         self._asked += 1
         asked = self.actor
         try:
@@ -342,7 +340,7 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
             raise WorkerLostError(f"{failure} It had died before: {error}") from failure
 
     async def close(self) -> None:
-        """End its process at once where it is at work: a worker holds nothing that must be closed."""
+        """End its process at once if it is busy: a worker holds nothing that must be closed."""
         if self._asked:
             ray.kill(self.actor)
         else:

@@ -1,4 +1,4 @@
-"""A plan in Ray: reserves its device groups and tells each part's actor where to sit."""
+"""A plan in Ray: reserves its device groups and places each part's actor."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def ray_nodes() -> list[Node]:
 
 
 def _free_nodes() -> list[Node]:
-    """The living nodes, as if what is free on them were all that they have."""
+    """The living nodes, with their free resources as the total."""
     return [replace(node, total=node.free) for node in ray_nodes()]
 
 
 def free_in_ray() -> str:
-    """What Ray has and has left, for messages."""
+    """Ray's total and free resources, as text for messages."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
 
@@ -42,7 +42,7 @@ def free_in_ray() -> str:
 class Placer:
     """Holds a run's placement groups from :meth:`reserve` to :meth:`close`.
 
-    ``autoscaling``: nodes come when they are asked for, so that nothing is refused for want of them.
+    ``autoscaling``: nodes are added on request, so that no plan is refused for lack of them.
     """
 
     def __init__(self, plan: Plan, *, start_seconds: float, autoscaling: bool = False) -> None:
@@ -53,7 +53,7 @@ class Placer:
         self._apart: dict[str, frozenset[str]] = {}
 
     async def reserve(self) -> None:
-        """Raises ConfigError for what this Ray can never hold, ReplicaError for what others hold for too long."""
+        """Raises ConfigError for a plan that this Ray can never hold, ReplicaError if it stays occupied too long."""
         nodes = ray_nodes()
         lacking = None if self._autoscaling else shortage(self.plan, nodes)
         if lacking is not None:
@@ -62,13 +62,13 @@ class Placer:
         await self._create(self.plan.groups)
 
     async def add(self, part: Part) -> None:
-        """Reserve devices of its own for a replica that was not in the plan."""
+        """Reserve devices for a replica that was not in the plan."""
         before = len(self.plan.groups)
         self.plan = add_replica(self.plan, part)
         await self._create(self.plan.groups[before:])
 
     def has_room(self, part: Part) -> bool:
-        """Whether a generator that is not in the plan would find devices of its own at this moment."""
+        """Whether a generator that is not in the plan would find free devices now."""
         kept = frozenset().union(*self._apart.values())
         whole = add_replica(self.plan, part)
         loose = {name: seat for name, seat in whole.loose.items() if name == part.name}
@@ -76,7 +76,7 @@ class Placer:
         return shortage(extra, [node for node in _free_nodes() if node.node_id not in kept]) is None
 
     def stands(self, part: str) -> bool:
-        """Whether what the part sits on is free and there: with a node that died, its devices are gone."""
+        """Whether the part's devices exist and are free; they are gone if their node died."""
         seat = self.plan.seats[part]
         if seat.group:
             return str(placement_group_table(self._groups[seat.group])["state"]) == "CREATED"
@@ -94,7 +94,7 @@ class Placer:
         await self._wait(list(fresh))
 
     async def _wait(self, late: list[str]) -> None:
-        """Until the groups stand. Not by pg.ready(): that starts a process in each, only to say that it could."""
+        """Wait until the groups are placed. Not by pg.ready(), which starts a process in each only for this answer."""
         deadline = time.monotonic() + self._start_seconds
         while late:
             if await asyncio.to_thread(self._groups[late[0]].wait, LOOK_SECONDS):
@@ -106,15 +106,15 @@ class Placer:
                 )
 
     def _selector(self, side: str) -> dict[str, str]:
-        """The learner and the reward workers stay on nodes chosen for them; the generators on all others, also on
-        those that come later or take a lost one's place."""
+        """The learner and the reward workers stay on nodes chosen for them; generators use all others, including nodes
+        that join later or replace a lost one."""
         if side in self._apart:
             return {NODE_ID: f"in({','.join(sorted(self._apart[side]))})"}
         others = sorted(node for nodes in self._apart.values() for node in nodes)
         return {NODE_ID: f"!in({','.join(others)})"} if others else {}
 
     def options(self, part: str) -> dict[str, Any]:
-        """What the part's actor is started with."""
+        """The Ray options of the part's actor."""
         seat = self.plan.seats[part]
         options: dict[str, Any] = {"num_cpus": seat.cpus, "num_gpus": seat.gpus}
         if seat.group:
@@ -126,8 +126,8 @@ class Placer:
         return options
 
     def _worker_environment(self, part: str) -> dict[str, str]:
-        """vLLM's Ray executor takes its workers' bundles from these two. Workers of one node stand side by side, so
-        that tensor parallel ones are neighbours."""
+        """vLLM's Ray executor reads its workers' bundles from these two variables. Workers of one node are listed side
+        by side, so that tensor-parallel ones are neighbours."""
         seat = self.plan.seats[part]
         nodes = placement_group_table(self._groups[seat.group])["bundles_to_node_id"]
         first = nodes[seat.bundles[0]]
@@ -138,7 +138,7 @@ class Placer:
         }
 
     def close(self) -> None:
-        """Give the devices back; the actors on them must have ended."""
+        """Release the devices; the actors on them must have ended."""
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups.clear()

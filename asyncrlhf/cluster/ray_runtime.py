@@ -1,4 +1,4 @@
-"""The Ray runtime: every part an actor; token arrays go from actor to actor through the object store."""
+"""The Ray runtime: every part is an actor; token arrays go from actor to actor through the object store."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be th
 
 
 def _knock(address: str) -> None:
-    """Raise OSError or ValueError unless somebody listens there: Ray itself would try for minutes."""
+    """Raise OSError or ValueError if no process listens there: Ray itself would try for minutes."""
     if address != "auto":
         host, _, port = address.rpartition(":")
         if not port.isdigit():
@@ -66,10 +66,10 @@ def _knock(address: str) -> None:
 
 
 class RayRuntime(Runtime):
-    """Starts Ray for the run unless it runs already or ``ray.address`` names a cluster; stops what it started."""
+    """Starts Ray for the run, unless it runs already or ``ray.address`` names a cluster; stops only what it started."""
 
     def __init__(self, cluster: ClusterConfig, config: RayConfig, specs: Specs, run_dir: Path | None = None) -> None:
-        """``run_dir``: where the learner will save, which its machine must see; None when it will not."""
+        """``run_dir``: where the learner will save, which its machine must see; None if it will not save."""
         self._cluster = cluster
         self._config = config
         self._specs = specs
@@ -130,8 +130,8 @@ class RayRuntime(Runtime):
         self._owns_ray = True
 
     async def _set_cores_aside(self) -> None:
-        """After start-up, pin this process and all others that Ray started off the learner's cores.
-        Not on a Ray of others, not where GPUs do the work, and not for parts that take turns with the learner."""
+        """After start-up, pin this process and all others that Ray started off the learner's cores. Not on a Ray that
+        others started, not if GPUs do the work, and not for parts that take turns with the learner."""
         learner = self._specs.learner.learner
         alone = self._owns_ray and not self._config.cluster
         if not (alone and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
@@ -146,7 +146,7 @@ class RayRuntime(Runtime):
             await self.learner.keep_to(split.ranks)
 
     async def start(self) -> None:
-        """Raises ConfigError, before any actor starts, for what this Ray can never hold."""
+        """Raises ConfigError, before any actor starts, for a plan that this Ray can never hold."""
         self.tell(f"Joining Ray at {self._config.cluster}" if self._config.cluster else "Starting Ray")
         self._init_ray()
         seconds = self._cluster.start_timeout_seconds
@@ -167,7 +167,7 @@ class RayRuntime(Runtime):
         self._endpoint = await self.learner.listen()
 
     async def _until_ready(self, parts: Sequence[Any]) -> None:
-        """Tell of each actor that has loaded its model, of some of them where there are many."""
+        """Wait for the parts and report each actor that has loaded its model, or only some if there are many."""
         self.tell(f"Loading the model in {len(parts)} actors")
         counted, every = itertools.count(1), max(1, len(parts) // 8)
 
@@ -186,7 +186,7 @@ class RayRuntime(Runtime):
         return fresh
 
     async def restart_learner(self) -> None:
-        """On the same devices, or on others where the placement finds some."""
+        """On the same devices, or on others if the placement finds some."""
         for rank in self.learner.ranks:
             ray.kill(rank.actor)
         for rank in self.learner.ranks:
@@ -214,7 +214,7 @@ class RayRuntime(Runtime):
         return fresh
 
     async def _check_run_dir(self) -> None:
-        """The learner's ranks write checkpoints themselves: better to know now than at the first one."""
+        """The learner's ranks write checkpoints themselves: find a missing folder now, not at the first one."""
         blind = await self.learner.blind(self._run_dir) if self._run_dir is not None else []
         if blind:
             raise ConfigError(
@@ -226,7 +226,7 @@ class RayRuntime(Runtime):
         return [*self.generators, *self.rewards, *self.references, *self.critics, *self.learner.ranks]
 
     async def connect(self, receivers: Sequence[GeneratorHandle], workers: int = 0) -> int:
-        """Raises LostReceiversError naming those that died or hung: they are not waited for, all others are."""
+        """Raises LostReceiversError naming those that died or hung: it waits for all others, but not for them."""
         self._epoch += 1
         epoch, names = self._epoch, [r.name for r in receivers]
         members = [worker_name(name, i) for name in names for i in range(workers)] if workers else names
@@ -267,8 +267,7 @@ class RayRuntime(Runtime):
         return fresh
 
     async def _wait_for_room(self, name: str, seconds: float = ROOM_SECONDS) -> None:
-        """What a dead process held is free in a moment; what a dead node held is gone, and no reason to wait long
-        unless the run cannot do without."""
+        """Wait for devices, which a dead process frees in a moment; raises ReplicaError after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not await asyncio.to_thread(self._placer.stands, name):
             if time.monotonic() > deadline:
@@ -280,7 +279,7 @@ class RayRuntime(Runtime):
             await asyncio.sleep(ROOM_SECONDS / 40)
 
     async def add_generator(self, present: Collection[str]) -> GeneratorHandle | None:
-        """A lost replica's name is free again. Whether there is room is asked of Ray at this moment."""
+        """A lost replica's name is used again. Asks Ray whether there is room now."""
         wanted = self._lacking(present)
         spec = await asyncio.to_thread(lambda: next((s for s in wanted if self._has_room(s)), None))
         if spec is None:
@@ -293,7 +292,7 @@ class RayRuntime(Runtime):
         return fresh
 
     def _lacking(self, present: Collection[str]) -> list[GeneratorSpec]:
-        """Of each kind the first replica that ``max_replicas`` allows and the run lacks."""
+        """For each kind the first replica that ``max_replicas`` allows and the run lacks."""
         found: dict[str, GeneratorSpec] = {}
         for spec in self._specs.generators:
             prefix = spec.name.rpartition("-")[0]

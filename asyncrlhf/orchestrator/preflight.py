@@ -11,9 +11,8 @@ WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
 
 def check_truncation(generator: GeneratorConfig) -> None:
-    """Refuse truncated sampling with an engine that does not report the kept set of each token. Every algorithm needs
-    it: the gradient of E[R] needs E[grad log pi] = 0, and every step's metrics compare with the sampler. Other stages
-    only sample."""
+    """Refuse truncated sampling with an engine that does not report each token's kept set. Every algorithm needs it:
+    the gradient of E[R] needs E[grad log pi] = 0, and metrics compare with the sampler. Other stages only sample."""
     told = generator.top_p == 1 and generator.min_p == 0 and generator.top_k <= VLLM_MAX_TOP_K
     check(
         told or all(kind.config.engine != "vllm" for kind in replica_kinds(generator)),

@@ -1,5 +1,4 @@
-"""The two loops that bring replicas into a run: one restarts dead replicas, the other adds some as the cluster
-grows."""
+"""The two loops that bring replicas into a run: one restarts dead ones, the other adds some as the cluster grows."""
 
 from __future__ import annotations
 

@@ -29,28 +29,28 @@ FULL_LINES = 4096  # noted since the last write: a long step does not keep more 
 MAX_IDS = 1024  # in one line
 
 EVENTS = {
-    "undone": "the lines from `line` up to this one do not count: the run goes on from a checkpoint before them",
-    "begin": "the run begins, or goes on from the checkpoint of `step`; the settings that decide what may train",
-    "admitted": "`ids` of the rollouts of `group` have their places; `prompt`: its id",
+    "undone": "the lines from `line` to this one do not count: the run continues from a checkpoint before them",
+    "begin": "the run begins, or continues from the checkpoint of `step`; the settings that decide what may train",
+    "admitted": "`ids`, the rollouts of `group`, were admitted; `prompt`: its id",
     "started": "`ids` were given to `replica`, which held `version`",
-    "finished": "`ids` left their replica whole",
-    "buffered": "`ids` have all that they wait for: reward, reference log-probs, values",
-    "trained": "`ids` were trained on at policy `version`; `last`: never again",
-    "retired": "`ids`, trained before, will not be again, for this `reason`; they end as trained",
+    "finished": "`ids` were sampled completely and left their replica",
+    "buffered": "`ids` have their reward, and reference log-probs and values if services compute them",
+    "trained": "`ids` were trained on at policy `version`; `last`: for the last time",
+    "retired": "`ids`, trained before, will not train again, for this `reason`; they end as trained",
     "dropped": "`ids` will never train, for this `reason`",
     "failed": "`ids` could not be sampled or scored, for this `reason`",
     "requeued": "`ids` lost their replica and wait to be sampled again",
-    "step": "the learner is through with `step`: the policy is at this version",
+    "step": "the learner completed `step`: the policy is at this version",
     "publish": "weights of `version` are on their way to `replicas`",
     "load": "`replica` is asked to load `version`",
-    "loaded": "`replica` said that it holds `version`",
-    "published": "`version` is loaded by every replica that lives",
+    "loaded": "`replica` answered that it holds `version`",
+    "published": "every live replica has loaded `version`",
     "died": "`replica` is lost, for this `reason`; its rollouts are requeued",
     "joined": "`replica` takes work, at `version`: it was restarted, or is new",
-    "bound": "the staleness `bound` in force from here on",
-    "checkpoint": "a checkpoint of `step` is whole on disk",
+    "bound": "the staleness `bound` in force from now on",
+    "checkpoint": "the checkpoint of `step` is on disk",
     "rollback": "the learner died: the policy went from `version` back to `to`, uses at `to` and later do not count, "
-    "rollouts that ended by them alone are dropped as rolled_back; `epoch` began, and no replica holds a version",
+    "rollouts that only they had ended are dropped as rolled_back; `epoch` began, and no replica holds a version",
     "returned": "`ids`, which had ended as trained, are in the buffer again: the rollback that follows undoes a use",
     "end": "the attempt ended, for this `reason`",
 }
@@ -76,8 +76,8 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None, kept: int = 0) -> None:
-        """``kept``: number of valid lines of the file; later ones are marked as undone. Raises CheckpointError if it
-        has fewer."""
+        """``kept``: valid lines of the file; later ones are marked as undone. Raises CheckpointError if it has
+        fewer."""
         self.clock: Callable[[], float] = time.monotonic
         self.full: Callable[[], object] = lambda: None  # told now and then that there is something to write
         self._path = path
@@ -108,8 +108,7 @@ class Journal:
             self.full()
 
     def begin(self, step: int, config: RunConfig) -> None:
-        """Note that the run begins (``step`` 0) or continues, with the settings that decide which rollouts may
-        train."""
+        """Note that the run begins (``step`` 0) or continues, with the settings that decide which rollouts train."""
         facts: dict[str, Any] = {
             "steps": config.steps,
             "batch_size": config.batch_size,

@@ -42,7 +42,7 @@ def sample_answers(
 ) -> list[Rollout]:
     """``each`` answers of ``model`` to each prompt, in the order of the prompts; ``group_id`` is a prompt's index.
 
-    An answer that the engine could not make is missing. The fake engine has no model, so that hf stands in for it.
+    Answers that the engine could not make are missing. The fake engine has no model; hf is used instead.
     """
     kind = "hf" if config.generator.engine == "fake" else config.generator.engine
     device = "cuda" if config.generator.gpus > 0 else "cpu"
@@ -75,7 +75,7 @@ def sample_answers(
 def written(
     texts: Sequence[tuple[int, str, bool]], prompts: Sequence[Prompt], tokenizer: transformers.PreTrainedTokenizerBase
 ) -> list[Rollout]:
-    """Answers that another wrote, as the policy's ``tokenizer`` would: (index of the prompt, text, came to its end)."""
+    """Given answers, encoded as the policy's ``tokenizer`` would: (index of the prompt, text, whether it ended)."""
     rollouts = []
     for number, (group, text, ended) in enumerate(texts):
         ids = list(tokenizer(text, add_special_tokens=False).input_ids)
@@ -88,8 +88,8 @@ def written(
 
 
 def score(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Annotation]]:
-    """One result an answer by ``reward.*``, for each list. The services are started once, and asked
-    ``fusion.max_batch`` answers at a time, as their time limits are meant for."""
+    """One result per answer by ``reward.*``, for each list. The services are started once and get ``fusion.max_batch``
+    answers at a time, for which their time limits are meant."""
     scorer = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length).build().scorer
     size = config.fusion.max_batch
     try:
@@ -106,7 +106,7 @@ def score(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Annotatio
 
 
 def score_answers(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Scored]]:
-    """Each list with its rewards, as :func:`score` gives them; an answer without one is missing."""
+    """Each list with its rewards by :func:`score`; answers without a reward are missing."""
     return [
         [Scored(rollout, found) for rollout, found in zip(part, results, strict=True) if found.reward is not None]
         for part, results in zip(answers, score(config, *answers), strict=True)

@@ -25,7 +25,7 @@ LOOKED_AT = 2**26  # bytes of a file that the first look reads
 
 @dataclass(frozen=True)
 class Split:
-    """Rows to train on and rows held out, and the prompt that each held-out row belongs to, as a number."""
+    """Rows to train on and held-out rows, with the index of each held-out row's prompt."""
 
     train: Dataset
     heldout: Dataset
@@ -33,7 +33,7 @@ class Split:
 
 
 def read_rows(path: str, split: str, key: str) -> Dataset:
-    """The table that ``path`` names; raises ConfigError, naming the setting ``key``, where there is none or no row."""
+    """The table that ``path`` names; raises ConfigError, naming the setting ``key``, if there is none or no row."""
     local, files = find_rows(path, key)
     saved = is_saved(local)
     import datasets  # seconds of imports, which a wrong setting need not wait for
@@ -60,8 +60,8 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
 
 
 def find_rows(path: str, key: str) -> tuple[Path, list[Path]]:
-    """Where ``path`` leads on this machine, and the files there; none for what `datasets` saved and for a dataset's
-    name. Raises ConfigError for a local path that leads to no rows; needs no library."""
+    """The local place of ``path`` and its data files; no files for a folder saved by `datasets` or a dataset's name.
+    Raises ConfigError for a local path without rows; needs no library."""
     check(path, f"{key} is empty; give a JSONL or Parquet file, a folder of them, or the name of a dataset.")
     local = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or local.suffix in BUILDERS
@@ -73,14 +73,14 @@ def find_rows(path: str, key: str) -> tuple[Path, list[Path]]:
 
 
 def first_look(path: str, key: str) -> None:
-    """As :func:`find_rows`, and read the lines of JSONL files that are not large."""
+    """As :func:`find_rows`, and check the lines of JSONL files up to ``LOOKED_AT`` bytes."""
     _, files = find_rows(path, key)
     broken = _broken_line([file for file in files if file.stat().st_size < LOOKED_AT], columns=False)
     check(not broken, f"{key}={path} could not be read: {broken}.")
 
 
 def _files(local: Path, key: str) -> list[Path]:
-    """The files of one format that ``local`` is or holds, those of no byte left out."""
+    """The data files of ``local``, all of one format; empty files are left out."""
     found = sorted(file for file in local.iterdir() if file.suffix in BUILDERS) if local.is_dir() else [local]
     suffixes = sorted({file.suffix for file in found})
     allowed = " or ".join(BUILDERS)
@@ -102,8 +102,8 @@ def _has_content(file: Path) -> bool:
 
 
 def _broken_line(files: Sequence[Path], columns: bool = True) -> str:
-    """Where the first line stands that keeps JSONL files from being a table; empty where none does. Arrow counts rows
-    of a block from 0, which does not help to find a line. Without ``columns`` any JSON objects will do."""
+    """The place of the first line that does not fit the JSONL files' table; empty if all lines fit. Arrow's own message
+    counts rows within a block, which does not help to find the line. Without ``columns`` any JSON objects fit."""
     kinds: dict[str, str] = {}
     for file in files:
         if file.suffix != ".jsonl":
@@ -128,7 +128,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def check_columns(table: Dataset, wanted: Sequence[Sequence[str]], key: str, path: str) -> tuple[str, ...]:
-    """The first of the sets of columns in ``wanted`` that the table has; raises ConfigError where it has none."""
+    """The first of the sets of columns in ``wanted`` that the table has; raises ConfigError if it has none of them."""
     for columns in wanted:
         if set(columns) <= set(table.column_names):
             return tuple(columns)
@@ -137,9 +137,9 @@ def check_columns(table: Dataset, wanted: Sequence[Sequence[str]], key: str, pat
 
 
 def check_rows(table: Dataset, columns: Sequence[str], key: str, path: str) -> bool:
-    """Whether the rows are conversations; raises ConfigError, naming the row, for one that is empty or of another kind.
+    """Whether the rows are conversations; raises ConfigError, naming the row, for an empty row or one of another kind.
 
-    A text has a character; a conversation has at least one message, each with a role and a content.
+    A text has at least one character; a conversation at least one message, each with a role and a content.
     """
     conversational = isinstance(table[0][columns[0]], list)
     good, kind = (_is_conversation, "list of messages") if conversational else (_is_text, "text")
@@ -151,7 +151,7 @@ def check_rows(table: Dataset, columns: Sequence[str], key: str, path: str) -> b
 
 
 def row_place(path: str, number: int) -> str:
-    """Names the row ``number``, from 1 on, of the table at ``path``; in a folder by its file."""
+    """The place of row ``number``, counted from 1, of the table at ``path``; in a folder with its file's name."""
     local = Path(path).expanduser()
     if not local.is_dir() or is_saved(local):
         return f"row {number}"
@@ -189,11 +189,11 @@ def hold_out(
     read: Callable[[str], Dataset],
     prompt: Callable[[dict[str, Any]], Any],
 ) -> Split:
-    """Separate the rows that are never trained on. ``read`` gives another split of the same data, ``prompt`` what a row
-    is about.
+    """Separate the held-out rows from the training rows. ``read`` loads another split of the same data, ``prompt``
+    returns a row's prompt.
 
-    Without ``heldout_split`` a share of the prompts goes, by their hash: at least one, and the same ones whatever the
-    seed and the order of the rows. Raises ConfigError when no row is left to train on.
+    Without ``heldout_split`` a fraction of the prompts is held out, by their hash: at least one, and the same for any
+    seed and order of rows. Raises ConfigError when no row is left to train on.
     """
     if config.heldout_split:
         local = Path(config.path).expanduser()

@@ -27,12 +27,12 @@ from asyncrlhf.validation import check, overlay
 
 
 def evaluate(config: RunConfig) -> dict[str, Any]:
-    """What ``evaluation.json`` holds. Raises ConfigError before anything is sampled.
+    """The content of ``evaluation.json``. Raises ConfigError before anything is sampled.
 
-    Rewards are means over the answers that could be scored, with standard errors over prompts. ``win_rate``: the chance
-    that an answer has more reward than the opponent's to the same prompt, ties counted half. ``kl``: of the policy from
-    ``evaluation.reference`` at the temperature of the answers; None for greedy ones, which are no sample. ``sets``: the
-    same of each of ``evaluation.sets``, by name.
+    Rewards are means over the answers that could be scored, with standard errors over prompts. ``win_rate``: the
+    probability that an answer has more reward than the opponent's to the same prompt; ties count half. ``kl``: of the
+    policy from ``evaluation.reference`` at the temperature of the answers; None for greedy answers, which are no
+    sample. ``sets``: the same for each of ``evaluation.sets``, by name.
     """
     torch.set_num_threads(max(1, config.generator.threads))
     prepared = prepare(config)
@@ -47,7 +47,7 @@ ReadPrompts = Callable[[TaskConfig, transformers.PreTrainedTokenizerBase], list[
 
 
 def _evaluation_set(prepared: Prepared, name: str, given: Mapping[str, Any]) -> tuple[Prepared, list[Prompt]]:
-    """Another task under the settings of the evaluation, and its prompts."""
+    """Another task with the evaluation's settings, and its prompts."""
     key = f"evaluation.sets.{name}"
     base = prepared.config.task
     if "path" in given:  # first, for a kind that needs one
@@ -116,7 +116,7 @@ def _opponents(
     opponent: ModelConfig | None,
     sampling: SamplingParams,
 ) -> list[Rollout]:
-    """The second model's answers, or the task's, in the policy's own tokens; none where there is no opponent."""
+    """The second model's answers, or the task's, in the policy's tokens; empty without an opponent."""
     config, tokenizer = prepared.config, prepared.tokenizer
     each = config.evaluation.num_generations
     if config.evaluation.against == ANSWERS:
@@ -147,9 +147,9 @@ def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, 
 
 
 def pass_at(ks: Sequence[int], least: float, scored: Sequence[Scored]) -> dict[str, float | None]:
-    """For each k the chance that one of k answers to a prompt has a reward of ``least``, with its standard error over
-    prompts: 1 - C(n - c, k) / C(n, k) of n answers, c of them right (Chen et al., 2107.03374, eq. 1). Prompts with
-    fewer than k scored answers are left out."""
+    """For each k the probability that one of k answers to a prompt has a reward of at least ``least``, with its
+    standard error over prompts: 1 - C(n - c, k) / C(n, k) for n answers, c of them right (Chen et al., 2107.03374, eq.
+    1). Prompts with fewer than k scored answers are left out."""
     found: dict[str, float | None] = {}
     right = [[s.reward >= least for s in own] for own in _by_prompt(scored).values()]
     for k in ks:
@@ -159,10 +159,10 @@ def pass_at(ks: Sequence[int], least: float, scored: Sequence[Scored]) -> dict[s
 
 
 def win_rate(ours: Sequence[Scored], theirs: Sequence[Scored]) -> dict[str, Any]:
-    """The win rate with its standard error over prompts, the share of ties, and the opponent's reward.
+    """The win rate with its standard error over prompts, the fraction of ties, and the opponent's reward.
 
-    Each answer to a prompt meets each of the opponent's to the same prompt. The same text is a tie, whatever its two
-    scores are by the rounding of another batch.
+    Each answer to a prompt is compared with each of the opponent's to the same prompt. Equal texts are a tie, even if
+    their scores differ by rounding in different batches.
     """
     others = _by_prompt(theirs)
     outcomes = {
@@ -193,7 +193,7 @@ def _outcome(mine: Scored, other: Scored) -> float:
 
 
 def _divergence(config: RunConfig, reference: ModelConfig, answers: Sequence[Rollout]) -> dict[str, Any]:
-    """Both models' log-probs come from passes of one kind, so that a model is at distance 0 of itself."""
+    """Both models' log-probs come from the same kind of forward pass, so that a model's distance to itself is 0."""
     temperature = config.evaluation.temperature
     levels = [1.0] if temperature in (0.0, 1.0) else [1.0, temperature]
     device = "cuda" if config.generator.gpus > 0 else "cpu"
@@ -206,7 +206,7 @@ def _divergence(config: RunConfig, reference: ModelConfig, answers: Sequence[Rol
 
 
 def _samples(ours: Sequence[Scored], theirs: Sequence[Scored], against: bool) -> list[dict[str, Any]]:
-    """Every scored answer; beside it the opponent's of the same number, or its first, to the same prompt."""
+    """Every scored answer, beside the opponent's with the same number, or its first, to the same prompt."""
     others = _by_prompt(theirs)
     samples = []
     for group, own in _by_prompt(ours).items():

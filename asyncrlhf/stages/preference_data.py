@@ -1,4 +1,4 @@
-"""Preference data: read in TRL's formats, and turned into the token ids that a reward model is given later."""
+"""Preference data: read in TRL's formats, and converted to the token ids that a reward model scores later."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EXPLICIT, IMPLICIT = ("prompt", "chosen", "rejected"), ("chosen", "rejected")
 
 
 def read_pairs(path: str, split: str) -> tuple[Dataset, bool]:
-    """The pairs, and whether they are conversations; with a column ``prompt`` only where it is not in the answers too.
+    """The pairs, and whether they are conversations; a column ``prompt`` remains only if the answers do not contain it.
 
-    Raises ConfigError, naming the row, for what is no pair. A prompt that is a text beside answers of messages, as some
-    published sets have it, only repeats a turn of theirs; one that does not is refused, and so is data whose answers
-    repeat a prompt of their own kind: trainers put it in front of them, and it would be read twice.
+    Raises ConfigError, naming the row, for a row that is no pair. In some published sets a text prompt stands beside
+    answers of messages and repeats one of their turns; it is removed, and refused if it repeats none. Answers that
+    repeat a prompt of their own kind are refused: trainers put the prompt in front, so it would be read twice.
     """
     table = read_rows(path, split, KEY)
     columns = check_columns(table, (EXPLICIT, IMPLICIT), KEY, path)
@@ -43,7 +43,7 @@ def read_pairs(path: str, split: str) -> tuple[Dataset, bool]:
 
 
 def about(row: Mapping[str, Any]) -> Any:
-    """The prompt of a pair; without one, what both answers begin with: the same turns, or the same words."""
+    """The prompt of a pair; without one, the common beginning of both answers: the same turns, or the same words."""
     return row.get("prompt") or _shared(row["chosen"], row["rejected"])
 
 
@@ -77,11 +77,11 @@ Ids = list[int]
 
 
 class PairEncoder:
-    """Turns a row's prompt and answer into the ids [P+L] that ``rewards.model_inputs.policy_ids`` makes of a rollout.
+    """Encodes a row's prompt and answer as the ids [P+L] that ``rewards.model_inputs.policy_ids`` makes of a rollout.
 
-    That is the prompt as the policy sees it (the chat template with its generation prompt, or the plain text), the
-    answer, and the end token as the last one. What a template writes behind the end token, such as the line break of
-    ChatML, is left out: no policy writes it, and a causal reward model's score is that of the last token.
+    These are the prompt as the policy sees it (the chat template with its generation prompt, or the plain text), the
+    answer, and the end token last. Text that a template writes after the end token, such as ChatML's line break, is
+    left out: no policy writes it, and a causal reward model's score is that of the last token.
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
@@ -90,7 +90,7 @@ class PairEncoder:
         self._end_id = int(tokenizer.eos_token_id)
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Ids]:
-        """``chosen_ids`` and ``rejected_ids``, as TRL's ``RewardTrainer`` takes data that is tokenised already."""
+        """``chosen_ids`` and ``rejected_ids``, the form in which TRL's ``RewardTrainer`` takes tokenised data."""
         prompt, tools = row.get("prompt"), row.get("tools")
         options = dict(row.get("chat_template_kwargs") or {})
         if tools:
@@ -98,8 +98,8 @@ class PairEncoder:
         return {f"{side}_ids": self.encode(prompt, row[side], **options) for side in ("chosen", "rejected")}
 
     def encode(self, prompt: Any, answer: Any, **options: Any) -> Ids:
-        """Ids of texts or of conversations; ``prompt`` None: it is the beginning of ``answer``. ``options`` go to the
-        chat template."""
+        """Ids of texts or of conversations; ``prompt`` None: it is part of ``answer``. ``options``: for the chat
+        template."""
         if isinstance(answer, str):
             return self._join(prompt or "", answer.removesuffix(self._end), special=True)
         before = self._render(prompt, add_generation_prompt=True, **options) if prompt else ""
@@ -115,7 +115,8 @@ class PairEncoder:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     def _join(self, prompt: str, answer: str, special: bool) -> Ids:
-        """``answer`` has no end token yet. ``special``: the tokenizer adds the special tokens that begin a text."""
+        """Ids of ``prompt``, ``answer`` (without end token), end token. ``special``: add the tokens that begin a
+        text."""
         whole = self._ids(prompt + answer, special)
         if prompt:
             alone = self._ids(prompt, special)
@@ -128,10 +129,10 @@ class PairEncoder:
 
 
 def choose_padding(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Give ``tokenizer`` a padding token other than its end token, out of those that it has.
+    """Give ``tokenizer`` a padding token other than its end token, from its existing tokens.
 
-    transformers pools a sequence's score at its last token that is not padding. Were the end token padding, as it is in
-    many chat models, the score would be that of the token before it.
+    transformers takes a sequence's score at its last token that is not padding. If the end token is the padding token,
+    as in many chat models, it would be the score of the token before it.
     """
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return

@@ -40,12 +40,13 @@ class Pair:
 
 
 def run_preferences(config: RunConfig) -> dict[str, Any]:
-    """Sample, score, pair and label; returns what ``run_dir/summary.json`` holds, beside ``run_dir/preferences.jsonl``.
+    """Sample, score, pair and label; writes ``run_dir/preferences.jsonl`` and returns the content of
+    ``run_dir/summary.json``.
 
-    Each line: ``prompt``, ``chosen``, ``rejected`` (texts, or messages where ``task.chat_template`` is on), and the
-    rewards ``gold_chosen`` and ``gold_rejected``. Left out are pairs of equal reward, empty answers, and those cut off
-    at ``generator.max_completion_length``: trainers add the end token to every answer, so that a reward model would
-    learn of them what it never meets. Raises ConfigError before anything is sampled, AsyncRLHFError where no pair is
+    Each line: ``prompt``, ``chosen``, ``rejected`` (texts, or messages with ``task.chat_template``), and the rewards
+    ``gold_chosen`` and ``gold_rejected``. Left out are pairs of equal reward, empty answers, and answers cut off at
+    ``generator.max_completion_length``: trainers add the end token to every answer, so that a reward model would learn
+    from texts that it never scores later. Raises ConfigError before anything is sampled, AsyncRLHFError if no pair is
     left.
     """
     prepared = prepare(config)
@@ -92,7 +93,7 @@ def run_preferences(config: RunConfig) -> dict[str, Any]:
 
 
 def draw_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """``count`` prompts of different texts; raises ConfigError for a source that has fewer."""
+    """``count`` prompts with different texts; raises ConfigError for a source that has fewer."""
     found: dict[str, Prompt] = {}
     repeats = 0
     while len(found) < count and repeats < DRAWS_A_PROMPT * (len(found) + 1):
@@ -107,9 +108,9 @@ def draw_prompts(source: PromptSource, count: int) -> list[Prompt]:
 
 
 def make_pairs(scored: Sequence[tuple[Rollout, float]], config: PreferencesConfig, seed: int) -> tuple[list[Pair], int]:
-    """Pairs of each prompt's answers, drawn at random so that no answer is in two of them, and the number of ties.
+    """Random pairs of each prompt's answers, each answer in at most one pair, and the number of ties.
 
-    Which answers meet and how a pair is labelled depends on ``seed`` and the order of ``scored`` alone.
+    The pairs and their labels depend only on ``seed`` and the order of ``scored``.
     """
     rng = np.random.default_rng([seed, LABEL_STREAM])
     groups: dict[int, list[tuple[Rollout, float]]] = {}
@@ -131,7 +132,7 @@ def make_pairs(scored: Sequence[tuple[Rollout, float]], config: PreferencesConfi
 
 
 def prefer_probability(margin: float, config: PreferencesConfig) -> float:
-    """How probably an answer is chosen over one with ``margin`` less reward; ``margin`` is not 0."""
+    """The probability of choosing an answer over one with ``margin`` less reward; ``margin`` is not 0."""
     if config.noise == "bradley_terry":
         return 0.5 * (1.0 + math.tanh(margin / (2.0 * config.temperature)))  # sigmoid, without its overflow
     right = 1.0 - config.flip_probability
@@ -139,8 +140,8 @@ def prefer_probability(margin: float, config: PreferencesConfig) -> float:
 
 
 def describe(pairs: Sequence[Pair], rewards: Sequence[float]) -> dict[str, float | int]:
-    """Figures of the labels: ``agreement``, the share whose chosen answer has more reward; ``margin_mean``, the mean
-    size of the difference; the rewards of either side, and those of all answers that ended."""
+    """Statistics of the labels: ``agreement``, the fraction of pairs whose chosen answer has more reward;
+    ``margin_mean``, the mean absolute difference; the rewards of both sides, and of all answers that ended."""
     margins = np.array([pair.gold_chosen - pair.gold_rejected for pair in pairs])
     return {
         "pairs": len(pairs),
@@ -167,7 +168,7 @@ def _line(pair: Pair, task: TaskConfig) -> dict[str, Any]:
 
 
 def _claim(folder: Path, config: RunConfig) -> None:
-    """Make the run's folder and write its config; raises ConfigError for one that is in use or cannot be written."""
+    """Create the run's folder and write its config; raises ConfigError if it is in use or cannot be written."""
     if (folder / PREFERENCES_FILE).exists():
         raise ConfigError(f"run_dir={folder} already holds {PREFERENCES_FILE}; give another run_dir.")
     with writing_to(folder):

@@ -28,9 +28,9 @@ SIDES = ("chosen_ids", "rejected_ids")
 def run_reward_model(config: RunConfig) -> dict[str, Any]:
     """Train a score on the preferences of ``reward_model.path``, starting from ``model.path``; returns the summary.
 
-    ``run_dir/model`` is what ``reward.kind=model reward.model.path=...`` loads, and it reads there what it read here.
-    ``heldout`` of the summary: :func:`~asyncrlhf.stages.statistics.agreement` of that checkpoint, as a reward worker
-    loads it, with the held-out pairs. Raises ConfigError before anything is trained.
+    ``reward.kind=model reward.model.path=run_dir/model`` loads the result and scores the same token ids as the
+    training. ``heldout`` of the summary: :func:`~asyncrlhf.stages.statistics.agreement` of that checkpoint, loaded as a
+    reward worker does, with the held-out pairs. Raises ConfigError before anything is trained.
     """
     settings = config.reward_model
     table, conversational = read_pairs(settings.path, settings.split)
@@ -46,8 +46,7 @@ def run_reward_model(config: RunConfig) -> dict[str, Any]:
 
 
 def tokenise(job: Job, split: Split) -> tuple[Split, dict[str, int]]:
-    """The pairs as token ids, without those that are too long or whose two answers are the same, and how many there
-    are of each kind."""
+    """The pairs as token ids, without pairs that are too long or have equal answers, and the count of each kind."""
     encode = PairEncoder(job.tokenizer)
     counts: dict[str, int] = {"identical": 0, "too_long": 0}
     tables: list[tuple[Dataset, list[int]]] = []
@@ -83,7 +82,7 @@ def _trainer(job: Job, pairs: Split) -> Any:
 
 
 def measure(job: Job, pairs: Split) -> dict[str, Any]:
-    """How far the exported checkpoint agrees with the held-out pairs; empty without any. The main process alone."""
+    """The agreement of the exported checkpoint with the held-out pairs; empty without any. Main process only."""
     if not len(pairs.heldout) or not is_main():
         return {}
     chosen, rejected = (
@@ -104,7 +103,7 @@ def score_ids(folder: Path, texts: Sequence[Sequence[int]], config: RunConfig) -
 
 
 def plain_words(summary: Mapping[str, Any]) -> str:
-    """What came of a run that is done, for a terminal."""
+    """The result of a finished run, for a terminal."""
     data, found = summary["data"], summary["heldout"]
     left = ", ".join(f"{data[name]} {name.replace('_', ' ')}" for name in ("identical", "too_long") if data[name])
     lines = [f"Done: {summary['steps']} steps on {data['train']} pairs{f' ({left} left out)' if left else ''}."]

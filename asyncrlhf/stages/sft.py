@@ -21,8 +21,8 @@ FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 def run_sft(config: RunConfig) -> dict[str, Any]:
     """Fine-tune ``model.path`` on ``sft.path``; returns the summary. The new model is ``run_dir/model``.
 
-    ``heldout`` of the summary: TRL's evaluation of the held-out rows before and after, and the perplexities that belong
-    to their losses. Raises ConfigError before anything is trained.
+    ``heldout`` of the summary: TRL's evaluation of the held-out rows before and after, and the perplexities of their
+    losses. Raises ConfigError before anything is trained.
     """
     settings = config.sft
 
@@ -58,7 +58,7 @@ def _facts(history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plain_words(summary: Mapping[str, Any]) -> str:
-    """What came of a run that is done, for a terminal."""
+    """The result of a finished run, for a terminal."""
     lines = [f"Done: {summary['steps']} steps on {summary['data']['train']} rows."]
     ends = summary["heldout"]
     if ends:

@@ -1,4 +1,4 @@
-"""A stage's run directory, terminal and sinks, on the main process of several alone, and its end by Ctrl-C."""
+"""A stage's run directory, terminal and sinks, in the main process only, and its end by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SHOWN = ("loss", "heldout_loss", "accuracy", "heldout_accuracy", "mean_token_acc
 
 
 def is_main() -> bool:
-    """Whether this process writes; ``accelerate launch`` and ``torchrun`` number theirs."""
+    """Whether this process writes; ``accelerate launch`` and ``torchrun`` number their processes."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def run_folder(config: RunConfig, stage: str) -> Path:
-    """``run_dir``, or ``runs/<name>-<stage>/<time>``; raises ConfigError where several processes would choose each."""
+    """``run_dir``, or ``runs/<name>-<stage>/<time>``; raises ConfigError if several processes would each choose one."""
     if config.run_dir:
         return Path(config.run_dir)
     check(
@@ -53,21 +53,20 @@ def run_folder(config: RunConfig, stage: str) -> Path:
 
 
 def read_marker(folder: Path) -> RecordMarker:
-    """The records' marker of a checkpoint; raises CheckpointError where there is none."""
+    """The records' marker of a checkpoint; raises CheckpointError if there is none."""
     return RecordMarker.of(read_json(folder / MARKER_FILE), folder / MARKER_FILE)
 
 
 def whole(folder: Path, run_dir: Path) -> Path:
-    """The checkpoint ``folder``; raises CheckpointError where it is damaged, or ``run_dir`` lacks the records that it
-    counts on."""
+    """The checkpoint ``folder``; raises CheckpointError if it is damaged, or ``run_dir`` lacks its records."""
     check_manifest(folder)
     check_records(run_dir, read_marker(folder))
     return folder
 
 
 class StageRecord(TrainerCallback):
-    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does, and feeds the sinks, out of what TRL logs;
-    keeps the records' marker with each checkpoint. ``marker`` is that of a resumed run.
+    """Writes config.yaml, metrics.jsonl and summary.json as ``train`` does, and feeds the sinks, from TRL's logs;
+    stores the records' marker with each checkpoint. ``marker`` is that of a resumed run.
 
     Raises ConfigError for a folder that cannot be written or already holds a run.
     """
@@ -131,7 +130,8 @@ class StageRecord(TrainerCallback):
 
     @contextmanager
     def stopped_in_order(self) -> Iterator[None]:
-        """The first Ctrl-C in here ends the run after the step under way, with a checkpoint; a second one at once."""
+        """In this context the first Ctrl-C ends the run after the present step, with a checkpoint, a second one at
+        once."""
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def restore() -> None:

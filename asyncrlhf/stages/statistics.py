@@ -1,4 +1,4 @@
-"""Figures of the stages: means with standard errors over prompts, a reward model's calibration, perplexity and KL."""
+"""Statistics of the stages: means with standard errors over prompts, reward model calibration, perplexity, KL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOGITS = 2**26  # held at once
 
 
 class Estimate(NamedTuple):
-    """A mean over ``n`` values; ``standard_error`` is None where one prompt alone was seen."""
+    """A mean over ``n`` values; ``standard_error`` is None if all values are of one prompt."""
 
     mean: float
     standard_error: float | None
@@ -31,11 +31,11 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float], prompts: Sequence[int] | None = None) -> Estimate | None:
-    """The mean of ``values`` [N] and its standard error, or None for no value.
+    """The mean of ``values`` [N] and its standard error, or None without values.
 
-    ``prompts`` [N] says which values hang together: their residuals are summed by prompt first, which is the
-    cluster-robust (CR1) error of a mean (Liang and Zeger 1986; Miller 2411.00640, section 2.2). With one value a
-    prompt, or without ``prompts``, it is the sample's standard deviation over sqrt(N).
+    Values with the same entry in ``prompts`` [N] are correlated: their residuals are summed by prompt first, which
+    gives the cluster-robust (CR1) error of a mean (Liang and Zeger 1986; Miller 2411.00640, section 2.2). With one
+    value per prompt, or without ``prompts``, it is the sample's standard deviation over sqrt(N).
     """
     data = np.asarray(values, dtype=np.float64)
     if not len(data):
@@ -52,19 +52,20 @@ def estimate(values: Sequence[float], prompts: Sequence[int] | None = None) -> E
 
 
 def figures(name: str, values: Sequence[float], prompts: Sequence[int] | None = None) -> dict[str, float | None]:
-    """:func:`estimate` as figures: ``reward_mean`` beside ``reward_standard_error``, or ``win_rate`` beside
-    ``win_rate_standard_error``; None for no value."""
+    """:func:`estimate` as a dictionary: ``reward_mean`` and ``reward_standard_error``, or ``win_rate`` and
+    ``win_rate_standard_error``; None without values."""
     found = estimate(values, prompts)
     mean, error = (found.mean, found.standard_error) if found is not None else (None, None)
     return {name: mean, f"{name}_standard_error".replace("mean_", ""): error}
 
 
 def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Sequence[int]) -> dict[str, Any]:
-    """Accuracy, mean margin and calibration of the scores [N] of chosen and rejected answers; ``prompts`` [N] says
-    which pairs share one, for the standard errors. Equal scores count half.
+    """Accuracy, mean margin and calibration of the scores [N] of chosen and rejected answers; pairs with the same entry
+    in ``prompts`` [N] share a prompt, for the standard errors. Equal scores count half.
 
-    ``calibration``: up to five bins of equally many pairs, by the size of the margin. ``expected`` is the share of
-    right answers that the Bradley-Terry model reads off those sizes, sigmoid(|margin|); ``accuracy`` is what was.
+    ``calibration``: up to five bins with equal numbers of pairs, by the size of the margin. ``expected``: the fraction
+    of right answers that the Bradley-Terry model predicts from the margins, sigmoid(|margin|); ``accuracy``: the
+    observed one.
     """
     margin = np.asarray(chosen, dtype=np.float64) - np.asarray(rejected, dtype=np.float64)
     right = 0.5 * (1.0 + np.sign(margin))
@@ -90,7 +91,7 @@ def agreement(chosen: Sequence[float], rejected: Sequence[float], prompts: Seque
 
 
 def padded(texts: Sequence[Sequence[int] | IntArray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N, T] of N texts, with zeros behind them, and a mask that is 1 where a token is."""
+    """Token ids [N, T] of N texts, padded with zeros at the end, and a mask that is 1 for tokens."""
     rows = [torch.from_numpy(np.asarray(text, dtype=np.int64)) for text in texts]
     pad = torch.nn.utils.rnn.pad_sequence
     ids, mask = pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
@@ -129,8 +130,8 @@ def kl_figures(
     """KL(policy || reference) of answers sampled from ``policy``, in nats: means over answers of the estimates summed
     over an answer's tokens, with standard errors over ``prompts``, and means over all tokens.
 
-    k1 = log p - log r has no bias; k3 = exp(-k1) - 1 + k1 has none either and is never negative (Schulman 2020). Both
-    hold for the temperature that the answers were sampled at, which the log-probs must be of.
+    k1 = log p - log r is unbiased; k3 = exp(-k1) - 1 + k1 is too, and never negative (Schulman 2020). Both hold at the
+    temperature at which the answers were sampled: pass log-probs at that temperature.
     """
     found: dict[str, float | None] = {}
     for estimator in ("k1", "k3"):

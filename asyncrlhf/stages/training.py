@@ -1,4 +1,4 @@
-"""What `sft` and `reward-model` share: checks, TRL's arguments, the run itself and the exported model."""
+"""The common part of `sft` and `reward-model`: checks, TRL's arguments, the run itself and the exported model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OURS = ("path", "split", "heldout_split", "heldout_fraction", "max_length", "mi
 
 @dataclass(frozen=True)
 class Job:
-    """A stage that passed its checks. ``key`` is its group of settings, ``settings`` the group."""
+    """A stage that passed its checks. ``key``: the name of its group of settings, ``settings``: the group."""
 
     config: RunConfig
     stage: str  # as its command is called
@@ -59,8 +59,7 @@ class Job:
 
 
 def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
-    """Check everything beside the data itself, of which is known whether it is ``conversational``; raises ConfigError
-    with one sentence."""
+    """Check all but the rows themselves, which are ``conversational`` or not; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
     key, found = stage.replace("-", "_"), torch.cuda.device_count()
     check(
@@ -88,7 +87,7 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
 
 
 def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
-    """The keywords of TRL's ``SFTConfig`` and ``RewardConfig`` that both take."""
+    """The common arguments of TRL's ``SFTConfig`` and ``RewardConfig``."""
     settings, config = job.settings, job.config
     every, between = config.checkpoint.every, config.eval_every or 0
     return {
@@ -121,8 +120,8 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
 def build_trainer(
     job: Job, trainer: Any, arguments: Any, train: Dataset, heldout: Dataset, adapter: Mapping[str, Any], **own: Any
 ) -> Any:
-    """TRL's ``trainer``, which loads the model and tokenises the rows. ``own``: what its ``arguments`` take alone;
-    ``adapter``: what PEFT must know of the model beside ``model.lora``."""
+    """TRL's ``trainer``, which loads the model and tokenises the rows. ``arguments``: the class of its arguments;
+    ``own``: those that only this class has; ``adapter``: PEFT's arguments beside ``model.lora``."""
 
     class Trainer(trainer):  # type: ignore[misc]
         def _send_telemetry(self) -> None:
@@ -144,9 +143,9 @@ def run_trainer(
 ) -> dict[str, Any]:
     """Build TRL's trainer, train, export ``run_dir/model``; returns the summary.
 
-    ``data``: numbers of rows for the summary. ``facts`` makes of TRL's log history what the summary says of the result;
-    the trainer and its memory are gone by then. Raises ConfigError when no row is left to train on. A failure is in the
-    summary, then raised.
+    ``data``: numbers of rows for the summary. ``facts`` converts TRL's log history to the summary's results, after the
+    trainer's memory is freed. Raises ConfigError when no row is left to train on. An error is written to the summary,
+    then raised.
     """
     marker = read_marker(job.resume) if job.resume is not None else None
     if is_main():
@@ -205,7 +204,7 @@ def _check_trainer(job: Job, trainer: Any) -> None:
 
 
 def _train(job: Job, record: StageRecord, trainer: Any) -> bool:
-    """Whether training came to its end."""
+    """Train; returns whether training reached its end."""
     trainer.remove_callback(PrinterCallback)  # it prints every log a second time
     trainer.add_callback(record)
     with record.stopped_in_order():

@@ -1,1 +1,1 @@
-"""Grids of runs: what is run, in which order and where, and what the results say together."""
+"""Grids of runs: their jobs, where and in which order these run, and their common results."""

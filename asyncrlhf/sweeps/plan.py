@@ -31,7 +31,7 @@ _MAX_NAME = 120
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. ``choices``: what differs between the jobs of its grid, the seed left out."""
+    """One run of a sweep. ``choices``: the settings that differ between the jobs of its grid, without the seed."""
 
     name: str
     part: str
@@ -49,10 +49,10 @@ class Job:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """All jobs, in the order of their start. ``folder_name`` is the same whatever the order of the overrides.
+    """All jobs, in the order of their start. ``folder_name`` does not depend on the order of the overrides.
 
-    ``search``: brings jobs of its own as it goes on; ``jobs`` are then none. ``configs``: of the jobs, for what must be
-    known before the first one starts.
+    ``search``: creates jobs while the sweep runs; ``jobs`` is then empty. ``configs``: of the jobs, for checks before
+    the first one starts.
     """
 
     name: str
@@ -71,13 +71,13 @@ class SweepPlan:
 
     @property
     def total(self) -> int:
-        """Jobs that there are, or will be."""
+        """The number of jobs, including those that a search will create."""
         return self.settings.trials * self.settings.seeds if self.search is not None else len(self.jobs)
 
 
 def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
-    """Read ``asyncrlhf sweep``'s overrides; raises ConfigError for the first job that could not run. Combinations that
-    contradict themselves, such as ``async.mode=sync`` with another bound than 0, are left out and listed.
+    """Read ``asyncrlhf sweep``'s overrides; raises ConfigError for the first job that could not run. Combinations of
+    contradicting settings, such as ``async.mode=sync`` with a bound over 0, are left out and listed.
 
     ``seeds=N`` is short for ``sweep.seeds=N``. A choice of the command line replaces the experiment's of that key.
     """
@@ -120,7 +120,7 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
 
 
 def _first(overrides: list[str], folder: Path | None) -> RunConfig:
-    """One job of the command line: enough to read ``sweep.*``, which no choice may touch."""
+    """One job of the command line, to read ``sweep.*`` from, which no choice may change."""
     composed = compose_config(overrides, folder)
     with suppress(ContradictionError):
         return from_hydra(composed)
@@ -155,7 +155,7 @@ def _search(fixed: list[str], axes: list[Axis], folder: Path | None, first: RunC
 def _grid(
     overrides: list[str], folder: Path | None, part: str, seeds: int, timing: str, left_out: list[str]
 ) -> list[Job]:
-    """The jobs of one grid; what contradicts itself goes to ``left_out``."""
+    """The jobs of one grid; contradicting combinations are added to ``left_out``."""
     combinations, jobs = sweep_jobs(overrides), list[Job]()
     swept = {key for key, values in _values(combinations).items() if len(values) > 1 and key != "seed"}
     for each in combinations:
@@ -170,7 +170,7 @@ def _grid(
 def _jobs_of(
     combination: list[str], swept: set[str], folder: Path | None, part: str, seeds: int, timing: str
 ) -> list[Job]:
-    """One configuration's jobs, one a seed."""
+    """One configuration's jobs, one per seed."""
     own_seeds = not any(_key(override) == "seed" for override in combination)
     choices = {_key(override): _value(override) for override in combination if _key(override) in swept}
     composed = from_hydra(compose_config(combination, folder))
@@ -203,17 +203,17 @@ def _key(override: str) -> str:
 
 
 def _value(override: str) -> str:
-    """As the config will hold it: without quotes and escapes."""
+    """The value as the config holds it: without quotes and escapes."""
     return str(OverridesParser.create().parse_override(override).value())
 
 
 def _distinct(jobs: Sequence[Job]) -> list[Job]:
-    """Two grids may share a job; it runs once."""
+    """The jobs without duplicates: a job that is in two grids runs once."""
     return list({job.hash: job for job in jobs}.values())
 
 
 def _job_name(part: str, choices: dict[str, str], seed: int) -> str:
-    """``speed,async=sync,lr=1e-3,seed=0``: a folder's name of what differs."""
+    """``speed,async=sync,lr=1e-3,seed=0``: the differing settings as a folder's name."""
     short = {key.rpartition(".")[2]: key for key in choices}
     unique = {key: tail if short[tail] == key else key for tail, key in short.items()}
     words = [f"{unique.get(key, key)}={redact(value)}" for key, value in choices.items()]
@@ -223,13 +223,13 @@ def _job_name(part: str, choices: dict[str, str], seed: int) -> str:
 
 
 def config_hash(config: RunConfig, timing: str) -> str:
-    """What decides over a job's result: its resolved settings, and whether it has the machine alone."""
+    """A hash of all that affects a job's result: its resolved settings, and whether it runs alone on the machine."""
     kept = {key: value for key, value in to_plain(config, whole=True).items() if key not in _NOT_IN_HASH}
     return _digest([timing, kept])[:16]
 
 
 def data_fingerprint(config: RunConfig) -> dict[str, str]:
-    """The local files that a job reads, ``setting=path`` to a digest of names, sizes and times of change."""
+    """The local files that a job reads: ``setting=path`` to a digest of names, sizes and modification times."""
     found: dict[str, str] = {}
     for setting, given in (("task.path", config.task.path), ("model.path", config.model.path)):
         path = Path(given).expanduser()

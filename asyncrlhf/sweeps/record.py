@@ -1,4 +1,4 @@
-"""``sweep.json``: which jobs a sweep has, what became of each attempt, and what it was started from."""
+"""``sweep.json``: a sweep's jobs, the result of each attempt, and the code and data that the sweep started with."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FORMAT = 1
 class JobRecord:
     """One job's line in ``sweep.json``.
 
-    ``state``: pending, running, done, failed or interrupted. ``folder`` is that of the last attempt, below the sweep's;
-    ``seconds`` are the last attempt's, start-up included; ``note`` says why it did not end well.
+    ``state``: pending, running, done, failed or interrupted. ``folder``: of the last attempt, below the sweep's;
+    ``seconds``: of the last attempt, start-up included; ``note``: why it did not end well.
     """
 
     name: str
@@ -63,8 +63,8 @@ class SweepRecord:
         self.add(plan.jobs)
 
     def join(self, accept_changed: bool) -> None:
-        """Take up what an earlier command left in the folder. Raises ConfigError where the code or the data are others
-        than the finished jobs', unless that is accepted."""
+        """Read the record that an earlier command left in the folder. Raises ConfigError if code or data differ from
+        those of the finished jobs, unless ``accept_changed``."""
         path = self.folder / SWEEP_FILE
         if not path.is_file():
             self.save()
@@ -88,12 +88,12 @@ class SweepRecord:
         self.save()
 
     def add(self, jobs: Sequence[Job]) -> None:
-        """Jobs that a search goes on with; those that are known stay as they are."""
+        """Add the new jobs of a search; known jobs are not changed."""
         for job in jobs:
             self.jobs.setdefault(job.hash, _new_record(job))
 
     def _look_again(self, job: JobRecord) -> None:
-        """A command that was killed left ``running`` behind; the job's own summary knows better."""
+        """A command that was killed left the state ``running``: take the state from the job's own summary."""
         summary = read_summary(self.folder / job.folder) if job.folder else None
         if job.state == "running":
             done = summary is not None and summary.get("exit_reason") == "done"
@@ -102,8 +102,8 @@ class SweepRecord:
             job.state, job.note = "pending", ""  # its folder was removed
 
     def begin(self, job: JobRecord) -> list[str]:
-        """Mark an attempt as begun; returns the overrides that the run needs beside the job's own. An interrupted
-        attempt goes on from its newest checkpoint; without one the next attempt has a folder of its own."""
+        """Mark an attempt as begun; returns the overrides that the run needs in addition to the job's. An interrupted
+        attempt continues from its newest checkpoint; without one the next attempt gets a new folder."""
         resumed = bool(job.folder) and bool(list_checkpoints(self.folder / job.folder))
         if not resumed:
             job.attempts += 1
@@ -133,7 +133,7 @@ def _data(plan: SweepPlan) -> dict[str, str]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What is no longer as it was, as a part of a sentence; empty when all is the same."""
+    """The differences as a part of a sentence; empty if there are none."""
     found = []
     if before["git"] != now["git"]:
         found.append(f"another state of the code ({_commit(before['git'])}, now {_commit(now['git'])})")
@@ -150,7 +150,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read_sweep(folder: Path) -> dict[str, Any]:
-    """The document of ``sweep.json``. Raises ConfigError when it is none that this version reads."""
+    """The document of ``sweep.json``. Raises ConfigError if this version cannot read it."""
     path = folder / SWEEP_FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -171,7 +171,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Hold the sweep's folder; a second command on it is refused while the first one runs."""
+    """Lock the sweep's folder within this context; a second command on it is refused meanwhile."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("w") as file:
         try:

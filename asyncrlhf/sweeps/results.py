@@ -1,7 +1,7 @@
-"""A sweep's figures: quality against the staleness that came about, and wall-clock, with standard errors.
+"""A sweep's results: quality against measured staleness, and wall-clock time, with standard errors.
 
-Everything is recomputed from the runs' own files. Quality is the held-out accuracy after training, or where nothing is
-held out the mean reward of the last tenth of the steps. Speed is said only of jobs that had the machine alone.
+Everything is recomputed from the runs' own files. Quality is the held-out accuracy after training, or, without held-out
+prompts, the mean reward of the last tenth of the steps. Speed is reported only for jobs that ran alone on the machine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SMALL = 1e-3  # a baseline's quality below this makes no ratio
 @dataclass(frozen=True)
 class Point:
     """One finished job. ``staleness``: mean over the steps, in policy versions. ``train_seconds``: the run's own clock
-    from the first step's beginning to the last step's end. ``bound``: the lag or the bound that its mode sets, in
-    policy versions; None where another choice moves staleness, too."""
+    from the first step's beginning to the last step's end. ``bound``: the lag or the bound of its mode, in policy
+    versions; None if another choice affects staleness too."""
 
     name: str
     path: Path
@@ -65,8 +65,8 @@ class Estimate:
 
     @classmethod
     def of_ratio(cls, pairs: Sequence[tuple[float, float]]) -> Estimate:
-        """The mean of the second over the mean of the first, whose errors both go into its own: that of what the ratio
-        leaves of each pair (the delta method for paired samples; Cochran, Sampling Techniques, 6.3)."""
+        """The mean of the second values over the mean of the first, with the error of both: that of the ratio's
+        residual in each pair (the delta method for paired samples; Cochran, Sampling Techniques, 6.3)."""
         base = statistics.fmean(first for first, _ in pairs)
         ratio = statistics.fmean(second for _, second in pairs) / base
         return cls(ratio, cls.of([(second - ratio * first) / base for first, second in pairs]).error, len(pairs))
@@ -78,8 +78,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of a sweep: its points, one a seed. ``kept``: its mean quality over the same seeds' under the
-    method's freshest configuration; None where that is this one, or too small to be a share's base."""
+    """One configuration of a sweep: its points, one per seed. ``kept``: its mean quality relative to the method's
+    freshest configuration on the same seeds; None if it is that one, or if that one's quality is close to 0."""
 
     method: str
     setting: str
@@ -117,7 +117,7 @@ class Results:
 
     @property
     def runs(self) -> list[Path]:
-        """The run directories behind the figures: of each finished job its last attempt."""
+        """The run directories of the results: the last attempt of each finished job."""
         return [point.path for cell in self.cells for point in cell.points]
 
     @property
@@ -144,7 +144,7 @@ def read_results(folder: Path) -> Results:
 
 
 def best_trial(folder: Path, document: dict[str, Any]) -> str:
-    """Which trial of a search came to the best objective, in a sentence; nothing of a sweep that is none."""
+    """A sentence that names the trial of a search with the best objective; empty for a sweep without a search."""
     search = document.get("search")
     if not search:
         return ""
@@ -172,7 +172,8 @@ def _heldout(run_dir: Path) -> float | None:
 
 
 def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> Point:
-    """``several``: other jobs choose an algorithm, and one that does not is told by the name of its own."""
+    """The job's point. ``several``: other jobs choose an algorithm, so a job without a choice gets its default's
+    name."""
     path = folder / row["folder"]
     summary = read_summary(path)
     metrics = [line for line in read_metrics(path / METRICS_FILE) if "step" in line]
@@ -212,7 +213,7 @@ def _bound(asynchrony: dict[str, Any]) -> int:
 
 
 def _words(choices: dict[str, str]) -> str:
-    """``algorithm=grpo`` is said as ``grpo``: names tell for themselves, numbers do not."""
+    """The choices in words, ``algorithm=grpo`` as ``grpo``: names are clear without their setting, numbers are not."""
     said = []
     for key, value in choices.items():
         said.append(f"{key.rpartition('.')[2]} {value}" if _NUMBER.fullmatch(value) else value)
@@ -228,13 +229,13 @@ def _cells(points: Sequence[Point]) -> list[Cell]:
 
 
 def _paired(cell: Cell, base: Cell, of: Callable[[Point], float]) -> list[tuple[float, float]]:
-    """(base's, own) value of each seed that both have."""
+    """(base's value, own value) for each seed that both have."""
     values = {point.seed: of(point) for point in base.points}
     return [(values[point.seed], of(point)) for point in cell.points if point.seed in values]
 
 
 def _with_kept(cells: Sequence[Cell]) -> list[Cell]:
-    """Quality as a share of the freshest configuration's, over the seeds that both have."""
+    """Set each cell's quality relative to the freshest configuration, over the seeds that both have."""
     done = []
     for cell in cells:
         peers = [c for c in cells if c.method == cell.method and c.exclusive == cell.exclusive]
@@ -248,7 +249,7 @@ def _with_kept(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _with_speed(cells: Sequence[Cell]) -> list[Cell]:
-    """How many times the speed of sync: its wall-clock over this one's, seed by seed, where both ran alone."""
+    """Set each cell's speed-up: sync's wall-clock time over its own, by seed, where both ran alone."""
     done = []
     for cell in cells:
         base = next((c for c in cells if c.method == cell.method and c.exclusive and c.points[0].mode == "sync"), None)

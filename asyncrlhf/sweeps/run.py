@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep: side by side where the machine holds them, alone where their time is measured."""
+"""Runs the jobs of a sweep: in parallel as far as the machine allows, alone if their time is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUIET = ("logging.progress=plain", "logging.report=false")
 
 
 def needs(config: RunConfig) -> tuple[float, float]:
-    """(CPUs, GPUs) that a job keeps busy: its parts' together on Ray, one core in a process of its own."""
+    """(CPUs, GPUs) that a job occupies: the sum of its parts' on Ray, one core for a local run."""
     if config.runtime == "local" and not (config.learner.gpus or config.generator.gpus):
         return 1.0, 0.0
     from asyncrlhf.cluster.parts import placement_plan  # some seconds of imports
@@ -37,7 +37,7 @@ def needs(config: RunConfig) -> tuple[float, float]:
 
 
 class Sweeper:
-    """Gives jobs to workers until none is left. ``run`` may be interrupted by Ctrl-C; the record is whole then."""
+    """Gives jobs to workers until none is left. Ctrl-C may interrupt ``run``; the record is then complete."""
 
     def __init__(self, plan: SweepPlan, record: SweepRecord, table: SweepTable) -> None:
         self._plan, self._record, self._table = plan, record, table
@@ -50,7 +50,7 @@ class Sweeper:
         self._config_dir = str(plan.config_dir) if plan.config_dir else None
 
     def run(self) -> None:
-        """Raises KeyboardInterrupt after Ctrl-C, when every job under way has ended and is recorded."""
+        """Raises KeyboardInterrupt after Ctrl-C, when every running job has ended and is recorded."""
         try:
             while self._left or self._running() or self._searched():
                 self._start_what_fits()
@@ -67,7 +67,7 @@ class Sweeper:
             self._table.show(self._record)
 
     def _searched(self) -> bool:
-        """Whether a search goes on: the jobs of as many trials as run side by side are suggested at once."""
+        """Add a search's next jobs, as many trials at once as run in parallel; returns False when it has no more."""
         search = self._plan.search
         if search is None:
             return False
@@ -98,7 +98,7 @@ class Sweeper:
             self._idle_worker().give(order, job)
 
     def _grouped(self, job: Job) -> list[str]:
-        """W&B shows the jobs of a sweep as one group, each by what differs, unless the user said otherwise."""
+        """Let W&B show the jobs of a sweep as one group, each named by its choices, unless the user set other names."""
         logging = job.config.logging
         tags = [f"{key}={value}"[:MAX_TAG] for key, value in job.choices.items()] + [f"seed={job.seed}"]
         own = {
@@ -110,7 +110,7 @@ class Sweeper:
         return [f"logging.{name}={value}" for name, value in own.items() if not getattr(logging, name)]
 
     def _fits(self, job: Job) -> bool:
-        """A job that has the machine alone waits for all others to end, and all others for it."""
+        """Whether the job may start now. An exclusive job waits for all others to end, and all others wait for it."""
         under_way: list[Job] = [worker.busy_with for worker in self._running()]
         if not under_way:
             return True
@@ -140,7 +140,7 @@ class Sweeper:
         self._table.ended(record)
 
     def _interrupt(self) -> None:
-        """Each run under way ends in order; a second Ctrl-C, or too long a wait, ends them at once."""
+        """End each running job in order; a second Ctrl-C, or too long a wait, ends them at once."""
         self._table.message("Interrupted: the jobs under way are ending; the same command goes on with the sweep.")
         for worker in self._running():
             worker.interrupt()
@@ -151,8 +151,8 @@ class Sweeper:
             worker.close(0.0)
 
     def _ray_address(self) -> str:
-        """One Ray serves all jobs that run side by side; it starts with the first of them. A job that has the machine
-        alone starts its own, as ``train`` does, so that what is measured is what ``train`` gives."""
+        """The address of one Ray for all jobs that run in parallel, started with the first of them. An exclusive job
+        starts its own, as ``train`` does, so that its measured time is that of ``train``."""
         if self._ray is None:
             import ray
 
@@ -178,7 +178,7 @@ class Sweeper:
 
 
 def _gpus(configs: Sequence[RunConfig]) -> float:
-    """GPUs of this machine, looked up only where a job asks for one."""
+    """The number of this machine's GPUs, read only if a job asks for one."""
     most = max((needs(config)[1] for config in configs), default=0.0)
     if not most:
         return 0.0
@@ -191,7 +191,7 @@ def _gpus(configs: Sequence[RunConfig]) -> float:
 
 
 def open_sweep(plan: SweepPlan, runs: Path, accept_changed: bool) -> SweepRecord:
-    """The record of the sweep's folder, with what earlier commands finished."""
+    """The record of the sweep's folder, with the results of earlier commands."""
     if plan.search is not None:
         check_package("sweep.search=optuna", "optuna", "optuna")
     record = SweepRecord(runs / "sweeps" / plan.folder_name, plan)

@@ -1,4 +1,4 @@
-"""Searches: Optuna chooses each trial's settings from what the trials before it came to."""
+"""Searches: Optuna chooses each trial's settings from the objectives of earlier trials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEEDS_APART = 100_003  # between the samplers of two searches, so that neighbou
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration, which runs once a seed. ``note``: why it could not run at all."""
+    """One configuration, which runs once per seed. ``note``: the reason if it cannot run."""
 
     values: dict[str, str]
     jobs: tuple[Job, ...]
@@ -35,8 +35,8 @@ class Trial:
 
 @dataclass
 class Search:
-    """The trials of a search so far. ``make`` turns a trial's number and its overrides into jobs, one a seed, or raises
-    ConfigError where the settings do not go together; ``identity`` is what makes two searches the same one."""
+    """The trials of a search so far. ``make`` turns a trial's number and its overrides into jobs, one per seed, or
+    raises ConfigError if the settings contradict each other; searches with equal ``identity`` are the same."""
 
     axes: Sequence[Axis]
     settings: SweepConfig
@@ -46,7 +46,7 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def restore(self, trials: Sequence[Mapping[str, str]]) -> None:
-        """Take up the trials that an earlier command suggested."""
+        """Restore the trials that an earlier command suggested."""
         for values in trials:
             self._add(dict(values))
 
@@ -55,13 +55,13 @@ class Search:
         return list({job.hash: job for trial in self.trials for job in trial.jobs}.values())
 
     def plain(self) -> dict[str, Any]:
-        """For ``sweep.json``."""
+        """The trials for ``sweep.json``."""
         goal = {"objective": self.settings.objective, "direction": self.settings.direction}
         return {**goal, "trials": [trial.values for trial in self.trials]}
 
     def more(self, records: Mapping[str, JobRecord], folder: Path, width: int) -> list[Job]:
-        """The jobs of the next ``width`` trials; none when all have been suggested. What a trial is given depends on
-        the seed and on the trials that have ended, so that an interrupted search goes on as if it had not been."""
+        """The jobs of the next ``width`` trials; empty when all have been suggested. A trial's settings depend on the
+        seed and on the trials that have ended, so that an interrupted search continues as if uninterrupted."""
         new: list[Job] = []
         while not new and len(self.trials) < self.settings.trials:
             study = self._study(records, folder)
@@ -98,7 +98,7 @@ class Search:
         return study
 
     def _value(self, trial: Trial, records: Mapping[str, JobRecord], folder: Path) -> float | None:
-        """The mean objective over the seeds; None unless every seed's job has ended well."""
+        """The mean objective over the seeds; None unless every seed's job finished."""
         found = []
         for job in trial.jobs:
             record = records[job.hash]
@@ -122,8 +122,8 @@ class Search:
 
 
 def objective(run_dir: Path, name: str) -> float | None:
-    """What a finished run came to: the held-out accuracy after training, or the mean of a metric over the last tenth of
-    the steps; None where the run has none."""
+    """The objective of a finished run: the held-out accuracy after training, or a metric's mean over the last tenth of
+    the steps; None if the run has none."""
     from asyncrlhf.sweeps.record import read_summary
 
     summary = read_summary(run_dir) or {}

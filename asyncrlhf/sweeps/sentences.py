@@ -1,4 +1,4 @@
-"""What a sweep found, in sentences and as ``results.json``."""
+"""The results of a sweep in sentences and as ``results.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLEAR = 2.0  # standard errors beyond which a loss is called one
 
 
 def sentences(results: Results) -> list[str]:
-    """For the terminal and the head of the report: first what joins quality and speed, then what stands alone."""
+    """For the terminal and the head of the report: first the sentence that joins quality and speed, then the others."""
     quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
     said = [results.search] if results.search else []
     told: list[Cell] = []
@@ -42,8 +42,8 @@ def sentences(results: Results) -> list[str]:
 
 
 def join(results: Results, method: str) -> list[tuple[Cell, Cell]]:
-    """(quality, speed) of each bound at which the method has both, the lowest first. Quality is that of the exact lag
-    (``fixed_lag``), and that of the timed jobs themselves only where no job ran for quality alone."""
+    """(quality, speed) of each bound for which the method has both, the lowest first. Quality is that of the exact lag
+    (``fixed_lag``), or of the timed jobs themselves if no job ran for quality alone."""
     own = [cell for cell in results.cells if cell.method == method and cell.bound is not None]
     timed = [cell for cell in own if cell.speedup is not None]
     lags = {cell.bound: cell for cell in own if cell.points[0].mode == "fixed_lag" and not cell.exclusive}
@@ -84,7 +84,7 @@ def _place(cell: Cell) -> str:
 
 
 def _share(cell: Cell) -> str:
-    """``keeps 99 ± 2%``, or ``loses 12 ± 3%`` where that is more than chance."""
+    """``keeps 99 ± 2%``, or ``loses 12 ± 3%`` if the loss is beyond chance (``CLEAR``)."""
     kept = cell.kept
     assert kept is not None
     if not math.isnan(kept.error) and 1 - kept.mean > CLEAR * kept.error:
@@ -97,7 +97,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
-    """One setting's sentence: what each method keeps of its own quality without staleness, the best first."""
+    """One setting's sentence: which share of its own quality without staleness each method keeps, the best first."""
     found = [(cell, cell.kept) for cell in quality if cell.setting == setting and cell.kept is not None]
     if not found:
         return ""
@@ -121,7 +121,7 @@ def _speed(cell: Cell) -> str:
 
 
 def figures(cell: Cell) -> dict[str, Any]:
-    """A configuration as one row: means over the seeds and their standard errors, NaN where there is none."""
+    """A configuration as one row: means over the seeds and their standard errors, NaN if missing."""
     row = {"method": cell.method, "setting": cell.setting, "alone": cell.exclusive, "seeds": len(cell.points)}
     for name in ESTIMATES:
         found = getattr(cell, name)
@@ -130,7 +130,7 @@ def figures(cell: Cell) -> dict[str, Any]:
 
 
 def write_results(results: Results, folder: Path) -> None:
-    """``results.json``: the sentences and every figure in them with the run directories behind it."""
+    """``results.json``: the sentences and all their numbers, with the run directories behind them."""
     joined = [
         {
             "method": quality.method,

@@ -1,4 +1,4 @@
-"""What a search may choose from, in Hydra's grammar: ``a,b``, ``range(1,5)``, ``interval(0,1)``, ``tag(log,...)``."""
+"""The choices of a search, in Hydra's grammar: ``a,b``, ``range(1,5)``, ``interval(0,1)``, ``tag(log,...)``."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Axis:
         return self.choices[0] if self.choices else self.text(self.low)
 
     def value(self, text: str) -> str | int | float:
-        """What the search is told for the value of an override."""
+        """The value for Optuna of an override's ``text``."""
         return text if self.choices else int(text) if self.step else float(text)
 
     def text(self, value: Any) -> str:
-        """``value`` as an override has it."""
+        """``value`` as an override writes it."""
         return str(value) if self.choices else str(round(value)) if self.step else f"{value:.{DIGITS}g}"
 
     def plain(self) -> str:
-        """For people: ``learning_rate: 1e-06 to 0.001 (log)``."""
+        """In readable form: ``learning_rate: 1e-06 to 0.001 (log)``."""
         if self.choices:
             return f"{self.key}: {', '.join(self.choices)}"
         return f"{self.key}: {self.text(self.low)} to {self.text(self.high)}{' (log)' if self.log else ''}"
 
 
 def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Axis]]:
-    """The overrides with one value, and what the others may be."""
+    """The overrides with one value, and the axes of the others."""
     fixed, axes = [], []
     for override in overrides:
         try:

@@ -1,4 +1,4 @@
-"""The live table of a sweep: a line a job, from its record and the last line of its metrics."""
+"""The live table of a sweep: one line per job, from its record and the last line of its metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ORDER = {"running": 0, "failed": 1, "interrupted": 2, "pending": 3, "done": 4}
 
 
 class SweepTable:
-    """A table on a terminal; elsewhere a line as each job ends."""
+    """A live table on a terminal; elsewhere one line per ended job."""
 
     def __init__(self, total: int, done: int, console: Console | None = None):
         self._console = console if console is not None else Console()
@@ -37,7 +37,7 @@ class SweepTable:
             self._live.update(self._render(record))
 
     def ended(self, job: JobRecord) -> None:
-        """One job's end, where no table shows it."""
+        """Print one job's end, unless a table shows it."""
         if self._live is None:
             note = f": {job.note}" if job.note else ""
             self.message(f"{job.name}: {job.state} after {duration(job.seconds)}{note}")
@@ -82,7 +82,7 @@ def _number(value: Any) -> str:
 
 
 def last_metrics(run_dir: Path) -> dict[str, Any]:
-    """The newest whole line of a run's metrics; empty before the first."""
+    """The newest complete line of a run's metrics; empty before the first."""
     try:
         with (run_dir / METRICS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""A process that runs one job of a sweep after the other: its imports are paid once, and its death is one job's."""
+"""A process that runs one job of a sweep after the other: it imports only once, and its death ends only one job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
 @dataclass(frozen=True)
 class Order:
     """One job for a worker. ``ray``: the address of the sweep's Ray, for a job that runs on one. ``threads``: of torch
-    in the worker itself, whatever an earlier job had."""
+    in the worker itself, whatever an earlier job used."""
 
     overrides: tuple[str, ...]
     config_dir: str | None
@@ -37,7 +37,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """How a job ended: ``state`` is done, failed or interrupted; ``seconds`` are all that it took."""
+    """How a job ended: ``state`` is done, failed or interrupted; ``seconds``: its total time."""
 
     state: str
     seconds: float
@@ -45,7 +45,7 @@ class Answer:
 
 
 class Worker:
-    """The driver's end. ``busy_with`` is whatever the driver gave with the order under way, None for an idle worker."""
+    """The driver's end. ``busy_with``: the driver's object for the order under way, None for an idle worker."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -58,7 +58,7 @@ class Worker:
 
     @property
     def waits(self) -> list[Any]:
-        """What to wait for: an answer, or the end of the process."""
+        """The objects to wait for: an answer, or the end of the process."""
         return [self._pipe, self.process.sentinel]
 
     def give(self, order: Order, busy_with: Any) -> None:
@@ -67,7 +67,7 @@ class Worker:
             self._pipe.send(order)
 
     def answer(self) -> Answer | None:
-        """The end of the job under way, or None while it goes on. A dead process is an interrupted job."""
+        """The end of the job under way, or None while it runs. A dead process means an interrupted job."""
         if self.busy_with is None:
             return None
         with suppress(EOFError, OSError):
@@ -81,11 +81,11 @@ class Worker:
         return Answer("interrupted", time.monotonic() - self._began, f"its process ended with {cause}")
 
     def interrupt(self) -> None:
-        """As Ctrl-C: the run ends in order, with a checkpoint where it can write one."""
+        """As Ctrl-C: the run ends in order, with a checkpoint if it can write one."""
         self._signal(signal.SIGINT)
 
     def close(self, seconds: float) -> None:
-        """End the process; a run that is under way has ``seconds`` to end by itself."""
+        """End the process; a run under way has ``seconds`` to end by itself."""
         with suppress(OSError):
             self._pipe.send(None)
         self.process.join(seconds)
@@ -101,7 +101,7 @@ class Worker:
 
 
 def _serve(pipe: Connection, path: Sequence[str]) -> None:
-    """The worker process. Ctrl-C reaches the driver alone, which passes it on."""
+    """The worker process. Only the driver receives Ctrl-C, and passes it on."""
     os.setsid()
     sys.path[:] = path
     threading.Thread(target=_end_with_the_driver, daemon=True).start()
@@ -119,7 +119,7 @@ def _serve(pipe: Connection, path: Sequence[str]) -> None:
 
 
 def _end_with_the_driver() -> None:
-    """A driver that was killed may be started again, and would run the same job in the same folder."""
+    """End when the driver dies: a new driver would run the same job in the same folder."""
     driver = multiprocessing.parent_process()
     if driver is not None:
         wait([driver.sentinel])
