@@ -16,10 +16,10 @@ PICKLED = "pickle:"
 
 
 def load_function(key: str, target: str) -> Callable[..., Any]:
-    """What ``target`` names; the working directory is looked in too. ``pickle:FILE`` is a function that the Python API
-    was given.
+    """The object that ``target`` names; the working directory is searched too. ``pickle:FILE`` is a function that the
+    Python API was given.
 
-    Raises ConfigError, in one sentence that opens with ``key=target``, when it cannot be imported, does not exist or
+    Raises ConfigError, in one sentence that begins with ``key=target``, when it cannot be imported, does not exist or
     cannot be called.
     """
     function = load_object(key, target)
@@ -48,7 +48,8 @@ def load_object(key: str, target: str) -> Any:
 
 
 def guarded(what: str, call: Callable[[], Any]) -> Any:
-    """What ``call`` returns, which runs the user's own code; its errors become a ConfigError with ``what`` first."""
+    """The result of ``call``, which runs the user's own code; its errors become a ConfigError that begins with
+    ``what``."""
     try:
         return call()
     except ConfigError:  # a module of ours that lacks a package says so in a sentence of its own

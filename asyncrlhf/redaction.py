@@ -1,7 +1,7 @@
-"""What records and messages must not show: credentials in settings and addresses, and texts out of the environment.
+"""Keeps secrets out of records and messages: credentials in settings and addresses, and texts from the environment.
 
-The process knows these texts, not each message: messages are put together in many places, of a library's words too.
-What a run uses is never touched.
+The secrets are known to the process, not to each message: messages are built in many places, partly by libraries. The
+values that a run uses are never changed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _known: dict[str, str] = {}  # a secret, and what stands in its place
 
 
 def hide(secret: str, shown: str = HIDDEN) -> None:
-    """Have :func:`redact` write ``shown`` in the place of ``secret``, in this process, from now on."""
+    """From now on let :func:`redact` replace ``secret`` by ``shown``, in this process."""
     ordinary = len(secret) < _SHORTEST or secret.lower() in _WORDS or (secret.isdigit() and len(secret) < 8)
     if not ordinary:
         _known[secret] = shown
 
 
 def redact(text: str) -> str:
-    """``text`` without what is secret in it."""
+    """``text`` without secrets."""
     for secret in sorted(_known, key=len, reverse=True):  # one may hold another
         text = text.replace(secret, _known[secret])
     for pattern, shown in _IN_TEXTS:
@@ -51,9 +51,9 @@ def redact(text: str) -> str:
 
 
 def redacted(tree: Any, name: str = "") -> Any:
-    """A tree of settings or of a summary as it may be shown; ``name`` is that of the setting that it is the value of.
+    """A tree of settings or of a summary without secrets; ``name``: the setting whose value it is.
 
-    What came out of the environment reads as it was written, ``${oc.env:NAME}``.
+    A value from the environment is shown as it was written, ``${oc.env:NAME}``.
     """
     if isinstance(tree, Mapping):
         return {key: redacted(value, str(key)) for key, value in tree.items()}
@@ -66,7 +66,7 @@ def redacted(tree: Any, name: str = "") -> Any:
 
 
 def learn_secrets(config: DictConfig) -> None:
-    """Find what is secret in a config whose interpolations are not resolved yet."""
+    """Find the secrets in a config whose interpolations are not resolved yet."""
     for name, text in _texts(OmegaConf.to_container(config, resolve=False)):
         if name.endswith("_env"):
             hide(os.environ.get(text, ""))
@@ -78,7 +78,7 @@ def learn_secrets(config: DictConfig) -> None:
 
 
 def hidden_settings(tree: Any, key: str = "") -> list[str]:
-    """Keys of the settings in a config that was read back whose true values it does not hold."""
+    """Keys of settings whose true values a config that was read back does not contain."""
     if isinstance(tree, Mapping):
         return [k for name, value in tree.items() for k in hidden_settings(value, f"{key}.{name}".lstrip("."))]
     values = tree if isinstance(tree, list) else [tree]
@@ -86,7 +86,7 @@ def hidden_settings(tree: Any, key: str = "") -> list[str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of a setting or of a variable says that its value is a secret."""
+    """Whether the name of a setting or of a variable indicates a secret."""
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
 
 

@@ -208,7 +208,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class BatchFault:
-    """A call of ``part`` of the reward that failed whole, so that its rollouts were asked for one by one; ``kind`` is
+    """A call of the reward's ``part`` that failed as a whole, so that its rollouts were scored one by one; ``kind`` is
     raised, late or wrong_count, ``cause`` a sentence."""
 
     part: str
@@ -218,10 +218,10 @@ class BatchFault:
 
 @dataclass(frozen=True)
 class Annotation:
-    """What a worker says of one rollout: its reward, or where the arrays lie that it computed (reference log-probs,
+    """A worker's result for one rollout: its reward, or the place of the arrays that it computed (reference log-probs,
     values), or one sentence that says why there is neither (never a silent zero).
 
-    ``logged``, ``extra``: what the reward functions told beside it: figures by name, and an object in JSON.
+    ``logged``, ``extra``: what the reward functions logged: numbers by name, and an object in JSON.
     """
 
     rollout_id: int
@@ -249,8 +249,8 @@ class TrainSample:
 class TrainBatch:
     """Packed batch: sequence i is ``token_ids[cu_seqlens[i]:cu_seqlens[i+1]]``, prompt then response, no padding.
 
-    Every per-token array is aligned with the token it speaks of: entry t belongs to the log-prob of token t given the
-    tokens before it in its sequence.
+    Every per-token array is aligned with its token: entry t belongs to the log-prob of token t given the tokens before
+    it in its sequence.
     """
 
     token_ids: IntArray  # [T]

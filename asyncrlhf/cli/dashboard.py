@@ -55,7 +55,7 @@ class Curve(Vertical):
 
 
 class RunScreen(Screen[None]):
-    """``find`` gives the run to follow, which may be another one later, or None yet."""
+    """``find`` returns the run to follow, which may change later, or None if there is none yet."""
 
     def __init__(self, find: Callable[[], Path | None], where: Path, now: Callable[[], float]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class RunScreen(Screen[None]):
         self.look()
 
     def look(self) -> None:
-        """Read the files again and draw what they say."""
+        """Read the files again and draw their values."""
         path = self._find()
         if path is None:
             self.query_one("#head", Static).update(Text(f"{self._where}: nothing has started here yet."))
@@ -106,7 +106,7 @@ class RunScreen(Screen[None]):
 
 
 class SweepScreen(Screen[None]):
-    """The jobs of a sweep; Enter opens the one under the cursor."""
+    """The jobs of a sweep; Enter opens the job under the cursor."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class SweepScreen(Screen[None]):
 
 
 class Dashboard(App[None]):
-    """``seconds`` between two looks; ``now`` in seconds since the epoch."""
+    """``seconds`` between two updates; ``now`` in seconds since the epoch."""
 
     CSS = """
     #head { padding: 0 1; text-style: bold; }
@@ -249,7 +249,7 @@ def _number(value: float | None) -> str:
 
 
 def _fill(table: DataTable[Text], rows: dict[str, tuple[str, ...]]) -> None:
-    """Draw the rows; those that are there already keep their place, and the cursor with them."""
+    """Draw the rows; existing rows keep their place and the cursor."""
     keys = [str(key.value) for key in table.rows]
     columns = list(table.columns)
     if keys != list(rows):

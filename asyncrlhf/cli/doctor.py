@@ -1,4 +1,4 @@
-"""`asyncrlhf doctor [overrides]`: what this machine offers, and what would fail on it, in plain sentences."""
+"""`asyncrlhf doctor [overrides]`: what this machine offers and what would fail on it, in plain sentences."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SHARED_MEMORY_WANTED = GIB // 2  # the object store of the default run
 
 
 def run(arguments: Sequence[str] = ()) -> int:
-    """Print the table and the verdict on the run that ``asyncrlhf train`` would make of the same arguments; 0 unless
-    it would fail on this machine, then 1. Raises ConfigError for arguments that no machine would take."""
+    """Print the table and a verdict on the run of ``asyncrlhf train`` with the same arguments; returns 0, or 1 if the
+    run would fail on this machine. Raises ConfigError for arguments that are wrong on every machine."""
     if {"-h", "--help"} & set(arguments):
         print(HELP)
         return 0
@@ -74,8 +74,9 @@ def run(arguments: Sequence[str] = ()) -> int:
 def examine(
     config: RunConfig, probe: Probe = probe_import, cluster: Probe = probe_cluster, everything: bool = False
 ) -> list[Finding]:
-    """Every finding, machine first. ``probe`` imports one package and answers as :func:`probe_import` does; ``cluster``
-    joins the Ray at an address. Packages that the run does not need are looked up, and imported with ``everything``."""
+    """Every finding, the machine's first. ``probe`` imports one package and answers as :func:`probe_import` does;
+    ``cluster`` joins the Ray at an address. Packages that the run does not need are only imported with
+    ``everything``."""
     wanted = doctor_parts.needed(config)
     imported = [name for name in PROBES if everything or name in wanted]
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -96,7 +97,7 @@ def examine(
 
 
 def _imports(answers: Mapping[str, Any]) -> bool:
-    """Whether what a run is made of imports here."""
+    """Whether the packages of every run can be imported."""
     return not any(
         "error" in answers[name] for name in ("torch", "transformers", "ray") if "unused" not in answers[name]
     )
@@ -118,7 +119,7 @@ def _placement(config: RunConfig, answers: Mapping[str, Any], cluster: Probe) ->
 
 
 def machine() -> list[Finding]:
-    """Every finding that no package has to be imported for."""
+    """Every finding that needs no import of a package."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     alone = "learner and generator share one core, so nothing overlaps."
     python, tested = ".".join(map(str, sys.version_info[:3])), sys.version_info[:2] == (3, 11)
@@ -138,7 +139,7 @@ def machine() -> list[Finding]:
 
 
 def available_memory() -> int:
-    """Bytes that new processes may use: what is free, or what the container's limit leaves when that is less."""
+    """Bytes that new processes may use: the free memory, or what is left of the container's limit if that is less."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())

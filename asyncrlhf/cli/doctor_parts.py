@@ -1,4 +1,4 @@
-"""What `asyncrlhf doctor` says about packages, engines, learners, transports and placements, by the probes' answers."""
+"""The findings of `asyncrlhf doctor` on packages, engines, learners, transports and placements, by probes' answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ USES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. ``fails`` means that the run in question would not work."""
+    """One line of the table. ``fails``: the run in question would not work."""
 
     what: str
     found: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 def judge(what: str, found: str, bad: Level, wrong: Any, sentence: str) -> Finding:
-    """A finding of level ``bad`` with its ``sentence`` where something is ``wrong``, else a good one."""
+    """A finding of level ``bad`` with its ``sentence`` if ``wrong`` is true, else a good one."""
     return Finding(what, found, bad, sentence) if wrong else Finding(what, found)
 
 
@@ -54,7 +54,7 @@ def needed(config: RunConfig) -> set[str]:
 
 
 def replicas(config: RunConfig) -> list[GeneratorConfig]:
-    """One of each kind."""
+    """One replica config of each kind."""
     from asyncrlhf.engines.generator_config import replica_kinds
 
     return [kind.config for kind in replica_kinds(config.generator)]
@@ -65,7 +65,7 @@ def engines(config: RunConfig) -> set[str]:
 
 
 def head_size(config: RunConfig) -> int | None:
-    """Of the model's attention; None where that cannot be read, which the run itself will say better."""
+    """The size of the model's attention heads; None if it cannot be read, which the run itself reports better."""
     from transformers import AutoConfig
 
     from asyncrlhf.data.checkpoint_folder import resolve
@@ -87,7 +87,7 @@ def package(name: str, answer: Mapping[str, Any], wanted: set[str]) -> Finding:
 
 
 def devices(torch: Mapping[str, Any]) -> list[Finding]:
-    """GPUs and process groups, as torch sees them; nothing when torch itself does not import."""
+    """GPUs and process groups that torch sees; empty if torch cannot be imported."""
     if "error" in torch:
         return []
     gpus = torch["gpus"]
@@ -111,7 +111,7 @@ def devices(torch: Mapping[str, Any]) -> list[Finding]:
 
 
 def _host_name(torch: Mapping[str, Any]) -> Finding:
-    """Where this host's own name leads: gloo's default on every machine."""
+    """The address of this host's own name, which gloo uses by default on every machine."""
     address = torch.get("address", "")
     if not address:
         sentence = "this host's name has no address; parts of one machine meet at 127.0.0.1."
@@ -124,8 +124,7 @@ def _host_name(torch: Mapping[str, Any]) -> Finding:
 
 
 def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head_size: int | None) -> list[Finding]:
-    """What would fail in the vLLM engine; nothing where it is not installed. ``head_size``: of the run's model, where
-    it could be read."""
+    """What would fail in the vLLM engine; empty if it is not installed. ``head_size``: of the run's model, if known."""
     answer, torch = answers["vllm"], answers["torch"]
     if "device" not in answer or "error" in torch:
         return []
@@ -157,7 +156,7 @@ def vllm(config: RunConfig, answers: Answers, plugin: bool, compiler: bool, head
 
 
 def deepspeed(config: RunConfig, answer: Mapping[str, Any]) -> list[Finding]:
-    """The device that DeepSpeed would train on; nothing where it was not imported."""
+    """The device on which DeepSpeed would train; empty if it was not imported."""
     if "accelerator" not in answer:
         return []
     accelerator, gpus = answer["accelerator"], config.learner.gpus
@@ -170,7 +169,7 @@ def deepspeed(config: RunConfig, answer: Mapping[str, Any]) -> list[Finding]:
 
 
 def without_effect(config: RunConfig) -> list[Finding]:
-    """A rule for negative rewards over rewards that have none, and bounds of a clip that never acts."""
+    """Settings without effect: a rule for negative rewards with rewards >= 0, and bounds of a clip that never acts."""
     from asyncrlhf.orchestrator.signs import REMEDY, never_negative
 
     found, algorithm = [], config.algorithm
@@ -188,7 +187,7 @@ def without_effect(config: RunConfig) -> list[Finding]:
 
 
 def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:
-    """A cluster that the run is to join. ``answer``: of ``probe_cluster``."""
+    """The cluster that the run would join. ``answer``: of ``probe_cluster``."""
     if "error" in answer:
         return Finding(
             "Ray cluster", address, "fails", f"ray.address={address} leads to no cluster: {answer['error']}."
@@ -201,8 +200,8 @@ def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:
 
 
 def placement(config: RunConfig, cluster: Sequence[Node], gpus: int) -> list[Finding]:
-    """What the config would be placed as, device by device, and why not: on the nodes of a cluster, or without one on
-    this machine with its ``gpus``."""
+    """The config's placement, device by device, or why there is none: on the nodes of a cluster, or without one on this
+    machine with its ``gpus``."""
     from asyncrlhf.cluster.nodes import keep_apart, shortage, this_machine
     from asyncrlhf.cluster.parts import placement_plan
 

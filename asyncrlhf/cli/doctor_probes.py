@@ -61,7 +61,7 @@ out = {"nodes": [[n["NodeID"], n["Resources"], free.get(n["NodeID"], {})] for n 
 
 
 def probe_import(name: str) -> dict[str, Any]:
-    """Run a probe in a fresh process: its answer, or ``{"error": sentence}``. A missing package gives ``installed``."""
+    """Run a probe in a new process: its answer, or ``{"error": sentence}``. A missing package gives ``installed``."""
     version = installed_version(name)
     if version is None:
         return {"error": "not installed", "installed": None}
@@ -93,7 +93,7 @@ def _run(code: str, arguments: list[str], env: Mapping[str, str], seconds: float
 
 
 def last_words(done: subprocess.CompletedProcess[str], what: str) -> str:
-    """Why a probe failed: the signal that ended it, or the last line it wrote."""
+    """Why a probe failed: the signal that ended it, or the last line that it wrote."""
     if done.returncode < 0:
         return f"{what} was ended by signal {-done.returncode}"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""What can be known of a run's input before torch, transformers and Ray are imported, which takes seconds."""
+"""Checks of a run's input before torch, transformers and Ray are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from asyncrlhf.plugins import load_function
 
 
 def first_look(config: RunConfig) -> None:
-    """Raise ConfigError for a path that leads nowhere, rows that cannot be read, a function that does not exist.
+    """Raise ConfigError for a path that does not exist, rows that cannot be read, a function that does not exist.
 
-    ``orchestrator.run.prepare`` looks at all of it again, and at the rest.
+    ``orchestrator.run.prepare`` checks all of it again, and the rest.
     """
     check_model_path(config)
     for name, part in config.reward.sources.items():
@@ -25,12 +25,12 @@ def first_look(config: RunConfig) -> None:
 
 
 def check_model_path(config: RunConfig) -> None:
-    """Raise ConfigError for a model that looks like a folder and is none."""
+    """Raise ConfigError for a model path that looks like a folder but does not exist."""
     if config.model.path not in ("tiny", "smollm2"):
         refuse_missing_model(config.model.path)
 
 
 def say(config: RunConfig, text: str) -> None:
-    """A line before the run's own display stands."""
+    """Print a line before the run's own display exists."""
     if config.logging.progress != "none":
         print(text, flush=True)

@@ -32,7 +32,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf evaluate [overrides]   held-out reward, win rate and KL of a model: asyncrlhf evaluate model.path=FOLDER
                                    of a run's newest checkpoint: asyncrlhf evaluate run=RUN
   asyncrlhf watch [RUN]            a live dashboard of a run or a sweep on the terminal
-  asyncrlhf status RUN             who waits for whom in a live run, also in one that hangs
+  asyncrlhf status RUN             what each part of a live run waits for, also in one that hangs
   asyncrlhf report RUN...          draw the curves of one run or several
   asyncrlhf verify RUN...          whether runs kept what they promised, recomputed from their records
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
@@ -48,7 +48,7 @@ Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupte
 def _report(arguments: Sequence[str]) -> int:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            """Say what is wrong in one sentence instead of a usage text."""
+            """Print one sentence about the error instead of a usage text."""
             raise ConfigError(f"report: {message}; write asyncrlhf report RUN [RUN ...] [--out FOLDER].")
 
     parser = Parser(prog="asyncrlhf report")
@@ -118,12 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def printable(text: str) -> str:
-    """What was typed may hold anything; a terminal is shown control characters by their codes."""
+    """The user's text with control characters escaped: a terminal would interpret them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _unforeseen(error: Exception) -> int:
-    """One sentence for an unforeseen error, of ours or of a user's own code; the trace goes to a file."""
+    """One sentence for an unforeseen error, of this package or of a user's code; the traceback goes to a file."""
     if full := full_disk(error):
         print(f"asyncrlhf: {redact(full)}", file=sys.stderr)
         return 1
@@ -136,7 +136,7 @@ def _unforeseen(error: Exception) -> int:
 
 
 def _trace_file(trace: str) -> str:
-    """A new file in the temporary folder, which keeps the newest ``TRACES`` of this user's."""
+    """A new file in the temporary folder, which keeps this user's newest ``TRACES``."""
     with tempfile.NamedTemporaryFile("w", prefix="asyncrlhf-error-", suffix=".txt", delete=False) as file:
         file.write(redact(trace))
     with suppress(OSError):
@@ -149,8 +149,8 @@ def _trace_file(trace: str) -> str:
 
 
 class Unbreakable:
-    """A standard stream whose reader may go away (``asyncrlhf train | head -1``): what is written afterwards is lost,
-    and nothing else is."""
+    """A standard stream whose reader may close it (``asyncrlhf train | head -1``): later output is lost without an
+    error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -169,7 +169,7 @@ class Unbreakable:
             self._lose()
 
     def _lose(self) -> None:
-        """Whatever the process or a library writes to the descriptor from now on goes nowhere, too."""
+        """From now on, discard all output of the process and its libraries to this descriptor."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

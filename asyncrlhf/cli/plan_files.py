@@ -1,4 +1,4 @@
-"""What a plan leaves: an experiment's file for ``train``, its figures as JSON, and a page; and how a run compares."""
+"""The files of a plan: an experiment for ``train``, its figures as JSON, and a page; and the comparison with a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reference pages made from the code: docs/reference/settings.md, metrics.md and the schema that editors read.
 
-``python -m asyncrlhf.cli.reference docs/reference`` (``make reference``) writes them; ``tests/test_reference.py`` holds
-the committed ones to it.
+``python -m asyncrlhf.cli.reference docs/reference`` (``make reference``) writes them; ``tests/test_reference.py``
+checks the committed ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ An editor with the YAML language server checks and completes a file that begins 
 
 
 def schema(arguments: Sequence[str]) -> int:
-    """``asyncrlhf schema``: prints it."""
+    """``asyncrlhf schema``: print the JSON schema."""
     if {"-h", "--help"} & set(arguments):
         print(SCHEMA_HELP)
         return 0

@@ -1,4 +1,4 @@
-"""What ``--help`` says of settings: all of them by group, one group, one setting, or those that a word is found in."""
+"""The ``--help`` of settings: all of them by group, one group, one setting, or those that contain a word."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USAGE = """asyncrlhf train [overrides]: one run, or with -m a Hydra multirun
 
 
 def settings_help(words: Sequence[str]) -> str:
-    """Text for the terminal. Raises ConfigError for a word that is in no setting."""
+    """Text for the terminal. Raises ConfigError for a word that no setting contains."""
     width = min(120, max(60, shutil.get_terminal_size((100, 20)).columns))
     if not words:
         return "\n\n".join([USAGE, *(_section(section, width) for section in _listed())])
@@ -31,7 +31,7 @@ def settings_help(words: Sequence[str]) -> str:
 
 
 def _listed() -> list[Section]:
-    """Without the groups inside an entry, which are as those that their line names."""
+    """All settings but those of groups inside an entry, which repeat the group that their line names."""
     return [section for section in sections() if f".{ENTRY}." not in section.key and section.settings]
 
 

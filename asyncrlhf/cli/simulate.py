@@ -1,4 +1,4 @@
-"""``asyncrlhf profile`` and ``simulate``: costs of a machine out of a run, and a run that only lets time pass."""
+"""``asyncrlhf profile`` and ``simulate``: a machine's costs from a run's records; a run that only lets time pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USAGE = {
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one sentence instead of a usage text."""
+        """Print one sentence about the error instead of a usage text."""
         raise ConfigError(f"{self.prog.split()[-1]}: {message}; write {USAGE[self.prog.split()[-1]]}.")
 
 
@@ -48,7 +48,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def fitted_costs(run: Path) -> tuple[Any, dict[str, Any]]:
-    """Costs of a run, and where they come from."""
+    """Costs of a run, and their origin."""
     from asyncrlhf.planner.fit import costs_of_run
 
     check_run(run)
@@ -91,7 +91,7 @@ def simulate(arguments: Sequence[str]) -> int:
 
 
 def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, float] | None]:
-    """The simulated run's summary with its figures, and those of the real run where nothing was changed."""
+    """The simulated run's summary with its figures, and those of the real run if no setting was changed."""
     from asyncrlhf.cluster.cost_parts import Conditions
     from asyncrlhf.orchestrator.run import new_run_dir
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
@@ -128,14 +128,14 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
 
 
 def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's own config as a simulated run, with changes."""
+    """The run's own config, with the changes, as a simulated run."""
     from asyncrlhf.orchestrator.simulate import OVERRIDES
 
     return changed(settings_of_run(run, overrides), *OVERRIDES)
 
 
 def settings_of_run(run: Path, overrides: Sequence[str]) -> DictConfig:
-    """What the run was configured with, with changes, as a new run that shows nothing."""
+    """The run's settings, with the changes, for a new run without display and sinks."""
     check_words(overrides)
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"{run} holds no {CONFIG_FILE}; give the directory of a run.")

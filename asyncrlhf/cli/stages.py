@@ -75,7 +75,7 @@ def _first_look(config: RunConfig, path: str, key: str) -> None:
 
 
 def _answer_help(arguments: Sequence[str], usage: str, group: str) -> None:
-    """``group``: the settings that are this command's own."""
+    """Print the command's help, if asked for. ``group``: the settings of this command alone."""
     if "-h" in arguments or "--help" in arguments:
         from asyncrlhf.cli.settings_help import settings_help
 
@@ -84,7 +84,7 @@ def _answer_help(arguments: Sequence[str], usage: str, group: str) -> None:
 
 
 def _tell(summary: Mapping[str, Any], plain_words: Callable[[Mapping[str, Any]], str]) -> int:
-    """Print what came of a stage, in one of several processes alone; returns the exit code."""
+    """Print a stage's results, in one of several processes only; returns the exit code."""
     done = summary["exit_reason"] == "done"
     stopped = f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."
     if os.environ.get("RANK", "0") == "0":
@@ -115,7 +115,7 @@ def _two_columns(title: str, figures: Sequence[tuple[str, str]]) -> Table:
 
 
 def preference_figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of what ``preferences`` shows of its summary."""
+    """The displayed names and values of the summary of ``preferences``."""
     settings = summary["settings"]
     left_out = {
         "cut off": summary["truncated_dropped"],
@@ -145,8 +145,8 @@ def preference_figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def evaluate(arguments: Sequence[str]) -> int:
     """Held-out reward, win rate and KL of a model or a run's checkpoint, as tables and as JSON.
 
-    Reads the same overrides as ``train``. ``run=RUN`` takes the settings of that run and its newest checkpoint; what
-    follows are then plain settings, not names of groups. ``run_dir=FOLDER`` also writes ``FOLDER/evaluation.json``.
+    Reads the same overrides as ``train``. ``run=RUN`` takes the settings of that run and its newest checkpoint; further
+    overrides are then plain settings, not names of groups. ``run_dir=FOLDER`` also writes ``FOLDER/evaluation.json``.
     """
     _answer_help(arguments, EVALUATE, "evaluation")
     named = [argument.removeprefix("run=") for argument in arguments if argument.startswith("run=")]
@@ -170,7 +170,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's own config with its newest checkpoint as the model; raises ConfigError where it has none."""
+    """The run's own config with its newest checkpoint as the model; raises ConfigError if it has none."""
     from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 
     check_words(overrides)
@@ -221,7 +221,7 @@ def _sample_table(result: Mapping[str, Any], samples: int, how: str) -> Table:
 
 
 def _figures(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of the second table, with standard errors where there are any."""
+    """Names and values of the second table, with standard errors if there are any."""
     rows = [
         ("reward", _pair(result, "reward_mean", "reward_standard_error")),
         *((f"  {name}", _pair(part, "mean", "standard_error")) for name, part in result["reward_parts"].items()),

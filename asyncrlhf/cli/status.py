@@ -1,4 +1,4 @@
-"""``asyncrlhf status RUN``: who waits for whom in a live run, and how a finished one ended."""
+"""``asyncrlhf status RUN``: what each part of a live run waits for, and how a finished run ended."""
 
 from __future__ import annotations
 

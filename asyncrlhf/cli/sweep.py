@@ -1,4 +1,4 @@
-"""``asyncrlhf sweep``: a grid of runs, and one report of what they say together."""
+"""``asyncrlhf sweep``: a grid of runs, and one report of their common results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_plan(plan: SweepPlan, accept_changed: bool) -> int:
-    """Run what is left of the sweep, whose folder the caller holds; returns the exit code."""
+    """Run the unfinished jobs of the sweep, whose folder the caller holds; returns the exit code."""
     from asyncrlhf.sweeps.run import Sweeper, open_sweep
     from asyncrlhf.sweeps.table import SweepTable
 
@@ -88,6 +88,6 @@ def _closing(record: SweepRecord, states: Counter[str]) -> list[str]:
 
 
 def _to_sync(folder: Path) -> list[str]:
-    """What sends the runs that W&B has recorded offline, where there are any."""
+    """The command that uploads the runs that W&B recorded offline; empty if there are none."""
     parts = "jobs/*/wandb/offline-run-*"
     return [f"W&B, one group: wandb sync {folder}/{parts}"] if any(folder.glob(parts)) else []

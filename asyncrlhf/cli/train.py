@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their words, and the overrides."""
+    """Hydra's flags with their arguments, and the overrides."""
     flags: list[str] = []
     overrides: list[str] = []
     waiting = ""
@@ -93,7 +93,7 @@ def run(config: RunConfig) -> int:
 
 
 def draw(folders: Sequence[Path], out: Path | None = None) -> str:
-    """Draw the report of what has ended well; a sentence that says where it lies, or why it could not be drawn."""
+    """Draw the report of runs that ended well; returns a sentence with its place, or with the reason of a failure."""
     from asyncrlhf.report.html import build_report
 
     try:
@@ -105,8 +105,8 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> str:
 
 
 def _check_jobs(overrides: Sequence[str], folder: Path | None) -> None:
-    """Every job's config is checked before the first one starts, unless a sweeper other than Hydra's makes them. Those
-    that contradict themselves are left out when their turn comes, if others are left."""
+    """Check every job's config before the first one starts, unless another sweeper than Hydra's makes the jobs. Jobs
+    with contradicting settings are left out at their turn, if others remain."""
     if any(override.lstrip("+").startswith("hydra/sweeper") for override in overrides):
         return
     jobs = sweep_jobs(overrides)
@@ -121,9 +121,9 @@ def _check_jobs(overrides: Sequence[str], folder: Path | None) -> None:
 
 
 def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | None) -> int:
-    """Hydra composes, launches and names the jobs' folders; the worst job gives the sweep its exit code.
+    """Let Hydra compose, launch and name the jobs' folders; the sweep's exit code is that of the worst job.
 
-    A job that fails leaves the others alone; an interruption ends them all.
+    A failed job does not affect the others; an interruption ends them all.
     """
     register_schema()
     codes: list[int] = []

@@ -1,4 +1,4 @@
-"""``asyncrlhf verify``: whether runs kept what they promised, recomputed from their raw records."""
+"""``asyncrlhf verify``: whether runs kept their guarantees, recomputed from their raw records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From command-line overrides to a RunConfig, with Hydra's complaints said in one sentence."""
+"""From command-line overrides to a RunConfig; Hydra's errors become one sentence each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
 
 
 def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
-    """What Hydra makes of the overrides, not yet checked for ranges; ``folder`` adds the user's groups to ours."""
+    """Hydra's result for the overrides, before range checks; ``folder`` adds the user's groups."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     register_schema()
@@ -80,13 +80,13 @@ def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
 
 
 def quoted(text: str) -> str:
-    """``text`` as the value of an override, whatever characters it has."""
+    """``text`` as the value of an override, with any characters."""
     # Within quotes a backslash stands for itself, but for those right before a quote.
     return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for anything that is neither ``key=value`` nor ``~key``."""
+    """Raise ConfigError for an argument that is neither ``key=value`` nor ``~key``."""
     for argument in overrides:
         if argument.startswith("-"):
             raise ConfigError(f"{argument} is no option of this command; settings are given as key=value.")
@@ -114,7 +114,7 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def hydra_sentence(error: Exception) -> str:
-    """Hydra's message without its hints for Hydra's own developers, naming the key, the value and what is allowed."""
+    """Hydra's message without its hints for developers of Hydra apps, naming the key, the value and what is allowed."""
     text = str(error).strip()
     if isinstance(error, OverrideParseException):
         return (

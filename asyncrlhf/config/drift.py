@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint's settings and those of the run that goes on from it: one decision a setting."""
+"""Which settings may differ between a checkpoint and the run that resumes it: one decision per setting."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REFUSE: Decision = "refuse"  # what the run says of itself would be untrue, or i
 ADAPT: Decision = "adapt"  # from the checkpoint on the new value holds, for what the checkpoint holds as well
 NOTE: Decision = "note"  # nothing that is trained depends on it
 
-_MODEL = "the weights, the reference and the tokens of what waits come from it"
-_SAMPLER = "what waits carries the sets of tokens that its sampler kept, and the learner takes all batches alike"
+_MODEL = "the weights, the reference and the tokens of waiting rollouts come from it"
+_SAMPLER = "waiting rollouts carry the token sets that their sampler kept, and the learner takes all batches alike"
 _STATES = "the optimizer's states in the checkpoint are of another kind"
 _PLACES = "the gate's places were counted by it"
-_SCHEDULE = "the batches that wait were made for the versions that it fixes"
+_SCHEDULE = "waiting batches were made for the versions that it fixes"
 _REWARD = "rewards before and after could not be compared"
 _ON = "holds from the checkpoint on"
-_BOUND = "holds from the checkpoint on; what waits and is too old for it is met as async.over_stale says"
+_BOUND = "holds from the checkpoint on; waiting rollouts that are too old are treated as async.over_stale says"
 _SPEED = "decides over speed alone"
 _SHOWN = "decides over what is recorded and shown"
 _UNREAD = "is not read in training"
@@ -35,7 +35,7 @@ RULES: dict[str, tuple[Decision, str]] = {
     "run_dir": (NOTE, "is where the checkpoint lies"),
     "seed": (REFUSE, "prompts and draws follow from it"),
     "steps": (ADAPT, "is the run's new end"),
-    "batch_size": (REFUSE, "what waits is counted by it"),
+    "batch_size": (REFUSE, "waiting rollouts are counted by it"),
     "num_generations": (REFUSE, "the groups that wait are of that size"),
     "runtime": (REFUSE, "the seconds of the two runtimes are of different clocks"),
     "eval_every": (NOTE, "evaluations fall on other steps"),
@@ -67,7 +67,7 @@ RULES: dict[str, tuple[Decision, str]] = {
     "weights.publish_every": (ADAPT, _ON),
     "weights.dtype": (ADAPT, _ON),
     "buffer": (ADAPT, _ON),
-    "buffer.capacity": (ADAPT, "what waits beyond it is trained before anything new begins"),
+    "buffer.capacity": (ADAPT, "waiting rollouts beyond it are trained before any new one begins"),
     "buffer.max_reuse": (REFUSE, _PLACES),
     "buffer.replay_fraction": (REFUSE, _PLACES),
     "reward": (REFUSE, _REWARD),
@@ -85,8 +85,8 @@ RULES: dict[str, tuple[Decision, str]] = {
     "reward.judge.kv_cache_gb": (NOTE, _SPEED),
     "reward.http": (NOTE, "an endpoint may move; that it gives the same rewards is taken on trust"),
     "fusion": (NOTE, "decides over when rewards are computed"),
-    "reference": (ADAPT, "reference log-probs of what waits are computed anew where they depend on it"),
-    "critic": (ADAPT, "values of what waits are computed where they are missing"),
+    "reference": (ADAPT, "reference log-probs of waiting rollouts are computed again where they depend on it"),
+    "critic": (ADAPT, "values of waiting rollouts are computed where they are missing"),
     "logging": (NOTE, _SHOWN),
     "checkpoint": (NOTE, "decides over when checkpoints are written"),
     "cluster": (NOTE, "decides over where parts run"),
@@ -103,7 +103,7 @@ _ADDRESS = ("run_dir", "checkpoint.resume")
 
 @dataclass(frozen=True)
 class Change:
-    """One setting, or the content of what it names, that differs from the checkpoint's."""
+    """One setting, or the content of the file that it names, that differs from the checkpoint's."""
 
     key: str
     before: Any
@@ -130,11 +130,11 @@ def drift(
     held: Mapping[str, str] | None = None,
     found: Mapping[str, str] | None = None,
 ) -> list[Change]:
-    """What differs, in the order of the settings.
+    """The differences, in the order of the settings.
 
     Args:
-        before: the checkpoint's settings as ``to_plain`` gives them; what it lacks is at its default.
-        step: learner steps that the checkpoint has done.
+        before: the checkpoint's settings as ``to_plain`` gives them; missing ones have their default.
+        step: learner steps of the checkpoint.
         held: digests of the files that settings name, as the run began; see ``config.inputs``.
         found: the same of today.
     """
@@ -156,7 +156,7 @@ def drift(
 
 
 def _cannot(key: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
-    """Why this very change of a setting that may change is refused; empty where it is not."""
+    """Why this particular change of a changeable setting is refused; empty if it is not."""
     was, now = old.get(key), new.get(key)
     if key == "steps" and new[key] < step:
         return f"{step} steps are done"
@@ -172,7 +172,7 @@ def _cannot(key: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int)
 
 
 def _replaced(key: str, was: str, now: str) -> Change:
-    """The setting is the same, and what it names is not."""
+    """The change of a setting that kept its value but names a file with another content."""
     decision, reason = rule(key)
     if key.rpartition(".")[2] in ("target", "reward_funcs"):
         decision, reason = NOTE, "its code is no longer what the run began with"
@@ -180,7 +180,7 @@ def _replaced(key: str, was: str, now: str) -> Change:
 
 
 def told(changes: Sequence[Change], folder: object) -> str:
-    """One message for the user on all changes; raises ConfigError with the same where one of them is refused."""
+    """One message for the user about all changes; raises ConfigError with it if one of them is refused."""
     groups = {d: [str(c) for c in changes if c.decision == d] for d in (REFUSE, ADAPT, NOTE)}
     titles = {REFUSE: "refused", ADAPT: "taken up", NOTE: "noted"}
     said = "; ".join(f"{titles[d]}: {', '.join(found)}" for d, found in groups.items() if found)

@@ -1,4 +1,4 @@
-"""Settings of what is around a run: ``cluster.*`` (which parts share devices), ``ray.*`` (which Ray), and ``logging.*``
+"""Settings of a run's environment: ``cluster.*`` (which parts share devices), ``ray.*`` (which Ray), and ``logging.*``
 (what is recorded and shown)."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RayConfig:
 
     @property
     def cluster(self) -> str:
-        """The address to join; empty where Ray is started for the run."""
+        """The address to join; empty if Ray is started for the run."""
         return self.address or os.environ.get("RAY_ADDRESS", "")
 
 
@@ -103,5 +103,5 @@ class LoggingConfig:
 
     @property
     def active_sinks(self) -> list[str]:
-        """Those of ``sinks`` that are on."""
+        """The ``sinks`` that are switched on."""
         return [sink for sink in self.sinks if sink != "wandb" or self.wandb != "disabled"]

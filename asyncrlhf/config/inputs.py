@@ -1,4 +1,4 @@
-"""Digests of the local files that settings name: by them a resumed run sees that its data or its model was replaced."""
+"""Digests of the local files that settings name, by which a resumed run notices that data or a model was replaced."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NOT_READ = (".md", ".lock", ".log")  # beside a model or data
 
 
 def digests(config: RunConfig) -> dict[str, str]:
-    """By setting, for those that name local files, data or code; hub names and what cannot be found are left out.
+    """By setting, for those that name local files, data or code; hub names and missing files are left out.
 
-    Of a large file 32 samples of 1 MiB are read, spread evenly, and its size.
+    Of a large file its size and 32 samples of 1 MiB are read, spread evenly.
     """
     found: dict[str, str] = {}
     for key, path in _named(config):

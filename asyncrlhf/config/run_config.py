@@ -1,4 +1,4 @@
-"""The root of the configuration: leaves from every layer, what they must agree on, and Hydra's schema for them."""
+"""The root of the configuration: settings of every layer, the checks between them, and Hydra's schema for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckpointConfig:
 
     every: int = setting(0, "Learner steps between two checkpoints; 0: only at an interruption.", low=0)
     keep: int = setting(2, "Newest checkpoints that are kept.", low=1)
-    resume: str = setting("no", "What the run goes on from: no, auto (the newest there is), or a checkpoint's folder.")
+    resume: str = setting("no", "What the run resumes from: no, auto (the newest there is), or a checkpoint's folder.")
 
     def __post_init__(self) -> None:
         check_settings("checkpoint", self)
@@ -46,7 +46,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything one run needs. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
+    """All settings of one run. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
 
     name: str = setting("arithmetic", "Name of the run's folder, below runs/.")
     run_dir: str = setting("", "The run's own folder; empty is runs/NAME/TIME.")
@@ -103,7 +103,7 @@ class RunConfig:
 
     @property
     def just_in_time(self) -> bool:
-        """Whether admission is paced by the learner's asking, see ``orchestrator/lead.py``."""
+        """Whether admission is paced by the learner's requests, see ``orchestrator/lead.py``."""
         return self.async_.pacing == "just_in_time"
 
     @property
@@ -113,28 +113,29 @@ class RunConfig:
 
     @property
     def reference_served(self) -> bool:
-        """Whether workers of their own compute the reference's log-probs: where the algorithm needs any."""
+        """Whether separate workers compute the reference's log-probs; only if the algorithm needs them."""
         return self.reference.where == "service" and self.algorithm.needs_reference
 
     @property
     def reward_reads_ahead(self) -> bool:
-        """Whether reward workers are asked to read ahead; those whose models cannot do it say so."""
+        """Whether reward workers should read ahead; a worker whose models cannot says so."""
         return self.fusion.reads_ahead and any(p.kind == "model" for p in self.reward.sources.values())
 
     @property
     def reference_reads_ahead(self) -> bool:
-        """The same of reference workers. Until a rollout's end the sets that truncated sampling kept are not known."""
+        """Whether reference workers should read ahead. Truncated sampling forbids it: its kept sets are known only at
+        the end."""
         return self.fusion.reads_ahead and self.reference_served and not self.generator.truncated
 
     @property
     def critic_served(self) -> bool:
-        """Whether workers of their own compute the critic's old values: where the algorithm has a critic."""
+        """Whether separate workers compute the critic's old values; only if the algorithm has a critic."""
         return self.critic.where == "service" and self.algorithm.needs_critic
 
     @property
     def engine_dtypes(self) -> list[str]:
-        """What each kind of replica computes in; the fake engine in nothing. An adapter is merged into other weights,
-        so that it travels as it is for every engine."""
+        """The compute dtype of each kind of replica; the fake engine has none. An adapter is merged into other weights,
+        so it is sent unchanged to every engine."""
         if self.model.lora.r:
             return []
         kinds = [kind.config for kind in replica_kinds(self.generator) if kind.config.engine != "fake"]
@@ -143,14 +144,14 @@ class RunConfig:
 
     @property
     def audit_tolerance(self) -> Tolerance:
-        """Mean |log-prob difference| between learner and engine at one version."""
+        """Mean |log-prob difference| allowed between learner and engine at one version."""
         computed = {self.model.dtype, self.weights.dtype, *self.engine_dtypes} - {"auto"}
         exact = computed == {"float32"} and self.learner.mixed_precision == "none"
         return choose_tolerance(self.weights.audit_tolerance, exact)
 
 
 def check_agreement(config: RunConfig) -> None:
-    """Raise ConfigError for the first disagreement."""
+    """Raise ConfigError for the first contradiction between settings."""
     validate_flow(
         config.async_,
         config.buffer,
@@ -249,9 +250,9 @@ def register_schema() -> None:
 
 @cache
 def _schema() -> DictConfig:
-    """The typed defaults, to be copied and not changed (making them takes a quarter of composing a config).
+    """The typed defaults, to be copied and not changed (building them takes a quarter of composing a config).
 
-    OmegaConf would make frozen dataclasses read-only before anything was overridden.
+    From frozen dataclasses OmegaConf would make a read-only config, which no override could change.
     """
     schema: DictConfig = OmegaConf.structured(RunConfig)
     pending: list[Any] = [schema]
@@ -267,7 +268,7 @@ def _yaml_name(name: str) -> str:
 
 
 def from_hydra(config: DictConfig) -> RunConfig:
-    """Turn Hydra's config into the frozen dataclasses; raises ConfigError with one sentence."""
+    """Convert Hydra's config to the frozen dataclasses; raises ConfigError with one sentence."""
     known = {_yaml_name(f.name) for f in fields(RunConfig)}
     unknown = [str(key) for key in config if str(key) not in known]
     if unknown:
@@ -283,7 +284,7 @@ def from_hydra(config: DictConfig) -> RunConfig:
 
 
 def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:
-    """The resolved config as YAML-able dictionaries under the names that users write; ``whole``: with its secrets."""
+    """The resolved config as YAML-able dictionaries under the users' names; ``whole``: with its secrets."""
     plain = _values(config)
     plain["async_"] |= config.async_.in_force
     named = {_yaml_name(str(key)): value for key, value in plain.items()}

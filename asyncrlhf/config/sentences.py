@@ -15,8 +15,8 @@ from omegaconf.errors import (
 
 
 def unknown_key(key: str, tree: Any) -> str:
-    """The sentence for a setting that does not exist: what is near it, and what its group holds. ``tree``: all settings
-    at their defaults."""
+    """The sentence for a setting that does not exist: similar names, and the settings of its group. ``tree``: all
+    settings at their defaults."""
     node, parts = tree, key.split(".")
     for depth, part in enumerate(parts):
         if isinstance(node, dict) and part in node:
@@ -53,8 +53,8 @@ _KINDS = {  # what a setting takes, by the type of its default
 
 
 def omegaconf_sentence(error: OmegaConfBaseException, tree: Any) -> str:
-    """OmegaConf's several lines as one sentence that names the key, the value and what is allowed. ``tree``: all
-    settings at their defaults."""
+    """OmegaConf's several lines as one sentence with the key, the value and what is allowed. ``tree``: all settings at
+    their defaults."""
     first = str(error).strip().splitlines()[0].rstrip(".")
     key = str(getattr(error, "full_key", None) or "the configuration").replace("async_", "async")
     if isinstance(error, ConfigKeyError | ConfigAttributeError):

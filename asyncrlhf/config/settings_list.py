@@ -1,4 +1,4 @@
-"""Every setting there is, as its dataclass declares it: key, type, default, what is allowed, and what it means."""
+"""The list of all settings from their dataclasses: key, type, default, allowed values, and meaning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """``kind`` is JSON schema's name of the type; ``nullable``: null is a value, too. ``default`` is plain data."""
+    """``kind``: JSON schema's name of the type; ``nullable``: null is allowed too. ``default`` is plain data."""
 
     key: str
     kind: str
@@ -52,7 +52,7 @@ class Setting:
 
     @property
     def written(self) -> str:
-        """The default as a user would write it, cut where it is long."""
+        """The default as a user would write it, shortened if it is long."""
         text = self.default if isinstance(self.default, str) else json.dumps(self.default)
         line = text.splitlines()[0] if text else "''"
         return line if line == text or not text else f"{line[:40]}..."
@@ -71,7 +71,7 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """All groups in the order of the config, each before those inside it; entries of a mapping as ``GROUP.NAME``."""
+    """All groups in the order of the config, each before its subgroups; entries of a mapping as ``GROUP.NAME``."""
     return tuple(_sections(RunConfig, "", "The run itself."))
 
 
@@ -118,7 +118,7 @@ def _join(group: str, name: str) -> str:
 
 
 def json_schema(key: str = "") -> dict[str, Any]:
-    """JSON schema of a config file: of the whole, such as ``conf/experiment/NAME.yaml``, or of the group ``key``."""
+    """JSON schema of a config file: of a whole one, such as ``conf/experiment/NAME.yaml``, or of the group ``key``."""
     by_key = {section.key: section for section in sections()}
     schema = _object(by_key, key)
     if not key:

@@ -14,8 +14,8 @@ SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What both trainers take; one process is one device, so that a batch over all devices is ``accelerate launch``'s.
-    All rows of a prompt are on one side of the held-out ones."""
+    """The common settings of both trainers. One process uses one device; ``accelerate launch`` spreads a batch over
+    several. All rows of a prompt are either held out or trained on."""
 
     path: str = setting(
         "", "Rows: a JSONL or Parquet file, a folder of them, what `datasets` saved to disk, or a dataset's name."
@@ -52,8 +52,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class SftConfig(TrainerConfig):
-    """TRL's ``SFTTrainer``. Rows: ``text``; ``prompt`` and ``completion``, whose loss is the completion's alone; or
-    ``messages``."""
+    """TRL's ``SFTTrainer``. Rows: ``text``; ``prompt`` and ``completion``, which alone trains; or ``messages``."""
 
     packing: bool = setting(False, "Fills rows of max_length tokens with several texts.")
     assistant_only_loss: bool = setting(False, "Rows of messages: the assistant's turns alone train.")
@@ -64,8 +63,8 @@ class SftConfig(TrainerConfig):
 
 @dataclass(frozen=True)
 class RewardTrainingConfig(TrainerConfig):
-    """TRL's ``RewardTrainer``. Rows: ``chosen`` and ``rejected``, texts or messages, with or without ``prompt``; a
-    ``margin`` column, where there is one, is what their scores should differ by at least."""
+    """TRL's ``RewardTrainer``. Rows: ``chosen`` and ``rejected``, texts or messages, with or without ``prompt``; an
+    optional ``margin`` column gives the least difference of their scores."""
 
     learning_rate: float = setting(1e-4, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
     center_rewards_coefficient: float = setting(
@@ -81,7 +80,7 @@ NOISES = ("none", "bradley_terry", "flip")
 
 @dataclass(frozen=True)
 class PreferencesConfig:
-    """Pairs of the model's own answers; an answer is in one pair, and pairs of equal reward are dropped."""
+    """Pairs of the model's own answers; an answer is in at most one pair, and pairs of equal reward are dropped."""
 
     num_prompts: int = setting(512, "Training prompts that are answered.", low=1)
     num_generations: int = setting(4, "Answers a prompt.", low=2)
@@ -115,8 +114,8 @@ ANSWERS = "answers"
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How answers to the held-out prompts are made and measured: without top-p and top-k, so that the KL is that of
-    what is sampled."""
+    """How answers to the held-out prompts are sampled and measured: without top-p and top-k, which would change the
+    KL."""
 
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", low=0)
     num_generations: int = setting(1, "Answers a prompt.", low=1)

@@ -65,7 +65,7 @@ class SweepConfig:
 
     @property
     def grids(self) -> dict[str, SweepPart]:
-        """The grids by name, with seeds and timing filled in; one without a name where none are given."""
+        """The grids by name, with seeds and timing filled in; a single unnamed one if none are given."""
         if self.parts is None:
             return {"": SweepPart(seeds=self.seeds, timing=self.timing)}
         named = {str(k): entry for k, entry in self.parts.items() if entry} if isinstance(self.parts, Mapping) else {}

@@ -1,1 +1,1 @@
-"""Generation engines: fake and hf."""
+"""Generation engines: fake, hf and vllm."""

@@ -1,5 +1,5 @@
-"""What all engines share; named weights, loaded in place; base weights for an adapter that travels alone; and the
-engine that ``generator.engine`` names."""
+"""The common part of all engines; weights by name, loaded in place; the merge of LoRA adapters that are sent alone; and
+the engine that ``generator.engine`` names."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SPARE_TOKENS = 8  # looked at beyond the length of a stop text
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one call of :meth:`Engine.step` brought.
+    """The result of one call of :meth:`Engine.step`.
 
-    ``wake_at``: the clock time before which another step can bring nothing (the fake engine's next arrival), or None
-    when the engine wants to be stepped again at once.
+    ``wake_at``: the clock time before which no step can make progress (the fake engine's next arrival), or None if the
+    next step may follow at once.
     """
 
     finished: list[Rollout | GenerationFailure] = field(default_factory=list)
@@ -46,13 +46,13 @@ class Engine(ABC):
     """Continuous batching over ``slots`` sequences. Not thread-safe: one thread owns an engine and steps it.
 
     A request waits in the engine's own queue until a slot is free; a finished sequence's slot is refilled in the same
-    step. Tokens are stamped with the version that the engine holds when they are sampled.
+    step. Tokens are tagged with the version that the engine holds when they are sampled.
     """
 
     decode: Decode | None = None  # tokens to text, special ones included; for requests with ``stop`` texts
 
     def __init__(self, slots: int, version: int, context: int, vocabulary: int) -> None:
-        """``context``: tokens of prompt and response together; ``vocabulary``: token ids of a prompt are below it."""
+        """``context``: tokens of prompt and response together; ``vocabulary``: number of token ids in prompts."""
         self.slots = slots
         self.version = version  # the policy version that the next token will carry
         self.asleep = False
@@ -68,8 +68,8 @@ class Engine(ABC):
         return list(self._order)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests. A request that can never fit (prompt over the context) comes back as a failure; an id that is
-        in flight already raises ValueError."""
+        """Queue requests. A request that can never fit (prompt over the context) is returned as a failure; an id that
+        is already in flight raises ValueError."""
         for request in requests:
             if request.rollout_id in self._order:
                 raise ValueError(f"rollout {request.rollout_id} is already in flight in this engine")
@@ -96,7 +96,7 @@ class Engine(ABC):
         return None
 
     def ends_at_stop(self, request: GenerationRequest, sampled: Sequence[int] | IntArray) -> bool:
-        """Whether the last of the response's tokens so far completes one of the request's stop texts."""
+        """Whether the newest token of the response completes one of the request's stop texts."""
         stop = request.sampling.stop
         if not stop or self.decode is None:
             return False
@@ -106,18 +106,18 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, now: float) -> StepOutput:
-        """Advance by one iteration. ``now`` is the run's clock in seconds; only the fake engine looks at it."""
+        """Advance by one iteration. ``now`` is the run's clock in seconds; only the fake engine uses it."""
 
     def _report(self, tokens: int = 0, wake_at: float | None = None) -> StepOutput:
-        """What a step brings: all that finished since the one before."""
+        """The output of a step: all results since the previous one."""
         finished, self._finished = self._finished, []
         for result in finished:
             del self._order[result.rollout_id]
         return StepOutput(finished, tokens, wake_at)
 
     def partial(self, seen: Mapping[int, int], at_least: int) -> dict[int, IntArray]:
-        """What was sampled so far beyond the first ``seen[rollout_id]`` response tokens, [n] copied, of those in flight
-        in ``seen`` that have at least so many more. Costs nothing unless it is asked."""
+        """For each rollout in ``seen``, the response tokens after the first ``seen[rollout_id]``, [n] copied, if there
+        are at least ``at_least`` of them."""
         found: dict[int, IntArray] = {}
         for rollout_id, ids in self._sampled():
             before = seen.get(rollout_id)
@@ -130,7 +130,7 @@ class Engine(ABC):
         """Rollout id and response tokens so far of each sequence that has a slot."""
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
-        """Forget requests; returns those that were indeed in flight."""
+        """Forget requests; returns those that were in flight."""
         known = [rollout_id for rollout_id in dict.fromkeys(rollout_ids) if rollout_id in self._order]
         gone = set(known)
         for rollout_id in known:
@@ -142,15 +142,15 @@ class Engine(ABC):
 
     @abstractmethod
     def _give_up(self, gone: set[int]) -> None:
-        """Free the slots of the rollouts ``gone``, as far as they have one."""
+        """Free the slots of the rollouts ``gone`` that have one."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Sample nothing until :meth:`wake`, and leave the device's memory to the learner that takes turns with it.
+        """Stop sampling until :meth:`wake`, and free the device's memory for the learner that shares it.
 
-        In-flight sequences stay with the tokens they have; those whose KV cache was lost are prefilled anew after the
-        wake, under the weights that the engine holds then. Requests, loads and scores are still taken: what a load or a
-        score needs is brought back for it. A second call does nothing.
+        In-flight sequences keep their tokens; those whose KV cache was lost are prefilled again after the wake, with
+        the weights that the engine then holds. Requests, loads and scores are still accepted: a load or a score brings
+        back the memory that it needs. Idempotent.
         """
 
     @abstractmethod
@@ -158,11 +158,11 @@ class Engine(ABC):
 
     @abstractmethod
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
-        """Load every parameter by its name in ``model.named_parameters()``; raises WeightSyncError naming what is
-        missing, unknown or of another shape. In-flight sequences go on from the tokens they have: with ``cache="keep"``
-        on the old KV cache, with ``"recompute"`` after a new prefill under the new weights. An engine that makes tokens
-        by the clock (``wake_at`` given) is stepped once more before, so that what was made by now keeps its version.
-        """
+        """Load every parameter by its name in ``model.named_parameters()``; raises WeightSyncError naming a parameter
+        that is missing, unknown or of another shape. In-flight sequences continue from their tokens: with
+        ``cache="keep"`` on the old KV cache, with ``"recompute"`` after a new prefill with the new weights. Step an
+        engine that makes tokens by the clock (``wake_at`` given) once before, so that the tokens made until now keep
+        their version."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -178,10 +178,10 @@ class Engine(ABC):
 
 
 class AdapterMerge:
-    """Makes each version's whole weights out of the checkpoint's and the adapter that the learner sent.
+    """Computes each version's whole weights from the checkpoint's weights and the adapter that the learner sent.
 
-    The base stays in the host's memory, once, in the engine's dtype: a version is computed from it and not from the
-    version before, whose rounding would add up. Weights that are no adapter pass unchanged.
+    The base stays once in the host's memory, in the engine's dtype: a version is computed from it and not from the
+    previous version, whose rounding would add up. Weights that are no adapter pass unchanged.
     """
 
     def __init__(self, config: LoraConfig, base: Mapping[str, torch.Tensor]) -> None:
@@ -199,18 +199,18 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def match_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``weights`` under the names of the parameters, each once; a tied tensor may come under any of its names.
+    """``weights`` under the names of the parameters, each once; a tied tensor may have any of its names.
 
-    Raises what :func:`match_names` raises.
+    Raises as :func:`match_names`.
     """
     names = match_names(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     return {own: weights[given] for given, own in names.items()}
 
 
 def match_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The names of ``shapes`` that fill the parameters, one a parameter, and the parameter's own name of each.
+    """The names of ``shapes`` that fill the parameters, one per parameter, with the parameter's own name.
 
-    Raises WeightSyncError that names what is missing, unknown or of another shape.
+    Raises WeightSyncError naming a parameter that is missing, unknown or of another shape.
     """
     own = dict(model.named_parameters())
     tied = tied_names(model)
@@ -243,7 +243,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def load_named_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy ``weights`` into the parameters; the dtype may differ, names and shapes may not.
 
-    Nothing is written unless everything fits: raises what :func:`match_named_weights` raises.
+    Writes nothing unless everything fits: raises as :func:`match_named_weights`.
     """
     given = match_named_weights(model, weights)
     with torch.no_grad():
@@ -262,7 +262,7 @@ def build_engine(
     decode: Decode | None = None,
 ) -> Engine:
     """``load_model`` is called for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and ``answer_ids``
-    serve the fake one, ``decode`` serves stop texts."""
+    are for the fake engine, ``decode`` is for stop texts."""
     engine = _build(config, model, load_model, vocab_size, version, answer_ids)
     engine.decode = decode
     return engine

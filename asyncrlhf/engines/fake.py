@@ -22,7 +22,7 @@ _CLOCK_TOLERANCE = 1e-6  # seconds: sums of wall-clock times are no more exact t
 
 @dataclass
 class _Draft:
-    """What a request will become, and how much of it is made. Times are of the engine's own clock."""
+    """The planned response of a request, and how much of it is made. Times are of the engine's own clock."""
 
     request: GenerationRequest
     response_ids: IntArray  # [L]
@@ -42,14 +42,14 @@ class _Draft:
 class FakeEngine(Engine):
     """``Engine`` over a simulated server of ``slots`` places; see :class:`FakeConfig` for its distributions.
 
-    A response's tokens are made evenly over its latency and stamped in the step that meets them, so a caller that
-    wants the tags to change in the middle of a sequence steps once before it loads weights. Time counts between
-    steps; a sleep freezes the clock from the step before it to the step after the wake. A request that waits takes
-    a place the moment it is free, also between two steps.
+    A response's tokens are made evenly over its latency and tagged in the first step after they are due, so a caller
+    steps once before it loads weights if the tags are to change within a sequence. Time counts between steps; a sleep
+    freezes the clock from the step before it to the step after the wake. A waiting request takes a place the moment it
+    is free, also between two steps.
 
-    ``answer_ids`` gives the tokens of a prompt's reference answer, which is written with ``correct_probability``;
-    without it, or where it returns None, responses are random ids below ``vocab_size``. A response ends with the
-    first stop token of its request, unless it was cut at ``max_completion_length``.
+    ``answer_ids`` returns the tokens of a prompt's reference answer, which is written with ``correct_probability``;
+    without it, or if it returns None, responses are random ids below ``vocab_size``. A response ends with the first
+    stop token of its request, unless it was cut at ``max_completion_length``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FakeEngine(Engine):
         self._origin: float | None = None  # when the clock was 0; None: the next step's time is a new beginning
 
     def _refusal(self, request: GenerationRequest) -> None:
-        """It takes any request."""
+        """None: it accepts any request."""
 
     def step(self, now: float) -> StepOutput:
         if self.asleep:
@@ -89,7 +89,7 @@ class FakeEngine(Engine):
         return self._report(tokens, now + max(0.0, self._running[0][0] - self._clock) if self._running else None)
 
     def _advance(self) -> int:
-        """Bring every running response up to the clock; returns the tokens made."""
+        """Advance every running response to the clock's time; returns the number of tokens made."""
         tokens = 0
         while self._running and self._running[0][0] <= self._clock + _CLOCK_TOLERANCE:
             end, _, draft = heapq.heappop(self._running)
@@ -136,7 +136,7 @@ class FakeEngine(Engine):
         return _Draft(request, response_ids, logprobs, reason, config.latency_median * ratio, fails)
 
     def _response(self, request: GenerationRequest, rng: np.random.Generator) -> tuple[IntArray, FinishReason]:
-        """The whole text, then its stop token, cut at the longest completion."""
+        """The whole response, then its stop token, cut at the longest completion."""
         config, sampling = self._config, request.sampling
         stop = np.asarray(sampling.stop_token_ids[:1], np.int64)
         sigma = config.length_sigma
@@ -171,7 +171,7 @@ class FakeEngine(Engine):
         self.asleep = False
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
-        """Only the version counts: there are no weights."""
+        """Sets only the version: there are no weights."""
         self.version = version
 
     def parameters(self) -> Mapping[str, torch.Tensor]:

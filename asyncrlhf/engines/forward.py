@@ -22,12 +22,12 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others depend on t
 
 
 def build_forward(model: transformers.PreTrainedModel) -> Forward:
-    """The fastest forward pass that is right for ``model``; raises ConfigError when there is none."""
+    """The fastest correct forward pass for ``model``; raises ConfigError if there is none."""
     return LeanForward(model) if is_lean(model) else AttentionInterfaceForward(model)
 
 
 def is_lean(model: transformers.PreTrainedModel) -> bool:
-    """Whether :class:`LeanForward` computes this model: its class, its rotary embedding and plain linear layers."""
+    """Whether :class:`LeanForward` supports this model: its class, its rotary embedding and plain linear layers."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     if type(model).__name__ not in _LEAN_CLASSES or rope.get("rope_type", "default") not in _STATIC_ROPE:
         return False
@@ -37,9 +37,9 @@ def is_lean(model: transformers.PreTrainedModel) -> bool:
 
 
 def _fuse(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and bias for several layers of one input; their parameters become views of it.
+    """One weight and bias for several layers with one input; their parameters become views of it.
 
-    As views they still take new weights in place, so that nothing has to be fused again after a load.
+    The views still receive new weights in place, so that no load needs another fusion.
     """
 
     def joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -70,7 +70,7 @@ class LeanForward:
         self._rotary = torch.empty(2, 0, 1, self._head_dim)
 
     def _rotation(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, 1, D] out of a table that grows with the longest position seen."""
+        """cos and sin [T, 1, D] from a table that grows with the longest position."""
         if longest >= self._rotary.shape[1]:
             weight = self._trunk.embed_tokens.weight
             steps = torch.arange(2 * longest + 64, device=weight.device)
@@ -111,7 +111,8 @@ class LeanForward:
 
 
 class AttentionInterfaceForward:
-    """Any decoder-only model that calls transformers' attention interface: the model's own code, our attention."""
+    """Any decoder-only model that calls transformers' attention interface: its own code with this module's
+    attention."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         name = type(model).__name__

@@ -1,4 +1,4 @@
-"""Settings of the generators, ``generator.*``, and the kinds of replicas that they make."""
+"""Settings of the generators, ``generator.*``, and the kinds of replicas that they define."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # f
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """The fake engine's world, drawn from each request's seed: how long a response is, and how long it takes."""
+    """The fake engine's distributions, drawn from each request's seed: a response's length and its latency."""
 
     latency_median: float = setting(0.05, "Median time of a request, in seconds; log-normal.", low=0)
     latency_sigma: float = setting(0.5, "Spread of the logarithm of a request's time.", low=0)
@@ -78,10 +78,10 @@ class FakeConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """What ``generator.engine=vllm`` hands on to vLLM, under vLLM's own names where it has one.
+    """The settings that ``generator.engine=vllm`` passes to vLLM, under vLLM's own names if it has them.
 
-    A replica has ``tensor_parallel_size * pipeline_parallel_size`` workers; what data parallelism is elsewhere is
-    ``generator.replicas`` here.
+    A replica has ``tensor_parallel_size * pipeline_parallel_size`` workers; use ``generator.replicas`` for data
+    parallelism.
     """
 
     dtype: str = setting("auto", "Number format of the engine's weights; auto is model.dtype.", choices=VLLM_DTYPES)
@@ -122,14 +122,14 @@ class VllmConfig:
 
     @property
     def workers(self) -> int:
-        """vLLM workers of one replica, one a GPU."""
+        """vLLM workers of one replica, one per GPU."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Replicas that are alike, ``generator.groups.NAME``: what is null, or not named in ``fake`` and ``vllm``, is as
-    ``generator.*`` says. Sampling settings are common to all replicas."""
+    """A group of equal replicas, ``generator.groups.NAME``: settings that are null, or not named in ``fake`` and
+    ``vllm``, are those of ``generator.*``. All replicas share the sampling settings."""
 
     replicas: int = setting(1, "Replicas of this kind at the start.", low=1, high=MAX_REPLICAS)
     max_replicas: int = setting(0, "Most replicas of this kind on a cluster that grows; 0: no more than at the start.")
@@ -187,7 +187,7 @@ class GeneratorConfig:
     vllm: VllmConfig = group(VllmConfig, "What engine=vllm hands on to vLLM, under vLLM's own names.")
 
     def _check_engine(self) -> None:
-        """What an engine cannot do, and what would say a second time what has a setting of its own."""
+        """Refuse settings that the engine does not support, and keywords for which a setting exists."""
         check_keywords("generator.generation_kwargs", self.generation_kwargs)
         check(all(self.stop), "generator.stop holds an empty text; allowed: texts of at least one character.")
         check(
@@ -209,7 +209,7 @@ class GeneratorConfig:
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens are left without a chance."""
+        """Whether the sampling settings exclude some tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def __post_init__(self) -> None:
@@ -233,8 +233,8 @@ class GeneratorConfig:
 
 @dataclass(frozen=True)
 class Kind:
-    """Replicas that are alike. ``config`` is what each of them gets: its ``replicas`` is their number at the start,
-    and it has no groups."""
+    """Equal replicas. ``config``: that of each one; its ``replicas`` is their number at the start, and it has no
+    groups."""
 
     prefix: str
     config: GeneratorConfig
@@ -245,7 +245,7 @@ class Kind:
 
 
 def replica_kinds(config: GeneratorConfig) -> list[Kind]:
-    """The kinds in the order given; raises ConfigError with one sentence for what cannot be read as groups."""
+    """The kinds in the order given; raises ConfigError with one sentence for an invalid group."""
     number = config.replicas
     check(
         isinstance(number, int) and not isinstance(number, bool) and number >= 1,

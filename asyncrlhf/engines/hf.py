@@ -18,12 +18,12 @@ from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Rollout
 
 
 class HFEngine(Engine):
-    """``Engine`` over a loaded decoder-only model; the engine owns the model from then on.
+    """``Engine`` over a loaded decoder-only model, which the engine owns from then on.
 
-    Each step is one forward pass: the last token of every active row, and beside it the prompts of the rows that were
-    refilled, packed without padding. Siblings share one prefill, also with a sibling that came earlier under the same
-    weights. A request's draws depend on its seed alone; a greedy request (``temperature=0``) reports log-probs at
-    temperature 1 without filters. Errors of the model's forward pass propagate.
+    Each step is one forward pass: the last token of every active row, and the prompts of the refilled rows, packed
+    without padding. Siblings share one prefill, also with a sibling that came earlier under the same weights. A
+    request's draws depend only on its seed; a greedy request (``temperature=0``) reports log-probs at temperature 1
+    without filters. Errors of the model's forward pass propagate.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, *, slots: int, version: int = 0) -> None:
@@ -93,7 +93,7 @@ class HFEngine(Engine):
         return self.ends_at_stop(request, self._table.tokens[row, start:end])
 
     def _refill(self) -> None:
-        """Put waiting requests into free rows; close the holes that remain, so that the active rows come first."""
+        """Put waiting requests into free rows; then close the holes, so that the active rows come first."""
         copies: list[tuple[int, int]] = []
         self._holes.sort(reverse=True)
         while self._queue and (self._holes or self._table.count < self.slots):
@@ -167,7 +167,7 @@ class HFEngine(Engine):
         self._cache.reserve(self._capacity)
 
     def _move(self, device: torch.device | str) -> None:
-        """Take the weights elsewhere; the forward pass, which holds views of them, is built anew."""
+        """Move the weights to ``device`` and rebuild the forward pass, which holds views of them."""
         if self._model.device == torch.device(device):
             return
         self._model.to(device)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ class HFEngine(Engine):
             torch.cuda.empty_cache()
 
     def _forget_keys(self) -> None:
-        """What is in flight is prefilled anew from its tokens in the next step."""
+        """Drop the KV cache: the next step prefills the rows in flight again from their tokens."""
         self._donors.clear()
         self._table.ready[: self._table.count] = False
 
@@ -215,7 +215,7 @@ class HFEngine(Engine):
 
 
 def _context_length(model: transformers.PreTrainedModel) -> int:
-    """Tokens one sequence may hold; a sliding window bounds it, since rows attend to all of their past."""
+    """Tokens that one sequence may hold; a sliding window limits it, since rows attend to their whole past."""
     config: Any = model.config
     context = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None)

@@ -1,4 +1,4 @@
-"""The KV cache of the hf engine: one row a slot, and attention of decoding rows and of prefilled sequences over it."""
+"""The KV cache of the hf engine: one row per slot; attention of decoding rows and of prefilled sequences over it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LENGTH_MULTIPLE = 8  # attended lengths are rounded up to it: few shapes, and ke
 class PrefillBucket:
     """``count`` sequences of similar length, packed in ``start:stop`` of the forward pass's tokens.
 
-    ``pad`` [count * width] says which packed token stands at each padded place, ``unpad`` [stop - start] the reverse;
-    both None when all lengths are equal.
+    ``pad`` [count * width]: the packed token at each padded place, ``unpad`` [stop - start]: the reverse; both None
+    when all lengths are equal.
     """
 
     start: int
@@ -34,8 +34,8 @@ class PrefillBucket:
 class ForwardPlan:
     """One forward pass over packed tokens [T]: first one token of each decoding row, then the prefilled sequences.
 
-    Prefilled tokens only leave keys and values behind; logits are made for the first ``num_logits`` tokens. All
-    tensors lie on the model's device.
+    Prefilled tokens only write keys and values; logits are computed for the first ``num_logits`` tokens. All tensors
+    are on the model's device.
     """
 
     input_ids: torch.Tensor  # [T]

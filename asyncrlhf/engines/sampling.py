@@ -1,4 +1,4 @@
-"""Sampling: counter-based uniforms, and one draw a row from logits under temperature, top-k, top-p and min-p."""
+"""Sampling: counter-based uniforms, and one draw per row from logits under temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CDF_BLOCK = 256
 
 
 class Draws(NamedTuple):
-    """One token for each of n rows, and what else it could have been where a row was truncated: K tokens in total."""
+    """One token for each of n rows, and the kept sets of truncated rows: K tokens in total."""
 
     tokens: torch.Tensor  # [n] int64
     logprobs: torch.Tensor  # [n] float32, of the distribution that was sampled
@@ -36,12 +36,12 @@ def _mix(x: UIntArray) -> UIntArray:
 
 
 def seed_state(seed: int) -> np.uint64:
-    """The start of a request's stream; mixed, so that neighbouring seeds share no part of their streams."""
+    """The start of a request's stream; mixed, so that the streams of neighbouring seeds do not overlap."""
     return _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + _GOLDEN)[0]
 
 
 def uniforms(states: UIntArray, counters: NDArray[np.int64]) -> DoubleArray:
-    """Draw ``counters[i]`` of the stream ``states[i]``: [n] numbers inside (0, 1), a function of the two alone."""
+    """Draw ``counters[i]`` of the stream ``states[i]``: [n] numbers inside (0, 1), which depend only on these two."""
     bits = _mix(states + _GOLDEN * (counters.astype(np.uint64) + np.uint64(1)))
     # 48 bits: u * total stays below total in double precision, so that a draw never falls off the end.
     return ((bits >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
@@ -52,7 +52,7 @@ def _keep(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The candidates of n truncated rows, most likely first: ids [n, W], logits [n, W], and which are kept [n, W].
 
-    Every filter keeps the first few of the tokens in the order of their logits, so that these are all it needs.
+    Every filter keeps the first few tokens in the order of their logits, so no others are needed.
     """
     device = logits.device
     most = min(MAX_KEPT, logits.shape[-1])
@@ -76,9 +76,9 @@ def _column(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Token [n, 1] at which the running sum of ``weights`` [n, V] passes ``uniform`` [n, 1] times their total.
+    """Token [n, 1] at which the running sum of ``weights`` [n, V] exceeds ``uniform`` [n, 1] times their total.
 
-    A large vocabulary is searched by blocks, then inside the block that was hit: running sums over all of it in double
+    In a large vocabulary it finds the block first, then the token in it: running sums over all tokens in double
     precision would take longer than a small model's output layer.
     """
     vocabulary = weights.shape[-1]
@@ -106,14 +106,14 @@ def sample_tokens(
     top_k: NDArray[np.int64],
     min_p: DoubleArray,
 ) -> Draws:
-    """One token a row by the inverse CDF of the distribution that its settings make of ``logits`` [n, V].
+    """One token per row by the inverse CDF of the distribution that the row's settings make of ``logits`` [n, V].
 
     The logits are divided by ``temperature``; ``top_k`` keeps the k largest; ``top_p`` keeps, of these, the largest
-    until their share reaches it; ``min_p`` drops what has less than that share of the largest probability. At most
-    ``MAX_KEPT`` tokens are kept in a row that is truncated, and at least one; of tokens that tie at the end as many as
-    fit. What is kept is renormalised. ``top_k=0``, ``top_p=1`` and ``min_p=0`` are off. The settings and ``uniform``
-    are [n]. A greedy row (``temperature=0``) takes the argmax, with its log-prob at temperature 1 and no filter: a
-    point mass has no useful one.
+    until their sum of probabilities reaches it; ``min_p`` drops tokens with less than that fraction of the largest
+    probability. At least one and at most ``MAX_KEPT`` tokens are kept in a truncated row; of tokens that tie at the
+    limit as many as fit. The kept tokens are renormalised. ``top_k=0``, ``top_p=1`` and ``min_p=0`` are off. The
+    settings and ``uniform`` are [n]. A greedy row (``temperature=0``) takes the argmax, with its log-prob at
+    temperature 1 and no filter: a point mass has no useful one.
     """
     logits, plain = logits.float(), logits
     sampled = temperature > 0
@@ -143,7 +143,7 @@ def sample_tokens(
 
 
 def penalise_repetition(logits: torch.Tensor, texts: Sequence[NDArray[np.int64]], penalty: DoubleArray) -> torch.Tensor:
-    """``logits`` [n, V] with those of the tokens in each row's text made smaller, as in CTRL (1909.05858, section 4.1):
+    """``logits`` [n, V] with those of the tokens in each row's text reduced, as in CTRL (1909.05858, section 4.1):
     positive ones divided by the row's ``penalty`` [n], negative ones multiplied."""
     logits = logits.float().clone()
     for row in np.flatnonzero(penalty != 1.0).tolist():

@@ -1,5 +1,5 @@
-"""The hf engine's slots: which request sits in which row, with its tokens, log-probs and versions; and the plans of its
-forward passes: which tokens go through the model, and where their keys and values go."""
+"""The hf engine's slots: the request of each row, with its tokens, log-probs and versions; and the plans of its forward
+passes: which tokens go through the model, and where their keys and values go."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SlotTable:
         self.requests[target], self.requests[source] = self.requests[source], None
 
     def append(self, rows: IntArray, draws: Draws, version: int) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Give each of ``rows`` one sampled token; returns the rows that ended and whether a stop token ended them."""
+        """Append a sampled token to each of ``rows``; returns the rows that ended, and whether by a stop token."""
         place, tokens = self.length[rows], draws.tokens.cpu().numpy()
         self.tokens[rows, place] = tokens
         self.logprobs[rows, place] = draws.logprobs.cpu().numpy()
@@ -92,7 +92,7 @@ class SlotTable:
                 yield request.rollout_id, row[start:stop]
 
     def take(self, row: int, reason: FinishReason) -> Rollout:
-        """Empty a finished row into its result."""
+        """Remove a finished row and return its result."""
         request = self.requests[row]
         assert request is not None
         self.requests[row] = None
@@ -117,8 +117,8 @@ PREFILL_TOKENS = 8192  # of one forward pass: bounds its memory when many long s
 def choose_prefills(table: SlotTable) -> list[tuple[IntArray, list[int]]]:
     """Sequences to prefill now, each with the rows that share it, shortest first.
 
-    A row's last token is left to the decode iteration. Rows with equal tokens (siblings of one group) share one
-    prefill. Rows over the budget stay unready and wait for the next step.
+    The decode iteration processes a row's last token. Rows with equal tokens (siblings of one group) share one prefill.
+    Rows over the budget wait for the next step.
     """
     shared: dict[bytes, tuple[IntArray, list[int]]] = {}
     tokens = 0

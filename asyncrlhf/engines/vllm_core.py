@@ -1,4 +1,4 @@
-"""vLLM inside this process: its start, and the calls on it that an engine is made of."""
+"""vLLM inside this process: its start, and the calls to it that an engine needs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which cop
 
 
 class VllmCore:
-    """An ``LLMEngine`` that is stepped by the caller's thread.
+    """An ``LLMEngine`` that the caller's thread steps.
 
-    Not ``AsyncLLM``: its core steps in a process of its own, so that which tokens an update falls between is known only
-    after the outputs were drained. Here nothing runs between two steps; an update is exact by construction, weights
-    pass by reference to a worker in this process, and no token crosses a socket. The overlap that ``AsyncLLM`` would
-    give, of preparing the next step with the model's work, vLLM's asynchronous scheduling gives on GPUs here as well.
+    Not ``AsyncLLM``: its core steps in a process of its own, so that the tokens before and after an update are known
+    only after the outputs were drained. Here no code runs between two steps; an update is exact by construction,
+    weights pass by reference to a worker in this process, and no token crosses a socket. ``AsyncLLM`` prepares the next
+    step during the model's work; on GPUs vLLM's asynchronous scheduling does that here too.
     """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig) -> None:
@@ -85,8 +85,8 @@ class VllmCore:
         self._llm.abort_request(names)
 
     def drain(self, take: Callable[[], None]) -> None:
-        """Call ``take`` (which steps) until no batch is on its way, without starting another: with asynchronous
-        scheduling or pipeline stages a batch is sampled before the step that brings its tokens."""
+        """Call ``take`` (which steps) until no batch is being computed, without starting another: with asynchronous
+        scheduling or pipeline stages a batch is sampled before the step that returns its tokens."""
         core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
         core.pause_scheduler(mode="keep", clear_cache=False)
         try:
@@ -96,12 +96,12 @@ class VllmCore:
             core.resume_scheduler()
 
     def join(self, weights: Any, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
-        """Have the workers enter the weight group of ``epoch`` from ``rank`` on, by ``weights``; returns at once."""
+        """Have the workers join the weight group of ``epoch`` from ``rank`` on, by ``weights``; returns at once."""
         self._llm.collective_rpc("join_weights", args=(weights, endpoint, rank, world_size, epoch, name))
 
     def receive_weights(self, ticket: Any, names: Mapping[str, str], seconds: float) -> None:
-        """Have the workers take the weights of ``ticket`` from the group and load them, bucket by bucket, within so
-        many seconds. ``names``: each tensor's in the checkpoint. Raises WeightSyncError; the model is then torn."""
+        """Have the workers receive the weights of ``ticket`` from the group and load them, bucket by bucket, within
+        ``seconds``. ``names``: each tensor's in the checkpoint. Raises WeightSyncError; the model is then torn."""
         try:
             errors = self._llm.collective_rpc("receive_weights", seconds, (ticket, dict(names)))
         except (RuntimeError, TimeoutError) as error:  # what vLLM makes of a worker that died or hangs
@@ -121,19 +121,19 @@ class VllmCore:
         self._llm.set_weight_version(str(version))
 
     def forget_cache(self, *, running: bool) -> None:
-        """Drop the prefix cache; with ``running`` the keys and values of running requests too, which are then prefilled
-        anew from their tokens. Without it vLLM keeps the blocks while a request runs, and the salt keeps others off."""
+        """Drop the prefix cache; with ``running`` also the keys and values of running requests, which are then
+        prefilled again. Without it vLLM keeps their blocks while they run, and the salt keeps other requests off."""
         if running or not self._llm.has_unfinished_requests():
             self._llm.reset_prefix_cache(reset_running_requests=running)
 
     def sleep(self) -> None:
-        """vLLM's sleep level 1: the weights go to the host's memory, and all keys and values are dropped; requests stay
-        and are prefilled anew. Without ``enable_sleep_mode`` the devices keep everything."""
+        """vLLM's sleep level 1: the weights move to the host's memory, and all keys and values are dropped; requests
+        stay and are prefilled again. Without ``enable_sleep_mode`` the devices keep everything."""
         if self.can_sleep:
             self._llm.sleep(level=1, mode="keep")
 
     def wake(self, *, weights_only: bool = False) -> None:
-        """Bring back what :meth:`sleep` took away. With the weights alone vLLM steps no request."""
+        """Undo :meth:`sleep`. With ``weights_only`` vLLM steps no request."""
         if self.can_sleep:
             self._llm.wake_up(["weights"] if weights_only else None)
 
@@ -184,7 +184,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
 
 
 def _known(kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """``kind``, a class of vLLM's, with these keywords; ConfigError for one that it does not take."""
+    """``kind``, a class of vLLM's, with these keywords; raises ConfigError for an unknown one."""
     try:
         return kind(**arguments)
     except (TypeError, ValueError) as error:
@@ -194,13 +194,13 @@ def _known(kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 def tells_kept(sampling: SamplingParams) -> bool:
     """Whether vLLM's log-probs name every token that truncated sampling kept: those that are finite. Under top-p or
-    min-p there is no telling how many would have to be asked for."""
+    min-p their number, which would have to be requested, is unknown."""
     top_k_alone = 0 < sampling.top_k <= VLLM_MAX_TOP_K and sampling.top_p == 1 and sampling.min_p == 0
     return top_k_alone and sampling.temperature > 0
 
 
 def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> dict[str, Any]:
-    """The keywords of vLLM's ``SamplingParams`` that decide what a request samples, tells of it, and when it ends."""
+    """The keywords of vLLM's ``SamplingParams``: what a request samples, which log-probs it returns, when it ends."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Draft:
-    """What vLLM has made of a request so far."""
+    """A request's tokens so far, from vLLM."""
 
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
@@ -48,9 +48,9 @@ class _Draft:
 class VllmEngine(Engine):
     """``Engine`` over a vLLM that this thread steps; the engine owns ``core`` from then on.
 
-    Requests wait here and go to vLLM when a slot is free, so that each starts under the newest weights' cache salt.
-    A request's draws depend on its seed alone. :meth:`score` steps vLLM: what is in flight advances with it, and its
-    tokens and results come out of the next :meth:`step`.
+    Requests wait here and go to vLLM when a slot is free, so that each starts with the newest weights' cache salt. A
+    request's draws depend only on its seed. :meth:`score` steps vLLM: sequences in flight advance with it, and the next
+    :meth:`step` returns their tokens and results.
     """
 
     def __init__(self, core: VllmCore, *, slots: int, version: int = 0) -> None:
@@ -77,8 +77,8 @@ class VllmEngine(Engine):
         return self._report(tokens)
 
     def _advance(self) -> None:
-        """One iteration of vLLM. What it brings was sampled under the weights that the engine holds now: without
-        batches on their way because vLLM samples within the step, with them because a load drains them first."""
+        """One iteration of vLLM. The present weights sampled all its tokens: vLLM samples within the step, and a load
+        drains the batches under way first."""
         for output in self._core.step():
             if output.request_id in self._drafts:
                 self._take(output)
@@ -116,7 +116,7 @@ class VllmEngine(Engine):
         )
 
     def _cut_at_stop(self, draft: _Draft, before: int) -> bool:
-        """Whether one of the tokens behind the first ``before`` completes a stop text; what follows it is dropped."""
+        """Whether a token after the first ``before`` completes a stop text; the tokens after it are dropped."""
         if not draft.request.sampling.stop:
             return False
         for length in range(before + 1, len(draft.tokens) + 1):
@@ -150,7 +150,7 @@ class VllmEngine(Engine):
 
     @contextmanager
     def _awake(self, *, weights_only: bool) -> Iterator[None]:
-        """What a call on a sleeping engine needs, for as long as it runs."""
+        """Within this context a sleeping engine has the memory that a call needs."""
         if not self.asleep:
             yield
             return
@@ -167,11 +167,11 @@ class VllmEngine(Engine):
             self._core.update_weights(version, tensors)
 
     def join(self, weights: Any, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
-        """Have the workers enter a weight group, each as a receiver of its own; see :meth:`VllmCore.join`."""
+        """Have the workers join a weight group, each as a receiver; see :meth:`VllmCore.join`."""
         self._core.join(weights, endpoint, rank, world_size, epoch, name)
 
     def receive_weights(self, ticket: Any, cache: CacheMode, seconds: float) -> None:
-        """As ``load_weights``, of what the workers take from the group themselves; ``ticket``: a transport's."""
+        """As ``load_weights``, but the workers receive the weights themselves; ``ticket``: of a transport."""
         entries = ticket.manifest.tensors
         names = match_names(self._skeleton, {entry.name: entry.shape for entry in entries})
         with self._loading(ticket.version, cache):
@@ -179,7 +179,7 @@ class VllmEngine(Engine):
 
     @contextmanager
     def _loading(self, version: int, cache: CacheMode) -> Iterator[None]:
-        """Between two steps: what is sampled before carries the version before, what is sampled after the new one."""
+        """Load between two steps: tokens sampled before have the old version, tokens sampled after it the new one."""
         with self._awake(weights_only=True):
             if not self.torn:
                 self._core.drain(self._advance)
@@ -190,15 +190,15 @@ class VllmEngine(Engine):
             self._core.forget_cache(running=cache == "recompute")
 
     def _take_back_unstarted(self) -> None:
-        """Requests without a token, which a full batch left waiting in vLLM, start anew: under the old salt they would
-        begin with keys and values that their siblings made under the old weights."""
+        """Submit requests again that have no token yet and wait in vLLM because the batch is full: under the old salt
+        they would start with keys and values that siblings made with the old weights."""
         names = [name for name, draft in self._drafts.items() if not draft.tokens]
         self._core.abort(names)
         self._queue.extendleft(self._drafts.pop(name).request for name in reversed(names))
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Copies, under the names of the checkpoint's parameters. A tied head is one more entry when what it multiplies
-        with is not the embedding."""
+        """Copies, under the names of the checkpoint's parameters; also a tied head whose weights differ from the
+        embedding."""
         with self._awake(weights_only=True):
             held = self._core.tensors()
         known = {name: held[name] for name, _ in self._skeleton.named_parameters() if name in held}
@@ -239,7 +239,7 @@ def _prompt_logprobs(output: RequestOutput) -> FloatArray:
 
 
 def _skeleton(folder: str, trust_remote_code: bool) -> nn.Module:
-    """transformers' model without memory: which parameters the learner will send, and which of them are tied."""
+    """transformers' model without memory: the parameters that the learner will send, and which of them are tied."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -14,8 +14,8 @@ _FILES = {"EngineArgs": "engine/arg_utils.py", "SamplingParams": "sampling_param
 
 
 def check_known(key: str, names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a name that is no field of vLLM's class ``kind``. Nothing is refused where vLLM is not
-    installed, or no longer defines the class in its place."""
+    """Raise ConfigError for a name that is no field of vLLM's class ``kind``. Accepts all names if vLLM is not
+    installed, or if its source does not define the class in the expected file."""
     fields = _fields(kind)
     for name in names:
         check(

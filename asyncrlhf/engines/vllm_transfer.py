@@ -1,5 +1,5 @@
-"""Weights into and out of vLLM's workers: the weight-transfer engine that they run, which loads tensors that a replica
-holds through vLLM's own loader, and the way back to the checkpoint's names: unfused, unpadded, unpacked."""
+"""Weights into and out of vLLM's workers: a weight-transfer engine that loads a replica's tensors by vLLM's own loader,
+and the way back to the checkpoint's names: unfused, unpadded, unpacked."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class StagedWeightTransferEngine:
         self.model_config = vllm_config.model_config
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> None:
-        """Nothing has to be agreed on: the learner's process group ends at the replica, not at vLLM's workers."""
+        """Nothing to parse: the learner's process group ends at the replica, not at vLLM's workers."""
 
     def init_transfer_engine(self, init_info: None) -> None:
-        """There is no group to join."""
+        """Does nothing: there is no group to join."""
 
     def reset_weight_update_target(self) -> None:
-        """There is no draft model to come back from."""
+        """Does nothing: there is no draft model."""
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -45,7 +45,7 @@ class StagedWeightTransferEngine:
         initialize_layerwise_reload(self.model)
 
     def _forget_unfinished(self) -> None:
-        """What an update that broke off left behind: layers without memory, and parts that wait for the rest."""
+        """Remove the state of an update that broke off: layers without memory, and parts of incomplete layers."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -57,9 +57,9 @@ class StagedWeightTransferEngine:
                 finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One chunk: ``tensors``, whole ones by their names in the checkpoint. A worker in the replica's own process
-        gets them by reference, one in another process as a copy. No accelerator is synchronised, since they are
-        complete before they are handed over."""
+        """Load one chunk: ``tensors``, whole ones by their names in the checkpoint. A worker in the replica's own
+        process gets them by reference, one in another process as a copy. They are complete, so no accelerator is
+        synchronised."""
         with self.device:
             self.model.load_weights(update_info["tensors"].items())  # type: ignore[operator]
 
@@ -73,8 +73,8 @@ class StagedWeightTransferEngine:
             pack_experts(self.model)
 
     def _pack_tied_heads(self) -> None:
-        """A head tied to the embedding is never loaded itself, so that on a CPU it would go on with the weights that
-        were packed for its kernel at the start."""
+        """Pack heads tied to the embedding: they are never loaded themselves, so that on a CPU they would keep the
+        weights that were packed for their kernel at the start."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -83,14 +83,14 @@ class StagedWeightTransferEngine:
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def drain_pending(self) -> None:
-        """Every update is complete when it returns."""
+        """Does nothing: every update is complete when it returns."""
 
     def shutdown(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: there are no open resources."""
 
 
 def register() -> None:
-    """Make the engine known to vLLM; its worker processes call this through the entry point of pyproject.toml."""
+    """Register the engine with vLLM, whose worker processes call this through the entry point of pyproject.toml."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -105,8 +105,7 @@ def routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def pack_experts(model: nn.Module) -> None:
-    """On a CPU vLLM 0.32 packs the experts for its kernel at the start alone: after a load the kernel would read rows
-    that lie otherwise."""
+    """Pack the experts again after a load: on a CPU vLLM 0.32 packs them for its kernel only at the start."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     for _, layer in routed_experts(model):
@@ -116,7 +115,7 @@ def pack_experts(model: nn.Module) -> None:
 
 
 def _packed_for(layer: Any) -> str | None:
-    """The CPU kernel that the experts are packed for; None where they lie as in the checkpoint."""
+    """The CPU kernel for which the experts are packed; None if they have the checkpoint's layout."""
     kernel: Any = getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None)
     return None if getattr(kernel, "_use_zentorch", True) else str(kernel.isa)
 
@@ -126,14 +125,14 @@ _ROWS = 1024  # of the identity, in one product
 
 def worker_tensors(worker: Any) -> dict[str, tuple[torch.Tensor, int | None]]:
     """Runs in a vLLM worker: its share of each tensor, on the CPU, and the dimension along which the workers of a
-    tensor parallel group have their shares (None: each has the whole)."""
+    tensor-parallel group split it (None: each has the whole)."""
     model = worker.get_model()
     with torch.no_grad():
         return {name: (tensor.detach().cpu().clone(), dim) for name, tensor, dim in _unfused(model)}
 
 
 def merge_shares(shares: Sequence[Mapping[str, tuple[torch.Tensor, int | None]]]) -> dict[str, torch.Tensor]:
-    """Whole tensors from what all workers of a replica gave, in the order of their ranks."""
+    """Whole tensors from the results of all workers of a replica, in the order of their ranks."""
     merged: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for share in shares for name in share):
         parts = [share[name] for share in shares if name in share]
@@ -163,7 +162,7 @@ def _unfused(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int | None]]
 
 
 def _experts(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int | None]]:
-    """All experts of a layer as transformers holds them: gate and up [E, 2, I, hidden], whose middle dimensions
+    """All experts of a layer in transformers' layout: gate and up [E, 2, I, hidden], whose middle dimensions
     :func:`merge_shares` joins, and down [E, hidden, I]."""
     parent = path.removesuffix(".routed_experts")
     own = layer.moe_config.intermediate_size_per_partition
@@ -174,8 +173,8 @@ def _experts(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int | N
 
 
 def _unpacked(layer: Any, packed: torch.Tensor) -> torch.Tensor:
-    """The experts' matrices [E, out, in] in the checkpoint's order. Packing moves elements and changes none: where each
-    goes is read off from packed numbers, in digits that every dtype holds."""
+    """The experts' matrices [E, out, in] in the checkpoint's order. Packing only permutes elements: the permutation is
+    found by packing numbers, in digits that every dtype can hold."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     if (isa := _packed_for(layer)) is None:
@@ -232,8 +231,8 @@ def _embedding(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int |
 def packed_matrix(layer: Any) -> torch.Tensor:
     """The matrix [out, in] that the layer multiplies with.
 
-    On a CPU vLLM packs it for its kernel and drops the rest: the product with the identity brings it back, bit by bit
-    but for the sign of zeros.
+    On a CPU vLLM packs it for its kernel and frees the original: the product with the identity restores it, bit by bit
+    except for the sign of zeros.
     """
     weight: torch.Tensor = layer.weight
     if not hasattr(layer, "cpu_linear"):

@@ -18,8 +18,8 @@ WHOLE = "as with fusion.granularity=rollout"
 
 
 def fusion_in_force(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[RunConfig, list[str]]:
-    """``config``, with ``fusion.granularity=rollout`` where nothing can read ahead, and a sentence for each thing that
-    a user would not expect. The rewards were found in order; ``tokenizer`` is the policy's."""
+    """``config``, with ``fusion.granularity=rollout`` if no model can read ahead, and a sentence for each that cannot
+    although asked to. The rewards are already checked; ``tokenizer`` is the policy's."""
     if not config.fusion.reads_ahead:
         return config, []
     possible, notes = reward_outlook(config.reward, tokenizer)
@@ -60,7 +60,7 @@ def _refusal(part: RewardPart, key: str, policy: transformers.PreTrainedTokenize
 
 
 def reference_note(config: RunConfig) -> str | None:
-    """What is to be said of a reference service that cannot read ahead, though the settings ask for it."""
+    """A sentence for the user if the settings ask the reference service to read ahead and it cannot; else None."""
     if not config.fusion.reads_ahead or not config.reference_served:
         return None
     if config.generator.truncated:

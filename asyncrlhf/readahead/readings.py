@@ -170,7 +170,7 @@ class Readings:
         return Prefilled(True, sorted(evicted))
 
     def _note(self, chunk: Chunk) -> None:
-        """A sequence that is too long for the cache, or that the model cannot read, is given up."""
+        """Store the chunk's tokens; give up a sequence that is too long for the cache or unreadable by the model."""
         reading = self._readings.setdefault(chunk.rollout_id, Reading(chunk.prompt_length))
         self._readings.move_to_end(chunk.rollout_id)
         while len(self._readings) > self._cache_tokens:  # more than can hold a token: given up, and never released
@@ -189,7 +189,7 @@ class Readings:
         self._evicted.add(rollout_id)
 
     def give_all_up(self) -> bool:
-        """Free all caches; False where there were none."""
+        """Free all caches; returns False if there were none."""
         kept = [(rollout_id, reading) for rollout_id, reading in self._readings.items() if reading is not None]
         for rollout_id, reading in kept:
             self._give_up(rollout_id, reading)
@@ -197,8 +197,8 @@ class Readings:
 
     @contextmanager
     def _caches_at_risk(self) -> Iterator[None]:
-        """Frees all caches where memory runs out, so that what they were for is computed at its end, and where a pass
-        hangs, which may still write to them: that is raised."""
+        """On an error in this context free all caches. Running out of memory is not raised, for the sequences are then
+        computed whole; a pass that hangs, and may still write to the caches, is raised."""
         try:
             yield
         except (torch.OutOfMemoryError, StuckError) as error:
@@ -219,7 +219,7 @@ class Readings:
         return [found[i] for i in range(len(rollouts))]
 
     def _begun(self, rollout: Rollout) -> Reading | None:
-        """Its reading, with all tokens that are to be read, if it was begun with the rollout's own tokens."""
+        """The rollout's reading, completed with its tokens, if the cache was made of the same tokens; else None."""
         ids, reading = policy_ids(rollout), self._readings.get(rollout.rollout_id)
         if reading is None or not len(rollout.prompt.token_ids) == reading.prompt_length < len(ids):
             return None
@@ -235,8 +235,8 @@ class Readings:
             self._readings.pop(rollout_id, None)
 
     def try_out(self, exact: bool) -> bool:
-        """Whether two short texts, read in pieces, get what they get as a whole, which no config says of a model.
-        ``exact``: computed in float32 or better."""
+        """Whether two short texts, read in pieces, give the same result as read whole. ``exact``: computed in float32
+        or better."""
         room, self._cache_tokens = self._cache_tokens, 2 * BLOCK
         ids, zeros = np.arange(7, dtype=np.int64) * 7 % self._vocabulary, np.zeros(7, np.float32)
         prompt = Prompt("", "", ids[:2])
@@ -270,7 +270,7 @@ def token_batches(readings: Sequence[Reading], budget: int) -> list[list[Reading
 
 @dataclass(frozen=True, kw_only=True)
 class _CachedLayout(Layout):
-    """Of new tokens whose sequences have their earlier keys and values in caches."""
+    """Attention of new tokens over the earlier keys and values in their sequences' caches."""
 
     lengths: Sequence[int]  # new tokens of each sequence
     caches: Sequence[transformers.DynamicCache]

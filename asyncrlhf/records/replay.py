@@ -286,10 +286,10 @@ class Replay:
     def _on_published(self, line: dict[str, Any]) -> None:
         version = line["version"]
         if version != self.history.open_publish:
-            self._found.add(f"journal.jsonl: version {version} was through, but was not on its way.")
+            self._found.add(f"journal.jsonl: version {version} was published without a publish under way.")
         for replica in sorted(self._awaited):
             self._found.add(
-                f"journal.jsonl: version {version} was through, but {{ids}} never acknowledged it.", replica
+                f"journal.jsonl: version {version} was published, but {{ids}} never acknowledged it.", replica
             )
         self.history.open_publish, self._awaited = None, set()
         self.history.last_published = version

@@ -168,7 +168,7 @@ class _Follower:
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._facts.say(f"The sink {self._name} was not through {seconds:g} s after the run's end and was left.")
+            self._facts.say(f"The sink {self._name} had not finished {seconds:g} s after the run's end and was left.")
 
     def _serve(self) -> None:
         made: list[Sink] = []

@@ -207,7 +207,7 @@ def plain_words(summary: Mapping[str, Any]) -> str:
     timings, ledger, folder = summary["timings"], summary["ledger"], summary["run_dir"]
     lines = [_outcome(summary)]
     if reward["first"] is None:
-        lines.append("No learner step was completed, so there is no reward to speak of.")
+        lines.append("No learner step was completed, so there is no reward to report.")
     else:
         steps = "step" if reward["window"] == 1 else f"{reward['window']} steps"
         lines.append(f"Mean reward {_moved(reward, 'first', 'last')} (first and last {steps}).")

@@ -80,7 +80,7 @@ class WandbSink:
                 self._look_at_the_network(run)
                 run.finish(exit_code=0 if summary.get("exit_reason") == "done" else 1)
         except TimeoutError:
-            self._facts.say(f"W&B's server had not taken everything at the run's end; {self._how_to_send()}")
+            self._facts.say(f"W&B's server had not received everything at the run's end; {self._how_to_send()}")
         finally:
             if wandb is not None:
                 wandb.teardown()

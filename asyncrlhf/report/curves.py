@@ -1,4 +1,4 @@
-"""Each run's numbers made ready to be drawn: over steps, samples, tokens or wall-clock, smoothed, and with bands."""
+"""Prepares each run's numbers for drawing: over steps, samples, tokens or wall-clock, smoothed, and with bands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Points = tuple[np.ndarray, np.ndarray]  # x, y [K]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line to draw: ``x``, ``y`` [K], its unsmoothed self or the seeds under it, and the band around it."""
+    """One line to draw: ``x``, ``y`` [K], its raw values or the single seeds, and its band."""
 
     x: np.ndarray
     y: np.ndarray
@@ -36,9 +36,9 @@ def curve(
 ) -> Curve | None:
     """The group's line for one metric, or None without data. ``scale`` divides the axis (60: minutes).
 
-    One run: its values, smoothed by a running mean when it is long, with the raw values faint. Several: the mean and
-    one sample standard deviation over the runs, on the steps (or the span of the axis) that all of them reached.
-    ``band`` names the metrics that are its edges instead, drawn in the same way.
+    One run: its values, smoothed by a running mean if it is long, with the raw values faint. Several: the mean and one
+    sample standard deviation over the runs, on the steps (or the range of the axis) that all of them reached. ``band``
+    names metrics to use as its edges instead, drawn in the same way.
     """
     drawn = _curve(group, metric, axis, scale)
     if drawn is None or band is None:
@@ -73,7 +73,7 @@ def _curve(group: Group, metric: str, axis: Axis, scale: float) -> Curve | None:
 
 
 def thinned(drawn: Curve) -> Curve:
-    """At most MOST_POINTS of each line, evenly chosen, its ends among them."""
+    """At most MOST_POINTS of each line, evenly chosen, including its ends."""
     keep = _kept(len(drawn.x))
     low, high = (None if edge is None else edge[keep] for edge in (drawn.low, drawn.high))
     faint = tuple((x[_kept(len(x))], y[_kept(len(x))]) for x, y in drawn.faint)
@@ -86,7 +86,7 @@ def _kept(length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a panel, and the number of its group. ``points``: it is the panel's second metric."""
+    """A curve of a panel, and the number of its group. ``points``: the curve of the panel's second metric."""
 
     curve: Curve
     group: int
@@ -110,7 +110,7 @@ def smoothing_window(length: int) -> int:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred running mean [K]; towards the ends the window shrinks to what there is."""
+    """Centred running mean [K]; near the ends the window is smaller."""
     if window <= 1:
         return values
     kernel = np.ones(window)
@@ -118,7 +118,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def time_scale(runs: Sequence[Run]) -> tuple[float, str]:
-    """Seconds in a unit of the wall-clock axis, and the unit's name, fitting the longest run."""
+    """Seconds in a unit of the wall-clock axis, and the unit's name, suited to the longest run."""
     longest = max((float(np.nanmax(t)) for run in runs if (t := run.column("wall_time")) is not None), default=0.0)
     if longest < 300:
         return 1.0, "seconds"
@@ -126,7 +126,7 @@ def time_scale(runs: Sequence[Run]) -> tuple[float, str]:
 
 
 def axis_points(run: Run, metric: str, axis: Axis) -> Points | None:
-    """Where on the axis the run knows the metric, and what it is there; None where it nowhere does."""
+    """The run's positions on the axis with a value of the metric, and these values; None if there are none."""
     return _line(run, metric, axis, 1.0)
 
 
@@ -139,7 +139,7 @@ def _line(run: Run, metric: str, axis: Axis, scale: float) -> Points | None:
 
 
 def _mean_of_points(lines: Sequence[Points]) -> Curve:
-    """Evaluations happen at equal steps but unequal times: average the n-th of each run in both directions."""
+    """Average the n-th point of each run in both directions: evaluations happen at equal steps but unequal times."""
     common = min(len(x) for x, _ in lines)
     x, y = (np.stack([line[side][:common] for line in lines]) for side in (0, 1))  # [runs, common]
     middle, spread = y.mean(axis=0), y.std(axis=0, ddof=1)

@@ -1,4 +1,4 @@
-"""Runs and sweeps as data frames: what the Python API returns."""
+"""Runs and sweeps as data frames: the results of the Python API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncrlhf.validation import check
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. Every property reads the files as they are now, so that a run that goes on can be followed."""
+    """One run directory. Every property reads the present files, so that an unfinished run can be followed."""
 
     path: Path
 
@@ -34,17 +34,17 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds; empty while the run goes on."""
+        """The content of summary.json; empty until the run has ended."""
         return read_summary(self.path) or {}
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """One row a learner step, one column a metric."""
+        """One row per learner step, one column per metric."""
         return pd.DataFrame(read_metrics(self.path / METRICS_FILE))
 
     @property
     def rollouts(self) -> pd.DataFrame:
-        """One row a rollout that has ended: prompt, response, reward, versions, staleness and where it ended."""
+        """One row per ended rollout: prompt, response, reward, versions, staleness and end state."""
         return pd.read_parquet(self.path / ROLLOUTS_FOLDER)
 
     @property
@@ -91,14 +91,15 @@ class Runs(Sequence[Run]):
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """All runs' metrics under each other, with the columns ``run`` and every setting that differs."""
+        """All runs' metrics in one table, with the columns ``run`` and every setting that differs."""
 
         frames = [run.metrics.assign(**facts) for run, facts in zip(self._runs, self._facts(), strict=True)]
         return pd.concat(frames, ignore_index=True)
 
     @property
     def summary(self) -> pd.DataFrame:
-        """One row a run: what differs, how it ended, first and last reward, held-out accuracy, staleness, seconds."""
+        """One row per run: differing settings, exit reason, first and last reward, held-out accuracy, staleness,
+        time."""
         return pd.DataFrame(
             [{**facts, **_figures(run.summary)} for run, facts in zip(self._runs, self._facts(), strict=True)]
         )
@@ -117,37 +118,37 @@ class Runs(Sequence[Run]):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What ``sweep`` leaves: ``path`` is its folder."""
+    """The result of ``sweep``; ``path`` is its folder."""
 
     path: Path
 
     @property
     def runs(self) -> Runs:
-        """The finished jobs, each by its last attempt."""
+        """The last attempt of each finished job."""
         return load_runs(self.path)
 
     @property
     def sentences(self) -> list[str]:
-        """What the sweep found, with standard errors."""
+        """The sweep's results in sentences, with standard errors."""
         return sentences(read_results(self.path))
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row a configuration: means over the seeds, and their standard errors (NaN for a single seed)."""
+        """One row per configuration: means over the seeds, and their standard errors (NaN for a single seed)."""
         return pd.DataFrame([figures(cell) for cell in read_results(self.path).cells])
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``figures``: what evaluation.json holds; ``samples``: the answers shown, one row each."""
+    """``figures``: the content of evaluation.json; ``samples``: the answers shown, one row each."""
 
     figures: dict[str, Any]
     samples: pd.DataFrame
 
 
 def load_runs(*paths: str | Path) -> Runs:
-    """Every run below these folders; of a sweep its finished jobs. What cannot be read stands in ``unread``. Raises
-    ConfigError when nothing can."""
+    """Every run below these folders; of a sweep its finished jobs. Unreadable runs are listed in ``unread``. Raises
+    ConfigError if none can be read."""
     unread: dict[str, str] = {}
     given = [Path(path).expanduser() for path in paths]
     below = [run for path in given for run in (read_results(path).runs if is_sweep(path) else [path])]

@@ -30,8 +30,8 @@ def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     """Draw the curves of the runs and write ``index.html``; returns its path.
 
     ``out`` is the folder: by default ``report`` within one run, sweep or multirun, and ``./report`` for several.
-    Folders are searched for runs. Runs that differ only by seed become one line with a band; what cannot be read is
-    listed. Raises ConfigError when nothing can.
+    Folders are searched for runs. Runs that differ only by seed become one line with a band; runs that cannot be read
+    are listed. Raises ConfigError if none can be read.
     """
     unread: dict[str, str] = {}
     paths = list(map(Path, run_dirs))
@@ -88,7 +88,7 @@ def render(runs: Sequence[Run], sweeps: Sequence[Results] = (), unread: Mapping[
 
 
 def _sections(groups: Sequence[Group], sweeps: Sequence[Results], canvas: Canvas) -> tuple[list[Section], list[Table]]:
-    """All that the page shows, in its order: what the sweeps found, then the curves of each stage."""
+    """The sections of the page in order: the sweeps' results, then the curves of each stage."""
     sections: list[Section] = []
     tables: list[Table] = []
     for found in sweeps:
@@ -110,7 +110,7 @@ def _sections(groups: Sequence[Group], sweeps: Sequence[Results], canvas: Canvas
 
 
 def _run_by_run(runs: Sequence[Run]) -> list[Section]:
-    """The timelines, then the rollouts, of each run that recorded them; open where they are few."""
+    """The timelines, then the rollouts, of each run that recorded them; unfolded if there are few."""
     bars, room = timeline.MAX_BARS // min(len(runs), 10), rollouts.MAX_BYTES // len(runs)
     found = [(f"Timeline of {run.label}", timeline.section(run, bars)) for run in runs]
     found += [(f"Rollouts of {run.label}", rollouts.section(run, room)) for run in runs]
@@ -123,7 +123,7 @@ def _run_by_run(runs: Sequence[Run]) -> list[Section]:
 
 
 def _legend(series: Sequence[Series]) -> list[tuple[str, list[tuple[int, Series]]]]:
-    """(family, its numbered series) in the order of the page; nothing for a single series."""
+    """(family, its numbered series) in the order of the page; empty for a single series."""
     found: dict[str, list[tuple[int, Series]]] = {}
     for number, one in enumerate(series):
         found.setdefault(one.family, []).append((number, one))
@@ -131,19 +131,19 @@ def _legend(series: Sequence[Series]) -> list[tuple[str, list[tuple[int, Series]
 
 
 def _owners(groups: Sequence[Group]) -> dict[str, int]:
-    """The series of a table's row, by the row's first cell: a run's label or a configuration's."""
+    """The series of a table's row, by its first cell: a run's label or a configuration's."""
     found = {group.label: number for number, group in enumerate(groups)}
     return found | {run.label: number for number, group in enumerate(groups) for run in group.runs}
 
 
 def _side_by_side(sweeps: Sequence[Results]) -> str:
-    """What is to be said of a sweep's wall-clock; empty where all jobs had the machine alone."""
+    """A note on a sweep's wall-clock times; empty if all jobs ran alone on the machine."""
     cells = [cell for found in sweeps for cell in found.cells]
     alone = list(dict.fromkeys(cell.setting for cell in cells if cell.exclusive))
     if all(cell.exclusive for cell in cells):
         return ""
     compared = f"compare {', '.join(alone)} alone" if alone else "do not compare them"
-    return f"Most jobs ran side by side, which costs each of them time; over wall-clock {compared}."
+    return f"Most jobs ran in parallel, which slows each of them down; over wall-clock {compared}."
 
 
 def _title(series: Sequence[Series], sweeps: Sequence[Results]) -> str:

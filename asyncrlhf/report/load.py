@@ -1,6 +1,6 @@
 """Reads run directories for the report: metrics as columns, config, summary, and which runs differ only by seed.
 
-A folder that Hydra left behind (``train -m``, with ``multirun.yaml``) says which jobs should lie in it.
+For a folder that Hydra wrote (``train -m``, with ``multirun.yaml``), it knows which jobs should be there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAPPINGS = ("heldout_accuracy", "staleness", "ledger", "reward", "generators") 
 
 @dataclass(frozen=True)
 class Run:
-    """One run as the report sees it. ``columns`` [S learner steps] hold NaN where a line has no value."""
+    """One run in the report. ``columns`` [S learner steps] hold NaN where a line has no value."""
 
     path: Path
     label: str
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def stage(self) -> str:
-        """The command that made it: ``train``, ``sft`` or ``reward-model``."""
+        """The command that created it: ``train``, ``sft`` or ``reward-model``."""
         if self.summary is not None:
             return str(self.summary.get("stage", TRAIN))
         found = (stage for name, stage in _OF_STAGE.items() if {name, f"heldout_{name}"} & self.columns.keys())
@@ -60,7 +60,7 @@ class Run:
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """The settings that make two runs comparable: all but the seed and where the run lies."""
+        """The settings that make two runs comparable: all but the seed and the run's folder."""
         return {key: value for key, value in self.config.items() if key.split(".")[0] not in _NOT_CONFIGURATION}
 
     def column(self, name: str) -> np.ndarray | None:
@@ -78,7 +78,7 @@ class Group:
 
 
 def load_run(path: Path) -> Run:
-    """Read one run directory; a run that is still going or was killed is fine. Raises ConfigError otherwise."""
+    """Read one run directory, also of an unfinished or killed run. Raises ConfigError if it cannot be read."""
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give the directory of a run, such as runs/arithmetic/<time>.")
@@ -117,8 +117,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def load_runs(paths: Sequence[Path], unread: dict[str, str] | None = None) -> list[Run]:
-    """All runs of the paths. Why one cannot be read is put into ``unread`` by its path, or raised where none is given.
-    Raises ConfigError when no run can be read."""
+    """All runs of the paths. An error of one run is put into ``unread`` by its path, or raised without ``unread``.
+    Raises ConfigError if no run can be read."""
     runs: list[Run] = []
     for path in find_runs(paths):
         try:
@@ -137,7 +137,7 @@ def is_multirun(path: Path) -> bool:
 
 
 def missing_jobs(paths: Sequence[Path]) -> dict[str, str]:
-    """The jobs of every ``multirun.yaml`` below the paths that left no run: a sentence each, by the job's folder."""
+    """The jobs of every ``multirun.yaml`` below the paths that left no run: one sentence each, by the job's folder."""
     found: dict[str, str] = {}
     for file in sorted({file.resolve() for path in map(Path, paths) for file in path.rglob(MULTIRUN_FILE)}):
         for number, choices in enumerate(_multirun_jobs(file)):
@@ -148,7 +148,7 @@ def missing_jobs(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def _multirun_jobs(file: Path) -> list[str]:
-    """What each job chose, in Hydra's order; nothing where its folders have other names, or choices of a sweeper."""
+    """The choices of each job, in Hydra's order; empty if its folders have other names, or for a sweeper's choices."""
     from asyncrlhf.config.compose import sweep_jobs
 
     try:
@@ -165,7 +165,7 @@ def _multirun_jobs(file: Path) -> list[str]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs whose configurations agree in everything but the seed, each group labelled by what sets it apart."""
+    """Groups of runs whose configurations differ at most in the seed, each labelled by its differences."""
     buckets: dict[str, list[Run]] = {}
     for run in runs:
         # A run without a config cannot be shown to equal another one.
@@ -181,7 +181,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Settings whose values differ between the runs: key to one value a run (None where a run lacks the key)."""
+    """Settings whose values differ between the runs: key to one value per run (None if a run lacks the key)."""
     keys = sorted({key for run in runs for key in run.configuration})
     table = {key: [run.configuration.get(key) for run in runs] for key in keys}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
@@ -212,15 +212,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _with_totals(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add samples and response tokens trained on since the beginning [S]; a rollout counts as often as it is used."""
+    """Add the totals of samples and response tokens trained on [S]; a rollout counts once per use."""
     totals = {name: np.nancumsum(columns[of]) for name, of in _TOTALS.items() if of in columns}
     return {**columns, **totals}
 
 
 def _with_heldout_ends(columns: dict[str, np.ndarray], summary: dict[str, Any] | None) -> dict[str, np.ndarray]:
-    """Add the evaluation before the first step as a point at step 0, and the one at the end at the last step.
+    """Add the evaluation before the first step as a point at step 0, and the final one at the last step.
 
-    Both belong to no learner step's line, so that only the summary knows them.
+    No learner step's line has them, only the summary.
     """
     ends = (summary or {}).get("heldout_accuracy") or {}
     before, after = (value if _is_number(value := ends.get(end)) else None for end in ("before", "after"))
@@ -238,7 +238,7 @@ def _with_heldout_ends(columns: dict[str, np.ndarray], summary: dict[str, Any] |
 
 
 def _label(members: Sequence[Run], differing: Mapping[str, Sequence[Any]]) -> str:
-    """What sets the runs apart. A preset that is named stands for all of its settings."""
+    """The settings that distinguish the runs. The name of a preset replaces all of its settings."""
     if not differing:
         return members[0].label if len(members) == 1 else Path(members[0].label).parent.name
     configuration = members[0].configuration
@@ -255,7 +255,7 @@ def _said(key: str, value: Any) -> str:
 
 
 def _yaml(text: str) -> Any:
-    """By libyaml where PyYAML has it: a run's config takes a third of a second otherwise."""
+    """By libyaml if PyYAML has it: a run's config takes a third of a second otherwise."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 

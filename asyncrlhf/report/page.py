@@ -1,4 +1,4 @@
-"""What the page's script draws: axes, series, and the lines of each panel over each axis, as plain JSON."""
+"""The input of the page's script as plain JSON: axes, series, and the lines of each panel over each axis."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel as the page has it. ``traces``: by the axis's name, or under "" where the axis is the panel's own, whose
-    title is ``x``. ``swapped``: the page's axis is the vertical one."""
+    """A panel of the page. ``traces``: by the axis's name, or under "" if the panel has its own axis, with the title
+    ``x``. ``swapped``: the page's axis is the vertical one."""
 
     title: str
     unit: str
@@ -50,14 +50,14 @@ class Chart:
     swapped: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """What the script needs of it; title, unit and note stand in the page."""
+        """The values for the script; title, unit and note are in the HTML."""
         names = ("traces", "x", "limits", "bound", "from_zero", "categories", "swapped")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with its charts, or with HTML of its own, safe to be put into the page as it is."""
+    """A heading with its charts, or with its own HTML, which is inserted unchanged and must be safe."""
 
     heading: str
     charts: Sequence[Chart] = ()
@@ -67,7 +67,7 @@ class Section:
 
 @dataclass(frozen=True)
 class PageAxis:
-    """``scale``: what the axis's values are divided by."""
+    """``scale``: the divisor of the axis's values."""
 
     name: Axis
     title: str
@@ -77,7 +77,7 @@ class PageAxis:
 
 @dataclass(frozen=True)
 class Canvas:
-    """What all charts of a page share. ``faint``: raw values and seeds are drawn behind the lines."""
+    """The state that all charts of a page share. ``faint``: draw raw values and seeds behind the lines."""
 
     axes: Sequence[PageAxis]
     faint: bool
@@ -85,7 +85,7 @@ class Canvas:
 
 
 def page_axes(groups: Sequence[Group]) -> list[PageAxis]:
-    """Those that at least one run knows."""
+    """The axes for which at least one run has values."""
     runs = [run for group in groups for run in group.runs]
     seconds, unit = time_scale(runs)
     said: dict[Axis, tuple[str, str, float]] = {
@@ -145,7 +145,7 @@ def band(
 
 
 def _by_lag(groups: Sequence[Group], numbers: Sequence[int], arrays: Arrays) -> list[Chart]:
-    """One chart a diagnostic: its mean in each bucket of version lags, with one standard deviation over the seeds."""
+    """One chart per diagnostic: its mean in each bucket of version lags, with one standard deviation over the seeds."""
     charts = []
     buckets = lag_buckets([run for group in groups for run in group.runs])
     for name, (title, unit) in BY_LAG.items():
@@ -168,15 +168,15 @@ def _by_lag(groups: Sequence[Group], numbers: Sequence[int], arrays: Arrays) -> 
 
 
 def lag_buckets(runs: Sequence[Run]) -> list[str]:
-    """The buckets of version lags that the runs know, the freshest first: 0, 1, 2, 3-4, 5-8, 9+."""
+    """The buckets of version lags that occur in the runs, the freshest first: 0, 1, 2, 3-4, 5-8, 9+."""
     ending = "/token_fraction"
     names = {key[4 : -len(ending)] for run in runs for key in run.columns if re.fullmatch(rf"lag_\d.*{ending}", key)}
     return sorted(names, key=lambda name: int(re.split(r"\D", name)[0]))
 
 
 def lag_values(runs: Sequence[Run], name: str, bucket: str) -> list[float]:
-    """A diagnostic's mean over each run that has tokens in the bucket; a step weighs as its tokens in there do. The
-    bucket's share of the tokens itself is over all steps."""
+    """A diagnostic's mean over each run that has tokens in the bucket, weighted by each step's tokens in it. The
+    bucket's share of the tokens is averaged over all steps."""
     found = []
     for run in runs:
         share, values = run.column(f"lag_{bucket}/token_fraction"), run.column(f"lag_{bucket}/{name}")

@@ -1,4 +1,4 @@
-"""Which metrics the report draws: a panel each, in sections, for each command that leaves curves."""
+"""The metrics that the report draws: one panel each, in sections, for each command that records curves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrlhf.report.load import TRAIN, Group
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes. A series looks the same in all of them, so that a panel has one metric.
+    """One set of axes. A series looks the same in all panels, so that each panel has one metric.
 
-    ``band``: metrics of its lower and upper edge; without them the band is that of the seeds. ``points``: a second
-    metric, known at few steps. ``note`` says what band and points are. ``limits`` fixes the vertical range. ``quiet``
-    panels are left out where nothing but zeros would be seen.
+    ``band``: metrics of its lower and upper edge; by default the band is over seeds. ``points``: a second metric, known
+    at few steps. ``note`` explains band and points. ``limits`` fixes the vertical range. ``quiet`` panels are left out
+    if all values are zero.
     """
 
     title: str
@@ -36,7 +36,7 @@ class Panel:
 
     @property
     def from_zero(self) -> bool:
-        """Counts, shares, times and rates, of which none is negative."""
+        """Whether the axis begins at 0: for counts, shares, times and rates, which are never negative."""
         return self.unit.startswith(("policy versions", "fraction", "seconds", "trained", "since"))
 
 
@@ -158,12 +158,12 @@ def shown_panels(groups: Sequence[Group]) -> list[Panel]:
 
 
 def step_name(groups: Sequence[Group]) -> str:
-    """What a step of these runs is."""
+    """The name of these runs' steps."""
     return "learner steps" if groups[0].runs[0].stage == TRAIN else "optimizer steps"
 
 
 def is_sparse(metric: str) -> bool:
-    """Whether it is known at few steps alone, and drawn as points joined by lines."""
+    """Whether the metric has values at few steps only, and is drawn as points joined by lines."""
     return metric.startswith("heldout_")
 
 

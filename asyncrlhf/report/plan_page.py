@@ -1,4 +1,4 @@
-"""The page of a plan: its words, a step's time against staleness of all that was simulated, and its timeline."""
+"""The page of a plan: its sentences, step time against staleness of all simulated layouts, and its timeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3  # that the timeline shows
 
 
 def render(plan: Mapping[str, Any], run: Run) -> str:
-    """HTML that opens without a network. ``plan``: what its JSON file holds; ``run``: a simulated one of it."""
+    """HTML that opens without a network. ``plan``: the content of its JSON file; ``run``: one of its simulated runs."""
     style = (resources.files("asyncrlhf.report") / "page.css").read_text(encoding="utf-8")
     table = read_spans(run)
     spans = 0 if table is None else len(table["start"])
@@ -35,7 +35,7 @@ def render(plan: Mapping[str, Any], run: Run) -> str:
 
 
 def _trade_off(plan: Mapping[str, Any]) -> str:
-    """A point a simulated layout; hovering says what it is."""
+    """One point per simulated layout; hovering shows its settings."""
     figure = go.Figure()
     chosen = {"layout": plan["layout"], "predicted": plan["predicted"], "reason": "chosen"}
     for name, entries, color, size in (

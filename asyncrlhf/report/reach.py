@@ -1,4 +1,4 @@
-"""When a run first reaches a quality: over steps, samples and tokens, and over wall-clock where it was alone."""
+"""When a run first reaches a quality: over steps, samples and tokens, and over wall-clock for runs that ran alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GOAL_SHARE = 0.9  # of the best quality that a configuration ends with: the tabl
 @dataclass(frozen=True)
 class Reached:
     """``curves``: by series and axis, the mean over its seeds of the first time at each of the ``levels`` [K], NaN
-    where not all came so far, and its standard error. ``goals``: the same at the ``goal`` alone; ``came``: the series
-    of each cell, and how many of its seeds came there."""
+    unless all seeds reached it, and its standard error. ``goals``: the same at the ``goal`` alone; ``came``: the series
+    of each cell, and how many of its seeds reached the goal."""
 
     what: str
     levels: np.ndarray
@@ -34,7 +34,7 @@ class Reached:
 
 
 def reached(cells: Sequence[Cell], groups: Sequence[Group], axes: Sequence[PageAxis]) -> Reached | None:
-    """None where no run has a quality along the way."""
+    """None if no run recorded a quality during training."""
     runs = {run.path.resolve(): (number, run) for number, group in enumerate(groups) for run in group.runs}
     members = [[runs[p.path.resolve()] for p in cell.points if p.path.resolve() in runs] for cell in cells]
     every = [run for found in members for _, run in found]
@@ -68,14 +68,14 @@ def reached(cells: Sequence[Cell], groups: Sequence[Group], axes: Sequence[PageA
 
 
 def first(line: tuple[np.ndarray, np.ndarray], level: float) -> float:
-    """Where on the axis the line is first at the level; NaN where it never is."""
+    """The position on the axis where the line first reaches the level; NaN if never."""
     x, y = line
     at = np.flatnonzero(y >= level)
     return float(x[at[0]]) if len(at) else float("nan")
 
 
 def _way(run: Run, metric: str, axis: Axis) -> tuple[np.ndarray, np.ndarray] | None:
-    """The run's quality along the axis. Of rewards the mean of the last steps, known once there are so many."""
+    """The run's quality along the axis. For rewards the mean of the last steps, from the first full window on."""
     line = axis_points(run, metric, axis)
     if line is None or metric != "reward_mean":
         return line

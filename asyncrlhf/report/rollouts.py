@@ -24,8 +24,7 @@ _COLUMNS = [
 
 
 def section(run: Run, max_bytes: int = MAX_BYTES) -> str:
-    """One run's browser as HTML that needs nothing else on its page, of at most ``max_bytes``; empty where the run has
-    no recorded tokens."""
+    """One run's browser as self-contained HTML of at most ``max_bytes``; empty if the run has no recorded tokens."""
     files = sorted((run.path / TOKENS_FOLDER).glob("steps-*.parquet"))
     if not files:
         return ""
@@ -36,8 +35,8 @@ def section(run: Run, max_bytes: int = MAX_BYTES) -> str:
 
 
 def _chosen(files: list[Path], max_bytes: int) -> tuple[list[dict[str, Any]], int]:
-    """(rollouts for the page in the order of their steps, how many are recorded). Spread evenly over the run; where
-    the bytes do not suffice, fewer."""
+    """(rollouts for the page in the order of their steps, number of recorded ones). They are spread evenly over the
+    run; fewer if the bytes do not suffice."""
     counts = [pq.read_metadata(file).num_rows for file in files]
     recorded, first = sum(counts), np.concatenate([[0], np.cumsum(counts)])
     wanted = np.unique(np.linspace(0, recorded - 1, min(MAX_ROLLOUTS, recorded)).round().astype(int))
@@ -60,7 +59,7 @@ def _chosen(files: list[Path], max_bytes: int) -> tuple[list[dict[str, Any]], in
 
 
 def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A rollout as the page's script reads it; long ones are cut."""
+    """A rollout in the form of the page's script; long ones are cut."""
     shown = slice(0, MAX_TOKENS)
     versions, weights = row["policy_versions"], np.array(row["importance_weight"], np.float64)
     mask = np.array(row["loss_mask"], bool)
@@ -82,7 +81,7 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Three decimals; None for what is no number."""
+    """Three decimals; None for a value that is no number."""
     return round(float(value), 3) if value is not None and np.isfinite(value) else None
 
 

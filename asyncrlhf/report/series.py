@@ -1,4 +1,4 @@
-"""What tells the lines of a report apart: colour, dash and mark of each configuration, the same in every panel."""
+"""Colour, dash and mark of each configuration in a report, the same in every panel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GLYPHS = dict(zip(MARKS, "●■◆▲✖★✚▼", strict=True))
 
 @dataclass(frozen=True)
 class Series:
-    """One configuration as it is drawn. ``family``: its method in a sweep, whose colour all its settings share; empty
-    elsewhere. ``short``: its name within the family. ``marked``: whether colour and dash do not tell it apart."""
+    """The look of one configuration. ``family``: its method in a sweep, whose settings share one colour; else empty.
+    ``short``: its name within the family. ``marked``: it needs a mark because colour and dash are not unique."""
 
     label: str
     short: str
@@ -33,14 +33,14 @@ class Series:
 
 
 def look(family: int, member: int = 0, members: int = 1) -> tuple[str, str, str]:
-    """(colour, dash, mark) of the member of a family; ``members``: the most that any family has. Eight families differ
-    by colour; beyond, and within a family, dash and mark do. No two of 192 are alike."""
+    """(colour, dash, mark) of the member of a family; ``members``: the size of the largest family. Eight families
+    differ by colour; further ones, and members, by dash and mark. All of 192 looks are distinct."""
     number = member + family // len(COLORS) * members
     return COLORS[family % len(COLORS)], DASHES[number % len(DASHES)], MARKS[number % len(MARKS)]
 
 
 def build_series(groups: Sequence[Group], families: Sequence[str]) -> list[Series]:
-    """One series a group. ``families`` names that of each group; an empty name makes a family of its own."""
+    """One series per group. ``families`` names the family of each; an empty name makes the group its own family."""
     names = [family or f"\0{number}" for number, family in enumerate(families)]
     order = list(dict.fromkeys(names))
     most = max((names.count(name) for name in order), default=1)

@@ -1,4 +1,4 @@
-"""The head of a sweep's report: quality against staleness and wall-clock, how soon a quality is reached, and tables."""
+"""The head of a sweep's report: quality against staleness and wall-clock, time to reach a quality, and tables."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _quality(
     across: Callable[[Point], float],
     behind: Sequence[Trace] = (),
 ) -> list[Trace]:
-    """A line a method in a band of one standard error, each setting with its mark, and each seed faint behind them."""
+    """One line per method in a band of one standard error, each setting with its mark, each seed faint behind them."""
     traces = list(behind)
     for method in dict.fromkeys(cell.method for cell in cells):
         places = {id(c): Estimate.of([across(p) for p in c.points]).mean for c in cells if c.method == method}
@@ -76,7 +76,7 @@ def _quality(
 
 
 def front(cells: Sequence[Cell]) -> list[Cell]:
-    """Those that no other one beats in both: quicker first, each better than all before."""
+    """The cells that no other one beats in both: quicker first, each better than all before."""
     kept: list[Cell] = []
     for cell in sorted(cells, key=lambda c: (c.seconds.mean, -c.quality.mean)):
         if not kept or cell.quality.mean > kept[-1].quality.mean:
@@ -122,7 +122,7 @@ def _reach_table(found: Reached, cells: Sequence[Cell]) -> Table:
 
 
 def sweep_tables(results: Results) -> list[Table]:
-    """A row a configuration, with the runs behind each figure, and the jobs without a result."""
+    """One row per configuration, with the runs behind its values, and the jobs without a result."""
     header = ["method", "setting", "seeds", results.what, "kept", "staleness", "seconds", "times sync's speed", "runs"]
     rows: list[list[Any]] = [
         [

@@ -1,4 +1,4 @@
-"""The tables of the report: a column a run, and what each stage left."""
+"""The tables of the report: one column per run, and the results of each stage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def number(value: float | None, template: str) -> str:
 
 
 def spread(found: Sequence[float | None], template: str) -> str:
-    """Mean and sample standard deviation of those that are known."""
+    """Mean and sample standard deviation of the known values."""
     known = [value for value in found if value is not None]
     if not known:
         return MISSING
@@ -102,7 +102,7 @@ _SEEDS: Mapping[str, tuple[Callable[[Run], float | None], str]] = {
 
 
 def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
-    """The tables that these runs call for, in the order to show them."""
+    """The tables for these runs, in the order to show them."""
     results, seeds = _RESULTS, _SEEDS
     if runs[0].stage != TRAIN:
         shown = [name for name in _SHOWN if any(run.column(name) is not None for run in runs)]
@@ -120,7 +120,7 @@ def build_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
 
 
 def _results(runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -> Table:
-    """One row a run."""
+    """One row per run."""
     rows = [
         [
             run.label,
@@ -135,7 +135,7 @@ def _results(runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -
 
 
 def _over_seeds(groups: Sequence[Group], columns: Mapping[str, tuple[Callable[[Run], float | None], str]]) -> Table:
-    """One row a configuration."""
+    """One row per configuration."""
     rows = [
         [
             group.label,
@@ -162,7 +162,7 @@ def _ledger(runs: Sequence[Run]) -> Table:
 
 
 def _replicas(runs: Sequence[Run]) -> list[Table]:
-    """One row a generator, for the runs that had several."""
+    """One row per generator, for runs with several."""
     rows = [
         [run.label, name, *replica_cells(figures)] for run in runs for name, figures in replica_means(run.rows).items()
     ]

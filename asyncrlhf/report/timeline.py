@@ -1,4 +1,5 @@
-"""The report's timeline: who generated, scored, trained, published, loaded and waited, from ``spans/*.parquet``."""
+"""The report's timeline: when each part generated, scored, trained, published, loaded or waited
+(``spans/*.parquet``)."""
 
 from __future__ import annotations
 
@@ -35,8 +36,7 @@ document.querySelectorAll('.timeline .js-plotly-plot').forEach((chart) => Plotly
 
 
 def section(run: Run, max_bars: int = MAX_BARS) -> str:
-    """One run's timeline as HTML that needs plotly.js on its page, of at most ``max_bars`` spans; empty where the run
-    has none."""
+    """One run's timeline as HTML for a page with plotly.js, of at most ``max_bars`` spans; empty without spans."""
     table = read_spans(run)
     if table is None:
         return ""
@@ -60,7 +60,7 @@ def section(run: Run, max_bars: int = MAX_BARS) -> str:
 
 
 def read_spans(run: Run) -> dict[str, np.ndarray] | None:
-    """The columns of all of a run's span files, in the order of their starts; None without any."""
+    """The columns of all of a run's span files, in the order of start times; None without any."""
     files = sorted((run.path / SPANS_FOLDER).glob("part-*.parquet"))
     if not files:
         return None
@@ -77,7 +77,7 @@ def _place(lane: str) -> tuple[int, str, int]:
 
 
 def _window(table: dict[str, np.ndarray], most: int) -> dict[str, np.ndarray]:
-    """At most ``most`` spans that begin one after the other, from the middle of the run."""
+    """At most ``most`` consecutive spans from the middle of the run."""
     spare = len(table["start"]) - most
     if spare <= 0:
         return table
@@ -121,7 +121,7 @@ def _figure(rows: dict[str, np.ndarray], lanes: list[str]) -> go.Figure:
 
 
 def _shares(table: dict[str, np.ndarray], lanes: list[str]) -> str:
-    """What each part's time went to in the whole run, in per cent of the time from its first span to its last."""
+    """The activities of each part in the whole run, in per cent of the time from its first span to its last."""
     kinds = [kind for kind in KINDS if (table["kind"] == kind).any()]
     seconds = table["end"] - table["start"]
     head = "".join(f"<th>{KINDS[kind][1]}</th>" for kind in kinds)

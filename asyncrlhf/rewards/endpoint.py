@@ -53,7 +53,8 @@ class Breaker:
         self._cause = ""
 
     def enter(self, who: str) -> None:
-        """Raise ServiceError while the circuit is open. After its time, the one caller let through tries for all."""
+        """Raise ServiceError while calls are blocked. After that time one caller may pass; others wait for its
+        result."""
         with self._lock:
             if self._open_until is None:
                 return
@@ -78,7 +79,7 @@ class Breaker:
 
 
 class Endpoint:
-    """POSTs JSON to ``config.url`` + ``path``; ``timeout_seconds`` bounds one try, however slowly it trickles in."""
+    """POSTs JSON to ``config.url`` + ``path``; ``timeout_seconds`` limits one whole try, however slow the answer."""
 
     def __init__(self, config: HttpConfig, timeout_seconds: float, path: str = "") -> None:
         self._config = config
@@ -88,10 +89,8 @@ class Endpoint:
         self._breaker = Breaker(config.breaker_failures, config.breaker_seconds)
 
     def ask(self, document: Any, parse: Callable[[Any], Any]) -> Any:
-        """``parse`` of the JSON answer, which raises RewardError for one that makes no sense.
-
-        Raises ServiceError when there is no answer after all tries, RewardError when there is one but of no use.
-        """
+        """``parse`` of the JSON answer. Raises ServiceError if no try gets an answer, RewardError if ``parse`` rejects
+        it."""
         try:
             body = json.dumps(document, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
@@ -155,7 +154,8 @@ class Endpoint:
             return response
 
     def _elsewhere(self, response: requests.Response) -> bool:
-        """Whether a redirect leads to another origin, which gets neither rollouts nor credentials, or nowhere."""
+        """Whether a redirect has no target or one of another origin, which must get neither rollouts nor
+        credentials."""
         target = urlsplit(urljoin(response.url, response.headers.get("Location", "")))
         asked = urlsplit(response.url)
         return "Location" not in response.headers or (target.scheme, target.hostname, target.port) != (
@@ -190,7 +190,7 @@ def _status(response: requests.Response) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The end of the chain that requests and urllib3 wrap around what the socket said."""
+    """The innermost error that requests and urllib3 have wrapped: that of the socket."""
     inner = getattr(error, "reason", None) or (error.args[-1] if error.args else None)
     if isinstance(inner, BaseException):
         return _cause(inner)

@@ -76,7 +76,7 @@ def _room(kept: dict[str, list[Any]], name: str, most: int, sentence: str) -> li
 
 
 def _cell(value: Any) -> Any:
-    """What JSON and a table take: numbers as they are, all else as a text of bounded length."""
+    """The value in a form for JSON and tables: numbers unchanged, anything else as a text of limited length."""
     plain = value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
     return value if plain else str(value)[:MAX_TEXT]
 
@@ -105,7 +105,7 @@ def call_function(
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Never closed: clients that a function keeps between its calls belong to the loop that they were made in."""
+    """Never closed: clients that a function keeps between its calls belong to this loop."""
     return asyncio.new_event_loop()
 
 

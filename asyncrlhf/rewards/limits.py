@@ -1,6 +1,6 @@
-"""What a reward function's process may use: seconds of CPU, memory, processes, files, network, environment.
+"""Limits of a reward function's process: seconds of CPU, memory, processes, files, network, environment.
 
-They keep a function's mistakes from the machine. They are no wall against malice: see docs/security.md.
+They protect the machine from a function's mistakes, not from malice: see docs/security.md.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class _Call:
 
 
 class ModelThread:
-    """Makes one call after the other. Python cannot stop one that hangs, but its caller need not wait for ever.
+    """Runs one call after the other. Python cannot stop a call that hangs, but its caller stops waiting for it.
 
     All models of a worker share one: OpenMP has a team of threads for each thread that calls it, and with more than one
     team it no longer spins between kernels. ``seconds=None`` is no limit.
@@ -51,7 +51,7 @@ class ModelThread:
         return self._call(who, work, self.seconds, remedy)
 
     def call_without_limit(self, work: Callable[[], T]) -> T:
-        """As :meth:`call`, for what may take long, such as loading: the start of a worker has a limit of its own."""
+        """As :meth:`call`, for slow work such as loading: the start of a worker has a limit of its own."""
         return self._call("", work, None, "")
 
     def _call(self, who: str, work: Callable[[], T], seconds: float | None, remedy: str) -> T:
@@ -77,7 +77,7 @@ class ModelThread:
         return value
 
     def close(self) -> None:
-        """End the thread after what it is about; a later call starts another."""
+        """End the thread after its present call; a later call starts another."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

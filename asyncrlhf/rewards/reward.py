@@ -1,6 +1,6 @@
-"""What a reward is made of: functions under TRL's signature, sources of scores, and the scorer of their sum.
+"""The parts of a reward: functions under TRL's signature, sources of scores, and the scorer that adds them.
 
-One bad rollout never takes others with it.
+One failed rollout never fails others.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class RewardSource:
         raise NotImplementedError
 
     def logged(self) -> dict[int, Logged]:
-        """What its function logged since the last call, by rollout id; forgotten with the answer."""
+        """What its function logged since the last call, by rollout id; cleared by this call."""
         return {}
 
     def close(self) -> None:
-        """End what it holds open; a second call does nothing."""
+        """Close open resources; a second call does nothing."""
 
 
 class LateError(RewardError):

@@ -1,6 +1,6 @@
-"""A user's reward function in a process of its own: one that hangs or kills its process costs a rollout, no worker.
+"""A user's reward function in a process of its own: if it hangs or kills its process, a rollout fails, not the worker.
 
-It keeps accidents away, not malice: the function runs with the worker's rights and files (:mod:`.limits`).
+It protects from accidents, not from malice: the function runs with the worker's rights and files (:mod:`.limits`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SandboxSource(RewardSource):
         return found
 
     def _running(self) -> _Child:
-        """The child, or a new one where the last call, or something from outside, ended it."""
+        """The child process, or a new one if the last one ended."""
         if self._child is None or not self._child.alive:
             self.close()
             try:
@@ -109,7 +109,7 @@ class SandboxSource(RewardSource):
 
 
 class TooMuchError(RewardError):
-    """The function did what it may not, and its process was ended."""
+    """The function exceeded a limit, and its process was ended."""
 
 
 class _Child:
@@ -152,7 +152,7 @@ class _Child:
         return self._process.poll() is None and not self._connection.poll()
 
     def takes(self, columns: dict[str, list[Any]]) -> bool:
-        """Hand the arguments of a call over; false when the process ended before it had them."""
+        """Send the arguments of a call; returns False if the process ended before it had them."""
         try:
             self._connection.send(columns)
             self.receive(START_SECONDS)

@@ -31,9 +31,9 @@ def sentences(results: Results) -> list[str]:
     said += [_speed(cell) for cell in timed if cell not in told]
     if not timed:
         said.append(
-            "Nothing is said of speed: of the jobs that had the machine alone none has async.mode=sync to compare with."
+            "No speed is reported: of the jobs that ran alone on the machine none has async.mode=sync to compare with."
             if sum(cell.exclusive for cell in results.cells) > 1
-            else "Nothing is said of speed: no two jobs had the machine alone (sweep.timing=exclusive)."
+            else "No speed is reported: no two jobs ran alone on the machine (sweep.timing=exclusive)."
         )
     if results.left_out:
         names = ", ".join(f"{name} ({state})" for name, state in results.left_out.items())

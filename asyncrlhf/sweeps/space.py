@@ -68,8 +68,8 @@ def _axis(parsed: Override, override: str) -> Axis:
     if isinstance(given, IntervalSweep):
         assert given.start is not None and given.end is not None, "Hydra's grammar asks for both"
         low, high, log = given.start, given.end, "log" in given.tags
-        check(low < high, f"{override}: an interval runs from less to more.")
-        check(not log or low > 0, f"{override}: a logarithmic interval begins above 0.")
+        check(low < high, f"{override}: an interval needs its lower end first.")
+        check(not log or low > 0, f"{override}: a logarithmic interval needs a lower end above 0.")
         whole = isinstance(low, int) and isinstance(high, int)
         return Axis(key, low=low, high=high, step=1 if whole else None, log=log, interval=True)
     if isinstance(given, RangeSweep):

@@ -1,4 +1,4 @@
-"""The logprob audit: does an engine compute what the learner computes, and which tensor differs if not."""
+"""The logprob audit: whether an engine computes the same log-probs as the learner, and if not, which tensors differ."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from asyncrlhf.types import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class AuditResult:
-    """Learner against engine over the probe's tokens, in nats. ``mismatch_kl`` is the k3 estimate of
-    KL(engine || learner) (Schulman, "Approximating KL divergence"): mean of exp(d) - 1 - d, d = learner - engine.
-    """
+    """Learner and engine compared over the probe's tokens, in nats. ``mismatch_kl`` is the k3 estimate of KL(engine ||
+    learner) (Schulman, "Approximating KL divergence"): mean of exp(d) - 1 - d, d = learner - engine."""
 
     mean_abs: float
     max_abs: float
@@ -28,12 +27,12 @@ class AuditResult:
 
 
 def probe_tokens(vocab_size: int, length: int, seed: int) -> IntArray:
-    """The fixed probe text [length]: token ids drawn evenly from the vocabulary, the same for the same arguments."""
+    """The fixed probe text [length]: token ids drawn uniformly from the vocabulary, the same for the same arguments."""
     return np.random.default_rng(seed).integers(0, vocab_size, size=length, dtype=np.int64)
 
 
 def compare(learner_logprobs: Sequence[FloatArray], engine_logprobs: Sequence[FloatArray]) -> AuditResult:
-    """Compare what both sides' ``score`` gave for the same texts. Raises WeightSyncError when the lengths differ."""
+    """Compare both sides' results of ``score`` for the same texts. Raises WeightSyncError when the lengths differ."""
     lengths = [len(text) for text in learner_logprobs], [len(text) for text in engine_logprobs]
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise WeightSyncError(f"The audit compares nothing: learner scored {lengths[0]} tokens, engine {lengths[1]}.")
@@ -46,8 +45,8 @@ def compare(learner_logprobs: Sequence[FloatArray], engine_logprobs: Sequence[Fl
 
 
 def judge(result: AuditResult, tolerance: Tolerance, differing: Sequence[str], receiver: str, version: int) -> None:
-    """The verdict on a suspicious result. Raises WeightSyncError when tensors differ, or when rounding does not explain
-    the figures, a difference that is not a number among them."""
+    """Judge a suspicious result. Raises WeightSyncError if tensors differ, or if rounding does not explain the
+    difference, which is also so if it is not a number."""
     if not differing and result.mean_abs <= tolerance.rounding:
         return
     names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
@@ -60,9 +59,10 @@ def judge(result: AuditResult, tolerance: Tolerance, differing: Sequence[str], r
 
 
 def tensor_digests(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, str]:
-    """A checksum of each tensor's dtype, shape and bytes, the dtype in front; equal in every process for equal tensors.
+    """A checksum of each tensor's dtype, shape and bytes, prefixed with the dtype; equal in every process for equal
+    tensors.
 
-    ``dtype``: that of the floating tensors on the other side, to which they are rounded first.
+    ``dtype``: the dtype of the other side's floating tensors, to which these are rounded first.
     """
     digests = {}
     for name, tensor in params.items():
@@ -75,7 +75,7 @@ def tensor_digests(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 
 
 def floating_dtype(digests: Mapping[str, str]) -> str:
-    """The dtype of the floating tensors behind ``digests``, which is the one to round the other side's to first."""
+    """The dtype of the floating tensors in ``digests``, to which the other side's tensors are rounded."""
     kinds = (digest.partition(":")[0] for digest in digests.values())
     return next((kind for kind in kinds if kind.startswith(("float", "bfloat"))), "float32")
 

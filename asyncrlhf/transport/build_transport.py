@@ -1,4 +1,4 @@
-"""From settings to a sender and its receivers."""
+"""Builds a sender and its receivers from the settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "shared_memory"
 
 
 def resolve_transport(config: WeightsConfig, runtime: str) -> str:
-    """The transport that ``weights.transport`` means under ``runtime``; raises ConfigError where it cannot work."""
+    """The transport that ``weights.transport`` means under ``runtime``; raises ConfigError if it cannot work."""
     check_choice("runtime", runtime, tuple(RUNTIME_TRANSPORTS))
     allowed = RUNTIME_TRANSPORTS[runtime]
     kind = allowed[0] if config.transport == "auto" else config.transport
@@ -37,8 +37,7 @@ def resolve_transport(config: WeightsConfig, runtime: str) -> str:
 
 
 def streams(config: WeightsConfig, runtime: str) -> bool:
-    """Whether a receiver can take weights bucket by bucket, without staging memory. With ``weights.delta`` it must keep
-    what it holds."""
+    """Whether a receiver can load bucket by bucket, without staging memory, which ``weights.delta`` needs."""
     return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.delta
 
 
@@ -52,8 +51,8 @@ def _cast(config: WeightsConfig) -> torch.dtype | None:
 
 
 def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch.Tensor]) -> WeightSender:
-    """The learner's side, for the tensors that every publish will carry. ``weights.dtype=auto`` means their own here:
-    the caller, which knows the engines, resolves it before."""
+    """The learner's side, for the tensors that every publish sends. ``weights.dtype=auto`` means the tensors' own dtype
+    here: the caller, which knows the engines, resolves it before."""
     kind = resolve_transport(config, runtime)
     cast = _cast(config)
     wire = Wire(cast, config.verifies, config.delta)
@@ -76,7 +75,7 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
 
 
 def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | str = "cpu") -> WeightReceiver:
-    """A generator's side; ``device`` is where its engine's parameters live."""
+    """A generator's side; ``device``: that of its engine's parameters."""
     kinds = {
         "local": LocalReceiver,
         "shared_memory": SharedMemoryReceiver,

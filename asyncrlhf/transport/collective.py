@@ -40,12 +40,12 @@ from asyncrlhf.types import WeightManifest
 
 
 class CollectiveSender(WeightSender):
-    """Rank 0 of each of its groups, which have no receiver in common: what happens to one leaves the others as they
-    are. A transfer goes to the group of the ticket's epoch: tell everyone the version, hear that all are ready,
-    broadcast, hear that all are done. The loss of a receiver ends its group.
+    """Rank 0 of each of its groups, which share no receiver: an error in one does not affect the others. A transfer
+    goes to the group of the ticket's epoch: send the version, wait until all are ready, broadcast, wait until all are
+    done. The loss of a receiver ends its group.
 
-    ``device``: where the learner's parameters live; it decides, with the receivers' devices, between NCCL and gloo.
-    ``bytes_per_second``: the slowest way that still counts as alive; ``timeout_seconds`` is given beside it.
+    ``device``: that of the learner's parameters, which decides with the receivers' devices between NCCL and gloo.
+    ``bytes_per_second``: the slowest rate that counts as alive; ``timeout_seconds`` is added to it.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CollectiveSender(WeightSender):
             members.group.wait()
 
     def _move_buckets(self, group: BroadcastGroup) -> None:
-        """Hold the snapshot where the group reads it: on the GPU for NCCL, on the host for gloo."""
+        """Keep the snapshot where the group reads it: on the GPU for NCCL, on the host for gloo."""
         if group.device.type == self.buckets.device.type:
             return
         old = self.buckets
@@ -126,7 +126,7 @@ class CollectiveSender(WeightSender):
 
     @contextmanager
     def _giving_up(self, members: Members) -> Iterator[None]:
-        """What loses a receiver ends its group."""
+        """Within this context, an error that loses a receiver ends its group."""
         try:
             yield
         except LostReceiversError:
@@ -158,7 +158,7 @@ class CollectiveSender(WeightSender):
         self._move_buckets(group)
 
     def _accept(self, members: Members, receivers: list[str], what: str) -> list[str]:
-        """Take the receivers' calls until all are there; returns their devices. An old epoch's are sent away, as are
+        """Accept the receivers' connections until all are there; returns their devices. Rejects an old epoch's and
         strangers."""
         assert self._server is not None
         identities: dict[str, str] = {}
@@ -183,7 +183,7 @@ class CollectiveSender(WeightSender):
 
 
 def _keys(token: str, epoch: int) -> str:
-    """What the keys of a group's store begin with: a stranger can call torch's store, but not guess them."""
+    """The prefix of the keys of a group's store: a stranger can connect to torch's store, but cannot guess it."""
     return f"{token}/epoch{epoch}"
 
 
@@ -272,7 +272,7 @@ class CollectiveReceiver(WeightReceiver):
 
     @contextmanager
     def _taking_part(self, ticket: Ticket) -> Iterator[tuple[Line, BroadcastGroup]]:
-        """A transfer that does not end well ends the group, and the sender hears why."""
+        """Within this context, an error ends the group, and the sender is told the cause."""
         line, group = self._line, self._group
         if line is None or group is None:
             raise WeightSyncError(f"No group to receive version {ticket.version} from: connect first.")
@@ -290,7 +290,7 @@ class CollectiveReceiver(WeightReceiver):
             raise WeightSyncError(f"Version {ticket.version} was lost on its way: the sender's group ended.") from error
 
     def _agree(self, ticket: Ticket, line: Line) -> Message:
-        """Check, before any byte moves, that the sender is about to send just what the ticket says."""
+        """Check, before any byte is sent, that the sender will send exactly the ticket's version."""
         begin = line.poll(self._timeout_seconds)
         if begin is None:
             raise WeightSyncError(
@@ -306,7 +306,7 @@ class CollectiveReceiver(WeightReceiver):
         return begin
 
     def _drop_group(self) -> None:
-        """Staging memory goes too: a broadcast that hangs in the old group may still write into it."""
+        """Drop the group and staging memory: a broadcast that hangs in the old group may still write into it."""
         if self._line is not None:
             self._line.close()
         if self._group is not None:

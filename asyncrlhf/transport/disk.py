@@ -1,9 +1,10 @@
 """Transport through a shared file system: the sender writes safetensors files, receivers read them when complete.
 
-No network joins the learner to its replicas but the one that brings the tickets. Whether all see one folder is found
-out when a group forms: every receiver leaves its answer there. A version's folder holds
-``model-00001-of-0000N.safetensors``, one file a bucket, ``model.safetensors.index.json`` as transformers writes it, and
-``manifest.json`` with the checksums. It is written under another name and renamed: whole or not at all.
+The learner and its replicas need no network but the one for the tickets. When a group forms, every receiver writes an
+answer into the folder, which shows whether all see the same one. A version's folder holds
+``model-00001-of-0000N.safetensors``, one file per bucket, ``model.safetensors.index.json`` as transformers writes it,
+and ``manifest.json`` with the checksums. It is written under another name and then renamed, so that it appears complete
+or not at all.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OURS = re.compile(r"(\.writing-)?v\d{8,}-[0-9a-f]{8}")
 
 
 def folder_name(version: int) -> str:
-    """A name that no other write has: a version may be written twice."""
+    """A folder name unique to this write: a version may be written twice."""
     return f"v{version:08d}-{uuid.uuid4().hex[:8]}"
 
 
@@ -51,10 +52,10 @@ def bucket_file(bucket: int, buckets: int) -> str:
 
 
 def take_over(root: Path) -> IO[str]:
-    """Make ``root`` this sender's: no other sender writes there, and what a crashed one left is removed. The returned
-    file holds the claim until it is closed.
+    """Claim ``root`` for this sender: no other sender may write there, and files of a crashed one are removed. The
+    returned file holds the claim until it is closed.
 
-    Raises WeightSyncError when the folder cannot be written or belongs to a run that lives.
+    Raises WeightSyncError when the folder cannot be written or belongs to a live run.
     """
     try:
         (root / ANSWERS).mkdir(parents=True, exist_ok=True)
@@ -77,14 +78,14 @@ def take_over(root: Path) -> IO[str]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all: readers never see half a file."""
+    """Write the file completely or not at all, so that readers never see half a file."""
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     draft.write_text(json.dumps(content))
     os.replace(draft, path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None when there is no such file."""
+    """The content, or None without such a file."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
@@ -93,12 +94,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def described(manifest: WeightManifest) -> list[list[Any]]:
-    """What a version's ``manifest.json`` says of its tensors."""
+    """The description of a version's tensors in ``manifest.json``."""
     return [[e.name, list(e.shape), e.dtype, e.bucket] for e in manifest.tensors]
 
 
 def missing_parts(folder: Path, buckets: int) -> str:
-    """What a version that is not there yet still lacks, as half a sentence."""
+    """What an incomplete version still lacks, as half a sentence."""
     draft = folder.with_name(f"{WRITING}{folder.name}")
     if draft.is_dir():
         written = len(list(draft.glob("*.safetensors")))
@@ -131,7 +132,7 @@ T = TypeVar("T")
 
 
 def wait_for(look: Callable[[], T | None], seconds: float) -> T | None:
-    """Look until there is something, for at most ``seconds``."""
+    """Call ``look`` until it returns a value, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while (found := look()) is None and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -139,9 +140,9 @@ def wait_for(look: Callable[[], T | None], seconds: float) -> T | None:
 
 
 class DiskSender(WeightSender):
-    """Writes its snapshot in ``transfer``, beside the learner's next step; receivers read when all of it is there.
+    """Writes its snapshot in ``transfer``, beside the learner's next step; receivers read it when it is complete.
 
-    Its folder holds the newest version, the one before it while a receiver may still read it, and the receivers'
+    Its folder holds the newest version, the previous one while a receiver may still read it, and the receivers'
     answers.
     """
 
@@ -161,7 +162,7 @@ class DiskSender(WeightSender):
         return str(self._root)
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        """Waits until each receiver has left its answer."""
+        """Wait until each receiver has written its answer."""
         if self._claim is None:
             raise WeightSyncError("The weight sender does not listen: call listen before connect.")
         absent = set(receivers)
@@ -186,7 +187,7 @@ class DiskSender(WeightSender):
         return (self._name,)
 
     def _send(self, ticket: Ticket, outgoing: list[int]) -> None:
-        """Buckets that did not change are those of the newest version. Raises WeightSyncError when the disk refuses."""
+        """Unchanged buckets are links to those of the newest version. Raises WeightSyncError when the disk fails."""
         if self._newest is not None and self._newest.name == self._name:
             return
         self._sweep()
@@ -211,7 +212,8 @@ class DiskSender(WeightSender):
         self._newest = final
 
     def _take_same(self, file: Path) -> bool:
-        """Link the unchanged file of the newest version; false where there is none or the file system has no links."""
+        """Link the unchanged file of the newest version; returns False without one, or if the file system has no
+        links."""
         with suppress(OSError):
             if self._newest is not None:
                 os.link(self._newest / file.name, file)
@@ -219,7 +221,7 @@ class DiskSender(WeightSender):
         return False
 
     def _sweep(self) -> None:
-        """Remove the versions before the newest once every receiver of the group has the newest."""
+        """Remove the versions before the newest when every receiver of the group has the newest."""
         if self._newest is None or any(self._answer(n).get("folder") != self._newest.name for n in self._receivers):
             return
         for folder in self._root.glob("v*-*"):
@@ -236,7 +238,7 @@ class DiskSender(WeightSender):
 
 
 class DiskReceiver(WeightReceiver):
-    """Answers in the sender's folder, under its name, when it joins a group and when it has a version."""
+    """Writes an answer under its name into the sender's folder when it joins a group and when it has a version."""
 
     _root: Path | None = None
 
@@ -258,8 +260,8 @@ class DiskReceiver(WeightReceiver):
             self._staged.verify(ticket, bucket)
 
     def _folder(self, ticket: Ticket) -> Path:
-        """Of the ticket's version, when it is complete. Raises WeightSyncError naming what is missing after the
-        time-out, or what does not fit."""
+        """The folder of the ticket's version, when complete. Raises WeightSyncError naming what is missing or does not
+        fit."""
         if self._root is None:
             raise WeightSyncError(f"No group to receive version {ticket.version} from: connect first.")
         if ticket.epoch != self._epoch:

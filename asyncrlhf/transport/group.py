@@ -1,8 +1,8 @@
 """A process group of the transport's own, beside torch.distributed's default group, and its disposal.
 
-Beside it a control line joins the sender to each receiver: one TCP connection, a JSON object a line. It tells what the
-transfer itself cannot: which receivers are there, which refused, and, by a connection's end, which died. Anybody can
-call the sender's port; :func:`admit` sends those away who do not show the run's token.
+A control line joins the sender to each receiver: one TCP connection, one JSON object per line. It carries what the
+transfer itself cannot: which receivers are there, which refused, and, when a connection ends, which died. Any process
+can connect to the sender's port; :func:`admit` rejects those without the run's token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GLOO_THREADS = 4  # broadcasts in flight at once; measured best for buckets of 4
 
 
 def device_identity(device: torch.device) -> str:
-    """A text that two ranks share only when they share one accelerator; ``cpu`` for all CPUs."""
+    """A text that two ranks share only if they share one accelerator; ``cpu`` for all CPUs."""
     if device.type != "cuda":
         return "cpu"
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
@@ -65,26 +65,26 @@ class BroadcastGroup:
             self._group = gloo(store, rank, size, options)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Start the broadcasts, one a tensor, in order; returns at once."""
+        """Start the broadcasts, one per tensor, in order; returns at once."""
         self._works = []
         for tensor in tensors:
             self.begin(tensor)
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Start one broadcast more; returns at once."""
+        """Start one more broadcast; returns at once."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with self._own_stream():
             self._works.append(self._group.broadcast([tensor], options))
 
     def after_compute(self) -> None:
-        """Broadcasts that begin from here on write after what the device was told to do so far: their memory may be
-        some that a kernel still reads."""
+        """Let broadcasts that begin from here on wait for the device's present work, which may still read their
+        memory."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def completed(self, place: int) -> bool:
-        """Whether one broadcast has ended, well or not; never blocks."""
+        """Whether one broadcast has ended, with or without success; never blocks."""
         return bool(self._works[place].is_completed())
 
     def wait_one(self, place: int) -> None:
@@ -101,13 +101,13 @@ class BroadcastGroup:
         self._works = []
 
     def take_first(self) -> None:
-        """Wait for the oldest broadcast, and let go of it and of its memory."""
+        """Wait for the oldest broadcast, then release it and its memory."""
         self.wait_one(0)
         del self._works[0]
 
     def rehearse(self, seconds: float) -> None:
-        """Broadcast one byte, so that what connects at the first broadcast alone (NCCL) does so now, within a time
-        limit. Raises RuntimeError where it does not."""
+        """Broadcast one byte, so that connections made at the first broadcast (NCCL) are made now, within a time limit.
+        Raises RuntimeError if it fails."""
         ended: list[BaseException | None] = []
 
         def broadcast() -> None:
@@ -127,9 +127,8 @@ class BroadcastGroup:
             raise RuntimeError(str(ended[0])) from ended[0]
 
     def dispose(self) -> None:
-        """Let go of the group. What a lost rank left unfinished keeps gloo's destructor waiting until the time-out, so
-        that then a thread does it.
-        """
+        """Release the group. After the loss of a rank, gloo's destructor waits for unfinished work until the time-out,
+        so a thread runs it."""
         held, idle = [self._works, self._group], all(work.is_completed() for work in self._works)
         self._works, self._group = [], None
         if idle:
@@ -138,7 +137,7 @@ class BroadcastGroup:
             threading.Thread(target=held.clear, name="dispose-weight-group", daemon=True).start()
 
     def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """NCCL's waits belong on a stream of their own, or they would hold up the learner's kernels."""
+        """A stream for NCCL's waits, which would otherwise delay the learner's kernels."""
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
 
@@ -152,12 +151,12 @@ Message = dict[str, Any]
 
 
 class LineClosedError(Exception):
-    """The other side's process ended, it dropped the connection, or it sent something that is no message."""
+    """The other process ended, dropped the connection, or sent something that is no message."""
 
 
 class Line:
     """One end of a control line. ``local_host``: this side's own address as the other side reaches it. ``longest``: the
-    bytes of a message that are still read."""
+    largest message that is accepted, in bytes."""
 
     def __init__(self, connection: socket.socket, longest: int = MESSAGE_BYTES) -> None:
         self._socket = connection
@@ -169,7 +168,7 @@ class Line:
 
     @property
     def has_message(self) -> bool:
-        """Whether a whole message was read already, which ``select`` does not see."""
+        """Whether a complete message was read already, which ``select`` does not see."""
         return b"\n" in self._buffer
 
     def fileno(self) -> int:
@@ -183,8 +182,8 @@ class Line:
             raise LineClosedError from error
 
     def poll(self, seconds: float) -> Message | None:
-        """The next message, or None when none came within ``seconds``. Raises LineClosedError at the end, and for what
-        is no JSON object or longer than ``longest``."""
+        """The next message, or None if none arrives within ``seconds``. Raises LineClosedError at the end of the
+        connection, and for a message that is no JSON object or longer than ``longest``."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             try:
@@ -206,9 +205,8 @@ class Line:
         return message
 
     def hang_up(self) -> None:
-        """End the connection, from any thread: who waits on it finds its end. Its number stays taken until ``close``,
-        so that a thread in ``select`` neither trips over it nor listens to another file that was given the same one.
-        """
+        """End the connection, from any thread; a thread that waits on it sees its end. Its file descriptor stays open
+        until ``close``, so that a thread in ``select`` neither fails nor listens to another file of this number."""
         with contextlib.suppress(OSError):  # the other side was quicker
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -218,7 +216,7 @@ class Line:
 
 
 def own_host() -> str:
-    """This machine's address by its own name, or the loopback where the name has none."""
+    """The address of this machine's own name, or the loopback if the name has none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -226,8 +224,8 @@ def own_host() -> str:
 
 
 def new_token() -> str:
-    """What a run's receivers show to its sender. It travels in the endpoint, through Ray alone: never in a log, an
-    environment or a command line."""
+    """The secret that a run's receivers show to its sender. It is part of the endpoint, which only Ray transports:
+    never a log, an environment or a command line."""
     return secrets.token_hex(16)
 
 
@@ -249,8 +247,8 @@ def dial(endpoint: str, seconds: float) -> Line:
 def admit(
     server: socket.socket, token: str, wanted: Callable[[Message], bool], seconds: float
 ) -> Iterator[tuple[Line, Message]]:
-    """Callers that show the ``token`` and say a hello that is ``wanted``, each with its hello, for ``seconds``. The
-    others are sent away, and none of them keeps the rest waiting."""
+    """For ``seconds``, yield callers that show the ``token`` and send a ``wanted`` hello, each with its hello. Other
+    callers are rejected, and none of them delays the rest."""
     callers: dict[Line, float] = {}  # until when each may say hello, the oldest first
     deadline = time.monotonic() + seconds
     server.setblocking(False)  # a caller may be gone again between select and accept
@@ -286,9 +284,9 @@ def admit(
 
 
 def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, str]:
-    """Wait until every line has brought a message with the key ``kind``; returns what went wrong, by name.
+    """Wait until every line has received a message with the key ``kind``; returns the failures by name.
 
-    Empty when all is well. A first loss ends the waiting soon after; those who had nothing to say by then are innocent.
+    Empty if there are none. After a first loss the wait ends soon; receivers without an answer by then are not listed.
     """
     waiting = dict(lines)
     lost: dict[str, str] = {}

@@ -10,8 +10,8 @@ from asyncrlhf.transport.sender import WeightSender
 
 
 class LocalSender(WeightSender):
-    """Each snapshot has memory of its own, so that a ticket stays good however late it is used. Nothing travels before
-    a receiver copies; the receivers may live in the calling thread."""
+    """Each snapshot has its own memory, so that a ticket stays valid however late it is used. No bytes move before a
+    receiver copies; the receivers may run in the calling thread."""
 
     def _prepare(self) -> None:
         self.buckets = FlatBuckets(self.manifest)
@@ -20,11 +20,11 @@ class LocalSender(WeightSender):
         return (self.buckets,)
 
     def _check_current(self, ticket: Ticket) -> None:
-        """Every ticket is good."""
+        """Does nothing: every ticket is valid."""
 
 
 class LocalReceiver(WeightReceiver):
-    """Copies the snapshot into staging memory of its own."""
+    """Copies the snapshot into its own staging memory."""
 
     def _fetch(self, ticket: Ticket, staging: FlatBuckets, wanted: list[int]) -> None:
         (source,) = ticket.refs

@@ -1,6 +1,6 @@
-"""Flat byte buckets: which tensor lies where, zero-copy views, fast copies into them, and their checksums.
+"""Flat byte buckets: the place of each tensor, zero-copy views, fast copies into them, and their checksums.
 
-Weights of which each learner rank holds a part are offered by name and shape, and gathered one bucket at a time.
+Weights that are sharded over the learner's ranks are given by name and shape, and gathered one bucket at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Names = tuple[str, ...]
 
 
 class ShardedParams(Mapping[str, torch.Tensor]):
-    """Stands where a sender is given parameters: tensors without values (on ``meta``), and the way to those values.
+    """Used instead of a sender's parameters: tensors without values (on ``meta``), and a function that gathers the
+    values.
 
     Every rank of the learner must gather what the sender's rank gathers: see :func:`take_part`.
     """
@@ -59,12 +60,12 @@ def bucket_names(manifest: WeightManifest) -> list[Names]:
 
 
 def whole(params: Mapping[str, torch.Tensor], names: Names) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-    """The values of ``names``; where they are gathered, as long as the context lasts."""
+    """The values of ``names``; gathered ones exist only within this context."""
     return params.shards.gather(names) if isinstance(params, ShardedParams) else nullcontext(params)
 
 
 def take_part(manifest: WeightManifest, params: ShardedParams) -> None:
-    """What the ranks without a sender do while the sender copies a snapshot of ``manifest``."""
+    """Called by the ranks without a sender while the sender copies a snapshot of ``manifest``."""
     for names in bucket_names(manifest):
         with params.shards.gather(names):
             pass
@@ -79,8 +80,8 @@ def build_manifest(
 ) -> WeightManifest:
     """Lay out ``params`` in order, each at a 16-byte boundary, in buckets of at most ``bucket_bytes`` bytes.
 
-    Names, shapes and dtypes are read, no values. Floating tensors travel as ``cast`` where it is given. A tensor larger
-    than a bucket gets one of its own. Raises WeightSyncError when there is nothing to send.
+    Reads names, shapes and dtypes, no values. Floating tensors are sent as ``cast`` if it is given. A tensor larger
+    than a bucket gets its own bucket. Raises WeightSyncError when there are no parameters.
     """
     if not params:
         raise WeightSyncError("There are no parameters to publish.")
@@ -103,13 +104,13 @@ def manifest_digest(manifest: WeightManifest) -> str:
 
 
 def manifest_difference(expected: WeightManifest, given: WeightManifest) -> str | None:
-    """The first tensor that the two layouts do not share, as half a sentence; None when they are the same."""
+    """The first difference of two layouts, as half a sentence; None if they are the same."""
     elsewhere = "the same tensors lie elsewhere in the buckets"
     return tensor_difference(expected, given) or (None if expected == given else elsewhere)
 
 
 def tensor_difference(expected: WeightManifest, given: WeightManifest) -> str | None:
-    """As :func:`manifest_difference`, wherever the tensors lie."""
+    """As :func:`manifest_difference`, but ignores the tensors' places."""
     wanted = {entry.name: entry for entry in expected.tensors}
     offered = {entry.name: entry for entry in given.tensors}
     for name, entry in wanted.items():
@@ -141,7 +142,7 @@ class FlatBuckets:
         self, manifest: WeightManifest, device: torch.device | str = "cpu", *, pin_memory: bool = False,
         tensors: list[torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """``tensors``: memory that is there already."""
+        """``tensors``: existing memory to use."""
         self.manifest = manifest
         self.device = torch.device(device)
         # Zeroed, not empty: the pages are touched here, so that the first copy is as quick as the later ones.
@@ -156,10 +157,10 @@ class FlatBuckets:
         return dict(self._views)
 
     def copy_from(self, params: Mapping[str, torch.Tensor], cast: torch.dtype | None = None) -> None:
-        """Copy every tensor's present value in, with torch's intra-op thread count; returns when the copies are done.
+        """Copy in every tensor's present value, with torch's intra-op thread count; returns when the copies are done.
 
-        ``cast``: what the manifest was built with. Raises WeightSyncError naming the first tensor that is missing,
-        unknown, or of another shape or dtype.
+        ``cast``: the manifest's. Raises WeightSyncError naming the first tensor that is missing, unknown, or of another
+        shape or dtype.
         """
         difference = tensor_difference(self.manifest, build_manifest(params, 1, cast))
         if difference is not None:
@@ -172,7 +173,7 @@ class FlatBuckets:
     def copy_buckets(
         self, buckets: Sequence[torch.Tensor | NDArray[np.uint8]], indices: Sequence[int] | None = None
     ) -> None:
-        """Overwrite the buckets ``indices`` (all) with others; raises WeightSyncError when the sizes differ."""
+        """Overwrite the buckets ``indices`` (default: all); raises WeightSyncError when the sizes differ."""
         chosen = range(len(self.tensors)) if indices is None else indices
         sizes = [len(bucket) for bucket in buckets]
         wanted = [self.manifest.bucket_bytes[index] for index in chosen]
@@ -187,7 +188,7 @@ class FlatBuckets:
 
 @torch.no_grad()
 def copy_tensors(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    """Copy into each target its source, cast to the target's dtype; returns when the copies are done."""
+    """Copy each source into its target, cast to the target's dtype; returns when the copies are done."""
     pieces: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
     for name, target in targets.items():
         source = sources[name].detach()
@@ -223,8 +224,8 @@ _FACTOR = 6364136223846793005  # odd, so that no chunk is lost in the product; b
 def bucket_checksum(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> int:
     """64 bits over the bytes of a bucket's tensors in order, without the gaps between them.
 
-    On the host XXH3 (measured 17 GB/s on one core, against 2.3 of zlib's CRC-32), which works without the GIL. On an
-    accelerator, where the bytes would have to travel first, a sum by position computed there.
+    On the host XXH3 (measured 17 GB/s on one core, against 2.3 of zlib's CRC-32), which runs without the GIL. On an
+    accelerator, from which the bytes would have to be copied first, a positional sum computed there.
     """
     if any(tensors[entry.name].device.type != "cpu" for entry in entries):
         total = 0
@@ -257,12 +258,12 @@ def positional_sum(tensor: torch.Tensor) -> int:
 
 
 def manifest_checksums(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    """One checksum a bucket."""
+    """One checksum per bucket."""
     return tuple(bucket_checksum(entries, tensors) for entries in entries_by_bucket(manifest))
 
 
 def changed_buckets(old: Sequence[int], new: Sequence[int]) -> list[int]:
-    """The buckets whose checksum differs; all of them where nothing is known of the old ones."""
+    """The buckets whose checksum differs; all of them if the old checksums are unknown."""
     if len(old) != len(new):
         return list(range(len(new)))
     return [i for i, (before, after) in enumerate(zip(old, new, strict=True)) if before != after]

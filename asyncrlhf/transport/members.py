@@ -1,4 +1,4 @@
-"""The sender's side of one weight group: who is in it, and the lines to them."""
+"""The sender's side of one weight group: its receivers, and the control lines to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrlhf.transport.protocol import LostReceiversError
 
 
 class Members:
-    """The receivers of one epoch: a control line to each, and the group that they are in with the sender."""
+    """The receivers of one epoch: a control line to each, and the process group that they form with the sender."""
 
     def __init__(self, epoch: int, seconds: float) -> None:
         self.epoch = epoch
@@ -18,7 +18,7 @@ class Members:
         self._seconds = seconds
 
     def tell(self, message: Message, what: str) -> None:
-        """Send to all; ``what`` begins the sentence about receivers that are lost."""
+        """Send to all; ``what`` begins the error's sentence about lost receivers."""
         lost = {}
         for name, line in self.lines.items():
             try:
@@ -36,7 +36,7 @@ class Members:
             line.hang_up()
 
     def drop(self) -> None:
-        """The closed lines tell the receivers; a broadcast that hangs in the group is left to its time-out."""
+        """Close the lines, which the receivers notice; a broadcast that hangs in the group ends at its time-out."""
         for line in self.lines.values():
             line.close()
         if self.group is not None:

@@ -15,8 +15,7 @@ from asyncrlhf.types import WeightManifest
 
 
 class ObjectStoreSender(WeightSender):
-    """Needs a running Ray. ``ticket`` copies the snapshot into the store, once, for every epoch. References to
-    unchanged buckets are handed out again."""
+    """Needs Ray. ``ticket`` copies the snapshot into the store once, and uses references to unchanged buckets again."""
 
     def __init__(self, manifest: WeightManifest, wire: Wire | None = None) -> None:
         super().__init__(manifest, wire=wire)
@@ -39,9 +38,8 @@ class ObjectStoreSender(WeightSender):
         return tuple(self._references[bucket] for bucket in sorted(self._references))
 
     def transfer(self, ticket: Ticket) -> TransferStats:
-        """The store is filled by ``ticket``; ``seconds`` is what that took. A receiver has the weights when its
-        ``receive`` returns, and Ray itself reports one that died.
-        """
+        """Returns at once, because ``ticket`` has filled the store; ``seconds`` is that time. A receiver has the
+        weights when its ``receive`` returns, and Ray itself reports one that died."""
         with self.lock:
             self._check_current(ticket)
             assert self._stored is not None, "a ticket fills the store"
@@ -52,7 +50,7 @@ class ObjectStoreSender(WeightSender):
 
 
 class ObjectStoreReceiver(WeightReceiver):
-    """Reads the store's memory without a copy on the way and copies it into staging memory of its own.
+    """Maps the store's memory and copies it into its own staging memory.
 
     The copy frees the store early, and an engine that loads in place cannot write into shared memory.
     """

@@ -1,4 +1,4 @@
-"""What a learner's sender and a generator's receiver tell each other."""
+"""The messages between a learner's sender and a generator's receiver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrlhf.types import WeightManifest
 
 
 class LostReceiversError(WeightSyncError):
-    """Weights did not reach some receivers; ``receivers`` maps each one's name to what happened to it."""
+    """Weights did not reach some receivers; ``receivers`` maps each one's name to its error."""
 
     def __init__(self, what: str, receivers: Mapping[str, str]) -> None:
         self.what, self.receivers = what, dict(receivers)
@@ -23,7 +23,7 @@ class LostReceiversError(WeightSyncError):
 
 
 def worker_name(replica: str, worker: int) -> str:
-    """How a worker of a replica is called that is a receiver of its own."""
+    """The name of a replica's worker as a receiver."""
     return f"{replica}/{worker}"
 
 
@@ -34,10 +34,10 @@ def replica_name(receiver: str) -> str:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to receive one published version; small, and picklable, since messages carry it to the receivers.
+    """The permission to receive one published version; small and picklable, since messages carry it to the receivers.
 
-    ``refs``: where the buckets lie, for the transports that do not send them. ``checksums``: one a bucket; empty
-    without ``weights.checksum``. ``delta``: a receiver keeps the buckets whose checksum it holds already.
+    ``refs``: where the buckets lie, for transports that do not send them. ``checksums``: one per bucket; empty without
+    ``weights.checksum``. ``delta``: a receiver keeps the buckets whose checksum it already has.
     """
 
     version: int
@@ -51,8 +51,7 @@ class Ticket:
 @dataclass(frozen=True)
 class TransferStats:
     """``seconds`` of the transfer, payload ``bytes`` sent to each receiver (with ``weights.delta`` fewer than the
-    model's), ``stall_seconds`` the learner stood still.
-    """
+    model's), ``stall_seconds`` for which the learner stood still."""
 
     seconds: float
     bytes: int

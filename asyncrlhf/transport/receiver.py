@@ -1,4 +1,4 @@
-"""What all receivers share: staging memory for one whole set of weights, and the check that its bytes arrived."""
+"""The common part of all receivers: staging memory for one whole set of weights, and the check of its checksums."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NAMES_SHOWN = 10
 def check_bucket(
     ticket: Ticket, bucket: int, entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor], receiver: str
 ) -> None:
-    """Raise WeightSyncError naming a bucket, its tensors and the receiver unless its checksum is the ticket's, where
-    the ticket has checksums."""
+    """Raise WeightSyncError, naming the bucket, its tensors and the receiver, if its checksum is not the ticket's. A
+    ticket without checksums is not checked."""
     if not ticket.checksums:
         return
     found, expected = bucket_checksum(entries, tensors), ticket.checksums[bucket]
@@ -48,10 +48,9 @@ class Staging:
         self._pending: set[int] = set()  # buckets of the present ticket that were not verified yet
 
     def begin(self, ticket: Ticket, device: torch.device | str = "cpu") -> tuple[FlatBuckets, list[int]]:
-        """The memory for ``ticket``, and the buckets that it does not hold yet.
+        """The memory for ``ticket``, and the buckets that it lacks.
 
-        Raises WeightSyncError when the layout is another one than before: a run publishes one model, so that a changed
-        layout is a mistake.
+        Raises WeightSyncError when the layout has changed: a run publishes one model, so this is a mistake.
         """
         if self._buckets is None:
             self._buckets, self._entries = FlatBuckets(ticket.manifest, device), entries_by_bucket(ticket.manifest)
@@ -64,15 +63,14 @@ class Staging:
         return self._buckets, list(wanted)
 
     def verify(self, ticket: Ticket, bucket: int) -> None:
-        """Check one bucket that is complete. Raises WeightSyncError naming it, its tensors and the receiver unless its
-        checksum is the ticket's."""
+        """Check one complete bucket; raises as :func:`check_bucket`."""
         if self._buckets is not None and bucket in self._pending:
             check_bucket(ticket, bucket, self._entries[bucket], self._buckets.views(), self.name)
         self._pending.discard(bucket)
 
     def finish(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
-        """Verify what was not verified yet, buckets that were held already among them: their user may have written
-        into them. Returns the tensors."""
+        """Verify all unverified buckets, also kept ones, into which the engine may have written. Returns the
+        tensors."""
         assert self._buckets is not None, "begin comes first"
         for bucket in sorted(self._pending):
             self.verify(ticket, bucket)
@@ -80,16 +78,16 @@ class Staging:
         return self._buckets.views()
 
     def drop(self) -> None:
-        """Let go of the memory: something may still write into it."""
+        """Release the memory: a broadcast may still write into it."""
         self._buckets = None
         self._checksums = ()
 
 
 class WeightReceiver:
-    """Lives beside an engine; its calls run in one thread while the engine goes on sampling."""
+    """Lives beside an engine; its calls run in one thread while the engine continues sampling."""
 
     def __init__(self, *, timeout_seconds: float = 120.0, device: torch.device | str = "cpu") -> None:
-        """``device``: where the engine's parameters live."""
+        """``device``: that of the engine's parameters."""
         self._timeout_seconds = timeout_seconds
         self._device = torch.device(device)
         self._epoch = -1
@@ -102,16 +100,16 @@ class WeightReceiver:
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
         """Take part in the transfer of ``ticket``. Returns views on staging memory, valid until the next call.
 
-        Raises WeightSyncError when the ticket is not what the sender sends, the sender is lost, or a bucket's checksum
-        differs.
+        Raises WeightSyncError when the sender sends another version than the ticket's, the sender is lost, or a
+        bucket's checksum differs.
         """
         staging, wanted = self._staged.begin(ticket)
         self._fetch(ticket, staging, wanted)
         return self._staged.finish(ticket)
 
     def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Take part in the transfer of ``ticket`` without memory for the whole: the tensors of one bucket after the
-        other, good until the next is asked for. Raises what :meth:`receive` raises; a user who stops early ends the
+        """Take part in the transfer of ``ticket`` without memory for the whole version: yields the tensors of one
+        bucket after the other, valid until the next. Raises as :meth:`receive`; a caller that stops early ends the
         receiver's membership."""
         raise NotImplementedError
 

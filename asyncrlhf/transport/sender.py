@@ -1,4 +1,4 @@
-"""What all senders share: the learner's weights in flat buckets, their checksums, their ticket."""
+"""The common part of all senders: the learner's weights in flat buckets, their checksums, their ticket."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from asyncrlhf.types import WeightManifest
 
 @dataclass(frozen=True)
 class Wire:
-    """How weights travel. ``cast``: the dtype of floating tensors on the way (None: as they are), which is what the
-    manifest was built with. ``delta`` needs ``checksum``.
-    """
+    """The form of weights in transfers. ``cast``: the dtype of floating tensors (None: unchanged), with which the
+    manifest was built. ``delta`` needs ``checksum``."""
 
     cast: torch.dtype | None = None
     checksum: bool = True
@@ -30,16 +29,16 @@ class Wire:
 
 
 class WeightSender:
-    """Lives beside the learner and holds one version at a time, copied into flat buckets in a thread of its own;
-    ``lock`` guards the copy.
+    """Lives beside the learner and holds one version at a time, which a thread copies into flat buckets; ``lock``
+    guards the copy.
 
-    ``begin_snapshot`` and ``fence`` belong to the training thread. Between them it may read the parameters, as a
-    forward and backward pass does, but not change them: so the copy costs the learner next to nothing. The checksums
-    are taken after the fence. Another thread calls the rest.
+    The training thread calls ``begin_snapshot`` and ``fence``; between them it may read the parameters, as a forward
+    and backward pass does, but not change them, so that the copy costs the learner almost no time. The checksums are
+    computed after the fence. Another thread calls the other methods.
     """
 
     def __init__(self, manifest: WeightManifest, device: torch.device | str = "cpu", wire: Wire | None = None) -> None:
-        """``device``: where the copy lies."""
+        """``device``: that of the copy."""
         self.manifest = manifest
         self.wire = wire or Wire()
         self.epoch = 0
@@ -54,19 +53,19 @@ class WeightSender:
         self.buckets = FlatBuckets(manifest, device)
 
     def listen(self, host: str = "") -> str:
-        """Open the rendezvous and return its endpoint, ``host:port``; an empty text where none is needed."""
+        """Open the rendezvous and return its endpoint, ``host:port``; empty if none is needed."""
         return ""
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
-        """Form the group of ``epoch`` with ``receivers`` (rank i+1 is ``receivers[i]``); drops the group before it.
+        """Form the group of ``epoch`` with ``receivers`` (rank i+1 is ``receivers[i]``); drops the previous group.
 
-        Blocks until all have called their own ``connect``. Raises LostReceiversError naming those who did not.
+        Blocks until all have called their own ``connect``. Raises LostReceiversError naming those that did not.
         """
         with self.lock:
             self.epoch = epoch
 
     def begin_snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
-        """Have ``params`` stand for ``version`` from now on. They must not change before ``fence`` has returned."""
+        """Begin to copy ``params`` as ``version``. They must not change before ``fence`` has returned."""
         self.fence()
         self.stall_seconds = 0.0
         # As they are offered now, whatever the caller does to the mapping.
@@ -75,10 +74,9 @@ class WeightSender:
         self._begun = [self._copy, self._copier.submit(self._complete)]
 
     def fence(self) -> float:
-        """Wait until nothing reads the parameters any more, before they change: at the head of an optimizer step.
+        """Wait until the copy no longer reads the parameters; call it before an optimizer step changes them.
 
-        Returns the seconds waited for the copy, 0 when none was begun. Raises WeightSyncError naming a tensor that does
-        not fit.
+        Returns the seconds waited, 0 if no copy was begun. Raises WeightSyncError naming a tensor that does not fit.
         """
         copy, self._copy = self._copy, None
         if copy is None:
@@ -91,12 +89,12 @@ class WeightSender:
         return self.stall_seconds
 
     def snapshot(self, version: int, params: Mapping[str, torch.Tensor]) -> float:
-        """``begin_snapshot`` and ``fence``: seconds that the caller stood still."""
+        """``begin_snapshot`` and ``fence``; returns the seconds that the caller waited."""
         self.begin_snapshot(version, params)
         return self.fence()
 
     def ticket(self) -> Ticket:
-        """The ticket of the newest version, to be handed to every receiver."""
+        """The ticket of the newest version, for every receiver."""
         with self._settled() as version:
             return Ticket(version, self.epoch, self.manifest, self._refs(version), self.checksums, self.wire.delta)
 
@@ -116,22 +114,22 @@ class WeightSender:
             return TransferStats(time.perf_counter() - started, sent_bytes, self.stall_seconds)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What the newest version holds, for comparison."""
+        """The tensors of the newest version, for comparison."""
         with self._settled():
             return self.buckets.views()
 
     def close(self) -> None:
-        """End what it holds open, a transfer that is under way in another thread too."""
+        """Close all connections and end a transfer in another thread."""
 
     def outgoing(self) -> list[int]:
-        """The buckets that have to be sent: without ``weights.delta`` all of them."""
+        """The buckets to send: without ``weights.delta`` all of them."""
         everything = list(range(len(self.manifest.bucket_bytes)))
         return changed_buckets(self.sent, self.checksums) if self.wire.delta else everything
 
     @contextmanager
     def _settled(self) -> Iterator[int]:
-        """The newest version, under the lock, once a copy that has begun is done; its error, if any, is the training
-        thread's to raise."""
+        """The newest version, under the lock, when its copy is complete; the training thread raises the copy's
+        error."""
         wait(self._begun)
         with self.lock:
             if self.version is None:
@@ -139,7 +137,7 @@ class WeightSender:
             yield self.version
 
     def _check_current(self, ticket: Ticket) -> None:
-        """Raise unless ``ticket`` is that of the present snapshot and group."""
+        """Raise WeightSyncError unless ``ticket`` belongs to the present snapshot and group."""
         if (ticket.version, ticket.epoch) != (self.version, self.epoch):
             raise WeightSyncError(
                 f"The ticket is for version {ticket.version} of epoch {ticket.epoch}, but the sender holds "
@@ -166,10 +164,10 @@ class WeightSender:
     # What a transport does, with ``lock`` held:
 
     def _prepare(self) -> None:
-        """Before the buckets are overwritten."""
+        """Called before the buckets are overwritten."""
 
     def _refs(self, version: int) -> tuple[Any, ...]:
-        """Where the buckets lie, for a ticket."""
+        """The places of the buckets, for a ticket."""
         return ()
 
     def _send(self, ticket: Ticket, outgoing: list[int]) -> None:

@@ -1,6 +1,6 @@
-"""Transport on one machine: the snapshot lies in memory that receivers map and read; nothing travels.
+"""Transport on one machine: the snapshot lies in memory that receivers map and read; no bytes are sent.
 
-The memory has no name in any folder and ends with the last process that holds it, however it ends.
+The memory has no name in any folder and is freed with the last process that holds it, however that ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrlhf.types import WeightManifest
 
 
 def _slices(memory: mmap.mmap, manifest: WeightManifest) -> list[torch.Tensor]:
-    """The buckets, one behind the other; uint8 [bytes] each."""
+    """The buckets, consecutive; uint8 [bytes] each."""
     sizes = manifest.bucket_bytes
     starts = accumulate((0, *sizes))
     return [
@@ -32,8 +32,8 @@ def _slices(memory: mmap.mmap, manifest: WeightManifest) -> list[torch.Tensor]:
 
 
 class SharedMemorySender(WeightSender):
-    """A ticket names the process and its file descriptor of the memory. Every process of the same user on
-    the same machine can map it."""
+    """A ticket names the process and its file descriptor of the memory. Every process of the same user on the same
+    machine can map it."""
 
     def __init__(self, manifest: WeightManifest, wire: Wire | None = None) -> None:
         super().__init__(manifest, "meta", wire)

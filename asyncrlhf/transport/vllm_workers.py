@@ -1,4 +1,4 @@
-"""vLLM's workers as receivers: each enters the weight group by itself and loads bucket by bucket."""
+"""vLLM's workers as receivers: each joins the weight group itself and loads bucket by bucket."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from asyncrlhf.transport.weights_config import WeightsConfig
 
 
 class WeightReceiving:
-    """What vLLM adds to its worker (``worker_extension_cls``): methods that its engine calls by name in all workers.
+    """An extension of vLLM's worker (``worker_extension_cls``): methods that its engine calls by name in all workers.
 
-    A worker never holds more of a version than the bucket that it loads, the one that arrives meanwhile, and the parts
-    of a layer that is not complete.
+    A worker holds at most the bucket that it loads, the one that arrives meanwhile, and the parts of an incomplete
+    layer.
     """
 
     # vLLM's worker has these.
@@ -33,8 +33,8 @@ class WeightReceiving:
     def join_weights(
         self, weights: WeightsConfig, endpoint: str, rank: int, world_size: int, epoch: int, name: str
     ) -> None:
-        """Enter the weight group of ``epoch``; the replica's first worker is its ``rank``. Returns at once: a group
-        that forms slowly holds up no token."""
+        """Join the weight group of ``epoch``; the replica's first worker is its ``rank``. Returns at once, so that a
+        slow group does not delay sampling."""
         if hasattr(self, "_weight_receiver"):
             self._weight_receiver.close()
         self._weight_receiver = build_receiver(weights, "ray", self.device)
@@ -43,8 +43,8 @@ class WeightReceiving:
         )
 
     def receive_weights(self, ticket: Ticket, names: Mapping[str, str]) -> str:
-        """Take the weights of ``ticket`` and load those in ``names``, under these. Returns what went wrong, or nothing;
-        an exception would have vLLM print this worker's stack."""
+        """Receive the weights of ``ticket`` and load those in ``names``, under these. Returns an error's text, or an
+        empty one; for an exception vLLM would print this worker's stack."""
         try:
             self._joining.end()
             self.start_weight_update()
@@ -58,7 +58,7 @@ class WeightReceiving:
 
 
 class _Joining:
-    """A receiver on its way into a group, in a thread."""
+    """A receiver that is joining a group, in a thread."""
 
     def __init__(self, receiver: WeightReceiver, *arguments: Any) -> None:
         self._error: BaseException | None = None
@@ -72,7 +72,7 @@ class _Joining:
             self._error = error
 
     def end(self) -> None:
-        """Wait until it is in; raises what kept it out."""
+        """Wait until it has joined; raises its error."""
         self._thread.join()
         if self._error is not None:
             raise WeightSyncError(str(self._error))

@@ -13,8 +13,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Mean |difference| in nats. Up to ``suspicious`` all is well. Beyond it the tensors are compared bit by bit, and
-    when all of them arrived it is the engine's rounding, which may go up to ``rounding``."""
+    """Mean |difference| in nats. Up to ``suspicious`` the audit passes. Beyond it the tensors are compared bit by bit;
+    if all are equal, the cause is the engine's rounding, which may reach ``rounding``."""
 
     suspicious: float
     rounding: float
@@ -24,7 +24,7 @@ EXACT, HALF = Tolerance(1e-3, 1e-3), Tolerance(0.1, 1.0)
 
 
 def choose_tolerance(asked: float, exact: bool) -> Tolerance:
-    """``asked`` is a bound without exceptions; 0 chooses by whether both sides compute in float32.
+    """``asked`` is a strict bound; 0 chooses by whether both sides compute in float32.
 
     In half precision the log-probs of unlikely tokens are as coarse as their logits: 0.1 nats on average is usual.
     """
@@ -85,24 +85,23 @@ class WeightsConfig:
         )
 
     def seconds_for(self, nbytes: int) -> float:
-        """The longest time that so many bytes may take on their way."""
+        """The time limit for transferring ``nbytes`` bytes."""
         return self.timeout_seconds + nbytes / (self.slowest_mb_s * 1e6)
 
     @property
     def verifies(self) -> bool:
-        """``checksum``, or what it is by default on one machine."""
+        """``checksum``, or its default on one machine."""
         return self.transport == "disk" or self.delta if self.checksum is None else self.checksum
 
     def beside_the_policy(self, runtime: str) -> WeightsConfig:
-        """For what goes to services: as it is, whole, by what needs no group of receivers."""
+        """The settings for weights sent to services: unchanged dtype, whole, a transport without receiver groups."""
         kind = "local" if runtime == "local" else "object_store"
         return replace(self, transport=kind, dtype="auto", delta=False, disk_path="")
 
 
 def resolve_dtype(asked: str, engines: Sequence[str]) -> str:
-    """The dtype on the way: ``asked``, or for ``auto`` the one that all ``engines`` compute in. Empty where they differ
-    or there are none: the learner's own, which loses nothing.
-    """
+    """The dtype in transfers: ``asked``, or for ``auto`` the one in which all ``engines`` compute. Empty if they differ
+    or there are none: the learner's own, which loses nothing."""
     if asked != "auto":
         return asked
     return engines[0] if len(set(engines)) == 1 else ""

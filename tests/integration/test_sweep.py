@@ -95,7 +95,7 @@ def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here
     assert {p.name: pytest.approx(p.staleness) for c in results.cells for p in c.points} == staleness
     wanted = f"the run keeps {100 * kept:.0f} ± {100 * statistics.stdev(left) / 2**0.5:.0f}%"
     assert any(wanted in sentence for sentence in sentences(results)), (wanted, sentences(results))
-    assert "Nothing is said of speed" in done.stdout
+    assert "No speed is reported" in done.stdout
     assert json.loads((folder / "results.json").read_text())["sentences"] == sentences(results)
     page = (folder / "report" / "index.html").read_text()
     assert "Quality against staleness" in page and sentences(results)[0].split(":")[0] in page

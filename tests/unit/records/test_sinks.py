@@ -82,7 +82,7 @@ def test_a_sink_that_hangs_holds_nobody_up(tmp_path: Path, mine: list[Mine]) -> 
         sinks.log({"step": step})
     said = sinks.finish({})
     HANGING.set()
-    assert said[MINE] == [f"The sink {MINE} was not through 0.05 s after the run's end and was left."]
+    assert said[MINE] == [f"The sink {MINE} had not finished 0.05 s after the run's end and was left."]
 
 
 def test_the_loss_of_a_sink_is_told_when_it_happens_and_not_again(tmp_path: Path, mine: list[Mine]) -> None:

@@ -189,7 +189,7 @@ def test_a_server_that_is_not_reached_is_told_of_once(tmp_path: Path, monkeypatc
     for step in range(4):
         sinks.log({"step": step})
     said = sinks.finish({})["wandb"]
-    assert len(said) == 2 and "is not reached" in said[0] and "had not taken everything" in said[1]
+    assert len(said) == 2 and "is not reached" in said[0] and "had not received everything" in said[1]
     assert all("nothing is lost: wandb sync --append" in sentence for sentence in said)
 
 

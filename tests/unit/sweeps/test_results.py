@@ -70,7 +70,7 @@ def test_what_is_kept_is_told_by_pairs_of_one_seed(tmp_path: Path) -> None:
     assert sentence.startswith(
         "lag 4 (staleness 3.6): decoupled_grpo keeps 98 ± 2%, grpo keeps 80 ± 4% of the held-out"
     )
-    assert silence.startswith("Nothing is said of speed")
+    assert silence.startswith("No speed is reported")
 
 
 def test_speed_is_that_of_jobs_that_had_the_machine_alone(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_the_plan_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
         (["experiment=staleness_quick", *asked], "give sweep.parts=null"),
         (["sweep.search=optuna"], "has nothing to choose from"),
         ([*asked, "sweep.objective=rewrd"], "sweep.objective=rewrd is no metric"),
-        (["learner.learning_rate=interval(1,0)", "sweep.search=optuna"], "runs from less to more"),
+        (["learner.learning_rate=interval(1,0)", "sweep.search=optuna"], "needs its lower end first"),
     ):
         with pytest.raises(ConfigError) as refused:
             plan_sweep(wrong)
