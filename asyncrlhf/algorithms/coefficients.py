@@ -26,7 +26,7 @@ class RatioFacts(NamedTuple):
     sequence_ids: Tensor
 
 
-# Gives (coefficient [T], clipped [T] bool: the tokens on which the rule acted).
+# Returns (coefficient [T], clipped [T] bool: the tokens on which the rule acted).
 Coefficient = Callable[[RatioFacts], tuple[Tensor, Tensor]]
 
 

@@ -65,7 +65,7 @@ def _ipo(gap: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     return short.square(), 2 * short
 
 
-# Each gives (loss, -d loss / d gap) of a gap D_w - D_l.
+# Each returns (loss, -d loss / d gap) of a gap D_w - D_l.
 PAIR_LOSSES: dict[str, Callable[[Tensor, float], tuple[Tensor, Tensor]]] = {"dpo": _dpo, "ipo": _ipo}
 
 
@@ -108,7 +108,7 @@ def _pairs(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     worst = worst[index[worst].argsort(stable=True)]
     rivals = torch.bincount(index[worst], minlength=len(names))
     leaders = torch.bincount(index[best], minlength=len(names))
-    # Each best one meets all the worst of its group, which lie side by side from ``first`` on.
+    # Each best rollout is paired with all the worst of its group, which are adjacent from ``first`` on.
     first, repeats = rivals.cumsum(0) - rivals, rivals[index[best]]
     left = best.repeat_interleave(repeats)
     turn = torch.arange(len(left), device=left.device) - (repeats.cumsum(0) - repeats).repeat_interleave(repeats)

@@ -66,8 +66,8 @@ class AsyncConfig:
         exclusive_low=True,
     )
     min_staleness: int = setting(0, "Smallest bound, in learner steps, that adaptive=true may set.", low=0)
-    adapt_every: int = setting(5, "Learner steps between two looks of adaptive=true.", low=1)
-    adapt_patience: int = setting(4, "Good looks in a row before adaptive=true raises the bound by one.", low=1)
+    adapt_every: int = setting(5, "Learner steps between two decisions of adaptive=true.", low=1)
+    adapt_patience: int = setting(4, "Good means in a row before adaptive=true raises the bound by one.", low=1)
 
     def __post_init__(self) -> None:
         check_settings("async", self)

@@ -61,7 +61,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.note: Callable[..., None] = lambda event, **facts: None  # told of every step, as the journal's events
+        self.note: Callable[..., None] = lambda event, **facts: None  # called with every step, as journal events
         self._live: dict[int, LedgerEntry] = {}
         self._in_state: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()

@@ -294,7 +294,7 @@ class ReplayBuffer:
         """``count`` of the groups, given in the order of arrival, each with its probability of being drawn."""
         if sampling in ("fifo", "lifo"):
             return [(group, 1.0) for group in (groups if sampling == "fifo" else groups[::-1])[:count]]
-        # By group id, so that a draw depends on what is held and not on the order in which it came.
+        # By group id, so that a draw depends on the held groups and not on their order of arrival.
         groups = sorted(groups, key=lambda group: group.group_id)
         if sampling == "uniform":
             return [(groups[i], 1.0) for i in self._rng.permutation(len(groups))[:count]]

@@ -50,7 +50,7 @@ class Curve(Vertical):
             low, high = min(values), max(values)
             text = f"[b]{self._title}[/b] {values[-1]:.4g}  [dim]{low:.3g} to {high:.3g}[/dim]"
             self.query_one(Static).update(text)
-            # The widget draws from 0 up; what is drawn here is where each value lies in the curve's own range.
+            # The widget draws from 0 up: values are scaled to the curve's own range.
             self.query_one(Sparkline).data = [value - low for value in values[-MAX_POINTS:]]
 
 

@@ -86,7 +86,7 @@ def _answer_help(arguments: Sequence[str], usage: str, group: str) -> None:
 def _tell(summary: Mapping[str, Any], plain_words: Callable[[Mapping[str, Any]], str]) -> int:
     """Print a stage's results, in one of several processes only; returns the exit code."""
     done = summary["exit_reason"] == "done"
-    stopped = f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto goes on."
+    stopped = f"Interrupted after {summary['steps']} steps; checkpoint.resume=auto continues."
     if os.environ.get("RANK", "0") == "0":
         print(plain_words(summary) if done else stopped)
     return 0 if done else 130

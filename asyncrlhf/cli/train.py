@@ -26,13 +26,13 @@ from asyncrlhf.config.run_config import RunConfig, conf_folder, from_hydra, regi
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, ContradictionError, full_disk
 from asyncrlhf.redaction import redact
 
-# What only Hydra's own command line answers; SHOW_FLAGS take a word behind them.
+# Flags that only Hydra's own command line handles; SHOW_FLAGS take an argument.
 SWEEP_FLAGS = {"-m", "--multirun"}
 SHOW_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}
 CFG_WORDS = ("job", "hydra", "all")
 OTHER_FLAGS = {"--hydra-help", "--version", "--resolve"}
 HELP_FLAGS = {"-h", "--help"}
-# What drawing meets in figures or on disks that were not foreseen; the run itself is done and safe by then.
+# Errors of drawing unforeseen figures or of full disks; the run itself is done and safe by then.
 REPORT_TROUBLE = (AsyncRLHFError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -150,7 +150,7 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
             print(f"asyncrlhf: {redact(sentence)}", file=sys.stderr)
             codes.append(error.exit_code)
             with suppress(OSError):
-                output.rmdir()  # Hydra's folder, empty where nothing was started
+                output.rmdir()  # Hydra's folder, empty if no job was started
         if codes[-1] == 130:
             raise KeyboardInterrupt
         return codes[-1]

@@ -81,7 +81,7 @@ def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
 
 def quoted(text: str) -> str:
     """``text`` as the value of an override, with any characters."""
-    # Within quotes a backslash stands for itself, but for those right before a quote.
+    # Within quotes a backslash is literal, except right before a quote.
     return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
 
 
@@ -98,7 +98,7 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of every job that Hydra's own sweeper makes of ``key=a,b``, in its order."""
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder())):
-            groups = GlobalHydra.instance().config_loader()  # glob() looks its options up there
+            groups = GlobalHydra.instance().config_loader()  # glob() reads its options from it
             parsed = OverridesParser.create(groups).parse_overrides(list(overrides))
         choices: list[list[str]] = [
             [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]

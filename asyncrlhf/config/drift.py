@@ -13,9 +13,9 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import CRITIC_ADVANTAGES
 
 Decision = Literal["refuse", "adapt", "note"]
-REFUSE: Decision = "refuse"  # what the run says of itself would be untrue, or it could not go on
-ADAPT: Decision = "adapt"  # from the checkpoint on the new value holds, for what the checkpoint holds as well
-NOTE: Decision = "note"  # nothing that is trained depends on it
+REFUSE: Decision = "refuse"  # the run's records would be wrong, or it could not continue
+ADAPT: Decision = "adapt"  # the new value holds from the checkpoint on, also for its waiting rollouts
+NOTE: Decision = "note"  # training does not depend on it
 
 _MODEL = "the weights, the reference and the tokens of waiting rollouts come from it"
 _SAMPLER = "waiting rollouts carry the token sets that their sampler kept, and the learner takes all batches alike"
@@ -97,7 +97,7 @@ RULES: dict[str, tuple[Decision, str]] = {
     "evaluation": (NOTE, _UNREAD),
     "sweep": (NOTE, _UNREAD),
 }
-# They say which run goes on, so that they differ whenever one does.
+# They name the run to resume, so they differ at every resume.
 _ADDRESS = ("run_dir", "checkpoint.resume")
 
 

@@ -25,7 +25,7 @@ class ClusterConfig:
         "generators take turns on the same ones (flatten); auto leaves a single node to Ray, else is separate.",
         choices=PLACEMENTS,
     )
-    autoscaling: bool = setting(False, "Nodes come when they are asked for: what the present ones lack is waited for.")
+    autoscaling: bool = setting(False, "An autoscaler adds nodes on request: the run waits for missing resources.")
     start_timeout_seconds: float = setting(
         600.0, "Seconds for devices to be free and for a part to load its model.", low=0, exclusive_low=True
     )

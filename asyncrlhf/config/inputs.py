@@ -26,7 +26,7 @@ def digests(config: RunConfig) -> dict[str, str]:
         try:
             if path.exists():
                 found[key] = _digest(path)
-        except (OSError, ValueError):  # the code that uses it says what is wrong with it
+        except (OSError, ValueError):  # the code that uses it reports the error
             continue
     return found
 
@@ -48,7 +48,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
 def _model(path: str) -> Path:
     try:
         return Path(resolve(path))
-    except ConfigError:  # the code that loads it says so
+    except ConfigError:  # the code that loads it reports the error
         return NOTHING
 
 

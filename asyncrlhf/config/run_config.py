@@ -33,7 +33,7 @@ from asyncrlhf.validation import check, check_folder_name, check_path, check_set
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run is saved, and what it goes on from."""
+    """When a run is saved, and what it resumes from."""
 
     every: int = setting(0, "Learner steps between two checkpoints; 0: only at an interruption.", low=0)
     keep: int = setting(2, "Newest checkpoints that are kept.", low=1)
@@ -81,12 +81,12 @@ class RunConfig:
     buffer: BufferConfig = group(BufferConfig, "How finished rollouts wait, and how often each is trained.")
     reward: RewardConfig = group(RewardConfig, "Where rewards come from.")
     fusion: FusionConfig = group(FusionConfig, "How scoring is fused with generation.")
-    reference: ReferenceConfig = group(ReferenceConfig, "Who asks the frozen reference model, where one is needed.")
-    critic: CriticConfig = group(CriticConfig, "Who asks the critic, where the algorithm has one.")
+    reference: ReferenceConfig = group(ReferenceConfig, "Where the frozen reference model runs, if one is needed.")
+    critic: CriticConfig = group(CriticConfig, "Where the critic's values are computed, if there is a critic.")
     logging: LoggingConfig = group(LoggingConfig, "What is recorded and shown.")
-    checkpoint: CheckpointConfig = group(CheckpointConfig, "When a run is saved, and what it goes on from.")
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "When a run is saved, and what it resumes from.")
     cluster: ClusterConfig = group(ClusterConfig, "Which parts share devices.")
-    ray: RayConfig = group(RayConfig, "Which Ray, and what it gets of this machine.")
+    ray: RayConfig = group(RayConfig, "Which Ray, and its share of this machine.")
     sft: SftConfig = group(SftConfig, "`asyncrlhf sft`: fine-tuning by TRL's SFTTrainer.")
     preferences: PreferencesConfig = group(PreferencesConfig, "`asyncrlhf preferences`: pairs of a model's answers.")
     reward_model: RewardTrainingConfig = group(

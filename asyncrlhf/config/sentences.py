@@ -42,7 +42,7 @@ def _leaves(tree: Any, prefix: str = "") -> list[str]:
     return found
 
 
-_KINDS = {  # what a setting takes, by the type of its default
+_KINDS = {  # allowed values of a setting, by the type of its default
     bool: "true or false",
     int: "a whole number",
     float: "a number",

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 from asyncrlhf.config.run_config import RunConfig, conf_folder
 from asyncrlhf.validation import bounds_in_words
 
-ENTRY = "NAME"  # stands in a key for what the user calls an entry of a mapping
+ENTRY = "NAME"  # placeholder in a key for the user's name of a mapping's entry
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array", dict: "object"}
 _BOUNDS = {
     ("low", False): "minimum",

@@ -120,7 +120,7 @@ class EvaluationConfig:
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", low=0)
     num_generations: int = setting(1, "Answers a prompt.", low=1)
     against: str = setting("", "A second model, or `answers` for the task's own, to win against by reward.")
-    reference: str = setting("", "The model that the KL and the perplexity speak of; empty: neither.")
+    reference: str = setting("", "The reference model of KL and perplexity; empty: neither is measured.")
     sets: Any = setting(
         None,
         "More data than the task's held-out prompts, by name, each with what differs from task.*; of files and "

@@ -33,10 +33,10 @@ class SweepConfig:
     seeds: int = setting(
         1, "Trains every configuration with seeds 0 to N-1, unless seed is swept itself.", low=1, high=10**4
     )
-    # exclusive: one configuration after the other, seed by seed, so that a change of the machine meets all alike
+    # exclusive: one configuration after the other, seed by seed, so that a change of the machine affects all alike
     timing: str = setting(
         "shared",
-        "Jobs run side by side where cores and GPUs allow, and nothing is said of speed (shared), or each has the "
+        "Jobs run side by side where cores and GPUs allow, and no speed is reported (shared), or each has the "
         "machine alone, alternated (exclusive).",
         choices=TIMINGS,
     )
@@ -44,16 +44,16 @@ class SweepConfig:
     search: str = setting(
         "none",
         "Which combinations of the choices run: all of them (none), or those that Optuna's TPE sampler chooses from "
-        "what came before (optuna), where interval(a,b) and tag(log,interval(a,b)) are choices as well.",
+        "earlier results (optuna), where interval(a,b) and tag(log,interval(a,b)) are choices as well.",
         choices=SEARCHES,
     )
     trials: int = setting(20, "Combinations that a search tries, each with all seeds.", low=1, high=10**6)
     objective: str = setting(
         "heldout_accuracy",
-        "What a search is after: the held-out accuracy after training, or any metric, mean over the last tenth of the "
+        "The goal of a search: the held-out accuracy after training, or any metric, mean over the last tenth of the "
         "steps.",
     )
-    direction: str = setting("maximize", "Whether a search wants more or less of it.", choices=DIRECTIONS)
+    direction: str = setting("maximize", "Whether a search maximizes or minimizes the objective.", choices=DIRECTIONS)
     parts: Any = setting(
         None, "Several grids by name, null leaving one out; null: the command line's choices.", entries=SweepPart
     )

@@ -21,7 +21,7 @@ Seals = dict[str, dict[str, Any]]
 
 
 def seal(folder: Path, files: Iterable[Path]) -> Seals:
-    """Bring ``files`` to disk; returns the seals of them, by their paths within ``folder``."""
+    """Write ``files`` to disk; returns their seals, by their paths within ``folder``."""
     return {file.relative_to(folder).as_posix(): _seal(file) for file in files}
 
 
@@ -39,11 +39,10 @@ def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise CheckpointError, in one sentence, unless ``folder`` holds exactly the files of its manifest, as they were.
+    """Raise CheckpointError, in one sentence, unless ``folder`` holds exactly the files of its manifest, unchanged.
 
-    No file is opened whose path is not below ``folder``, and none that is not a plain file. A hash finds what a disk
-    or a copy did; it is no defence against somebody who writes a manifest of his own, so that what reads the files
-    must not trust them either.
+    Opens no file outside of ``folder``, and none that is not a plain file. A hash finds errors of a disk or a copy; it
+    is no defence against someone who writes another manifest, so the readers of the files must not trust them either.
     """
     found = _plain_files(folder)
     if found.pop(MANIFEST, None) is None:
@@ -71,7 +70,7 @@ def check_manifest(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises CheckpointError for what is not one, however deep it is nested."""
+    """A JSON object; raises CheckpointError for anything else, however deep it is nested."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -16,11 +16,11 @@ _ROWS = ("rewards", "weights", "group_ids", "rollout_ids", "truncated", "critic_
 
 
 def pack(samples: Sequence[TrainSample]) -> TrainBatch:
-    """Lay N samples one behind the other, prompt then response, in the order given.
+    """Concatenate N samples, prompt then response, in the order given.
 
     Response tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``. Raises
     ValueError for an empty list, for an empty prompt or response, which have no token to condition on or to train, and
-    where some rollouts have reference log-probs, or values, and others have none.
+    if some rollouts have reference log-probs, or values, and others have none.
     """
     if not samples:
         raise ValueError("cannot pack a batch of no samples")
@@ -63,7 +63,7 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
 
 
 def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArray | None, IdArray | None]:
-    """The sets that truncated sampling kept, their counts laid out over all tokens [T]; None where there are none."""
+    """The sets that truncated sampling kept, their counts laid out over all tokens [T]; None if there are none."""
     ids = [r.kept_ids for r in rollouts if r.kept_ids is not None]
     if not ids:
         return None, None
@@ -74,7 +74,7 @@ def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArr
 
 
 def _served(given: Sequence[FloatArray | None], response_mask: np.ndarray, what: str) -> FloatArray | None:
-    """What a service gave each rollout [L], laid out over all tokens [T]; None where it gave nothing to any."""
+    """A service's array for each rollout [L], laid out over all tokens [T]; None if no rollout has one."""
     there = [array for array in given if array is not None]
     if not there:
         return None
@@ -86,7 +86,7 @@ def _served(given: Sequence[FloatArray | None], response_mask: np.ndarray, what:
 
 
 def select(batch: TrainBatch, indices: Sequence[int] | IntArray) -> TrainBatch:
-    """The sequences at ``indices``, in that order; no index at all gives an empty batch."""
+    """The sequences at ``indices``, in that order; without an index an empty batch."""
     chosen = np.asarray(indices, dtype=np.int64)
     lengths = sequence_lengths(batch)[chosen]
     cu_seqlens = _boundaries(lengths)
@@ -127,7 +127,7 @@ def microbatch_indices(lengths: IntArray, token_budget: int) -> list[IntArray]:
 def empty_batch(*, reference: bool, values: bool) -> TrainBatch:
     """The share of a rank for which no group is left.
 
-    ``reference``, ``values``: whether the other ranks' shares come with the reference's log-probs and with values.
+    ``reference``, ``values``: whether the other ranks' shares have the reference's log-probs and values.
     """
     ids, floats = np.zeros(1, np.int64), np.zeros(1, np.float32)
     rollout = Rollout(

@@ -27,7 +27,7 @@ def load_model(
 def load_policy(
     config: ModelConfig, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> transformers.PreTrainedModel:
-    """What the learner trains: the model, or with ``model.lora.r`` an adapter in the frozen model."""
+    """The model that the learner trains: the whole model, or with ``model.lora.r`` an adapter in the frozen model."""
     model = load_model(config, device, dtype)
     return add_adapter(model, config.lora) if config.lora.r else model
 

@@ -15,11 +15,11 @@ MIXED_AT_ONCE = 1024  # draws of a mixture
 
 
 class PromptSource:
-    """An endless stream of prompts by index, whose place can be saved and taken up again.
+    """An endless stream of prompts by index, whose position can be saved and restored.
 
-    It gives ``length`` prompts, shuffled anew in each epoch; ``length=None`` means that ``prompt_at`` answers for every
-    index (a generator of prompts by number). The order depends on ``seed`` alone, so a restored source gives exactly
-    the prompts that the first would have given.
+    It yields ``length`` prompts, shuffled again in each epoch; with ``length=None``, ``prompt_at`` returns a prompt for
+    every index (a generator of prompts by number). The order depends only on ``seed``, so a restored source yields
+    exactly the prompts that the first would have yielded.
     """
 
     def __init__(self, prompt_at: Callable[[int], Prompt], length: int | None, seed: int) -> None:
@@ -46,7 +46,7 @@ class PromptSource:
         return {"position": self._position, "seed": self._seed, "length": self._length}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken; raises CheckpointError for the state of another source."""
+        """Continue from the position of :meth:`state`; raises CheckpointError for the state of another source."""
         for key, own in (("seed", self._seed), ("length", self._length)):
             if state[key] != own:
                 raise CheckpointError(
@@ -66,9 +66,9 @@ class PromptSource:
 
 
 class PromptStream:
-    """Prompts by number from passes over data that is read as it is needed: ``read(epoch)`` opens one.
+    """Prompts by number from passes over data that is read on demand: ``read(epoch)`` opens a pass.
 
-    Numbers rise; one that is not the next is reached by reading what lies before it, from the start where it is behind.
+    Numbers rise; for a number that is not the next, the prompts before it are read, from the start if it is behind.
     """
 
     def __init__(self, read: Callable[[int], Iterator[Prompt]]) -> None:

@@ -18,7 +18,7 @@ from asyncrlhf.errors import ConfigError
 
 
 class WeightFiles:
-    """The tensors of a local folder's safetensors files. Files are mapped, not read: only what is asked for costs
+    """The tensors of a local folder's safetensors files. Files are mapped, not read: only requested tensors cost
     memory."""
 
     def __init__(self, folder: Path) -> None:

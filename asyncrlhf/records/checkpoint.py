@@ -140,7 +140,7 @@ def newest_whole(found: Sequence[Path], read: Callable[[Path], T]) -> tuple[T | 
     refused: list[str] = []
     for folder in found:
         try:
-            return read(folder), [f"{why} The run goes on from {folder.name}." for why in refused]
+            return read(folder), [f"{why} The run resumes from {folder.name}." for why in refused]
         except CheckpointError as error:
             refused.append(f"Passed over {str(error).rstrip('.')}.")
     if refused:

@@ -16,7 +16,7 @@ from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDE
 from asyncrlhf.records.summary import REPLICA_PREFIX
 
 SHOWN_COLUMNS = ("rollout_id", "prompt", "response", "reward", "staleness", "state", "generator_id")
-DEPTH = 4  # as far as runs/sweeps/NAME/jobs/JOB lies below runs
+DEPTH = 4  # folders from runs to runs/sweeps/NAME/jobs/JOB
 QUIET_SECONDS = 120.0  # without a word from a run that has no summary: it may have been killed
 
 

@@ -95,7 +95,7 @@ class History:
     last_published: int = -1  # that all live replicas have
     lines: int = 0
     last_line: int = -1
-    ended: str | None = None  # the reason of the last attempt's end; None: it was killed, or goes on
+    ended: str | None = None  # the reason of the last attempt's end; None: it was killed, or still runs
     open_publish: int | None = None
     wall: float = 0.0  # seconds from the last attempt's begin to its last line
     totals_at: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number of lines

@@ -79,7 +79,7 @@ class Journal:
         """``kept``: valid lines of the file; later ones are marked as undone. Raises CheckpointError if it has
         fewer."""
         self.clock: Callable[[], float] = time.monotonic
-        self.full: Callable[[], object] = lambda: None  # told now and then that there is something to write
+        self.full: Callable[[], object] = lambda: None  # called when enough lines wait to be written
         self._path = path
         self._written = 0 if path is None else whole_lines(path)
         if self._written < kept:

@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
             "learner deaths",
             "Times that the learner died and the run went back to a checkpoint; 0 at first.",
         ),
-        ("wall_time", "s", "wall-clock", "Seconds since the run's loops began; goes on after a resume."),
+        ("wall_time", "s", "wall-clock", "Seconds since the run's loops began; continues after a resume."),
     ),
     _family(
         "Reward",
@@ -240,7 +240,7 @@ FAMILIES: tuple[Family, ...] = (
         ("min_reward", "reward", "smallest score", "Smallest score in the batch."),
     ),
 )
-OF_THE_ALGORITHM = "algorithm"  # the section of what a learner adds that stands nowhere above
+OF_THE_ALGORITHM = "algorithm"  # the section of a learner's own metrics, which are not listed above
 
 
 @cache

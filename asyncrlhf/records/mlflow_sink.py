@@ -11,7 +11,7 @@ from asyncrlhf.records.metric_names import titled
 from asyncrlhf.records.sinks import RunFacts
 
 _ID_FILE = "mlflow-run-id.txt"
-_PARAMS_A_CALL, _VALUE_LENGTH = 100, 500  # what every MLflow server takes
+_PARAMS_A_CALL, _VALUE_LENGTH = 100, 500  # limits of every MLflow server
 _STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 

@@ -56,7 +56,7 @@ class Progress:
         self._start_step = start_step
         self._start_time = clock()
         self._latest: dict[str, Any] = {"step": start_step}
-        self._rows: list[dict[str, Any]] = []  # what was shown, for the means at the end
+        self._rows: list[dict[str, Any]] = []  # the steps shown, for the means at the end
         self._phase = ""
         self._printed_step: int | None = None
         self._printed_at = float("-inf")

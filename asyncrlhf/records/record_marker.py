@@ -62,7 +62,7 @@ def refuse_used_folder(run_dir: Path) -> None:
     """Raise ConfigError for a folder that already holds a run."""
     if is_used(run_dir):
         raise ConfigError(
-            f"run_dir={run_dir} already holds a run; give another run_dir, or checkpoint.resume=auto to go on with it."
+            f"run_dir={run_dir} already holds a run; give another run_dir, or checkpoint.resume=auto to continue it."
         )
 
 

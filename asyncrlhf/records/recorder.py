@@ -109,7 +109,7 @@ class RunRecorder:
         if "step" not in metrics:
             raise ValueError(f"a line of {METRICS_FILE} needs a step; got {sorted(metrics)}")
         line = json.dumps(plain(metrics), allow_nan=False) + "\n"
-        self.journal.write()  # first, so that no step is recorded of which the journal knows nothing
+        self.journal.write()  # first, so that the journal has every recorded step
         try:
             self._metrics.write(line)
             self._metrics.flush()
@@ -214,7 +214,7 @@ class RunRecorder:
         if self._metrics.closed:
             return
         try:
-            self._metrics.close()  # a full disk keeps the last line, and nothing else, from being written
+            self._metrics.close()  # on a full disk only the last line is lost
         finally:
             self._end_parts()
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 TOKENS_FOLDER = "rollout_tokens"
 ROWS_OF_A_PART = 128
 MAX_WAITING = 2  # parts that may wait for the disk before the step waits with them
-UNFINISHED = "\ufffd"  # what a tokenizer makes of a part of a character
+UNFINISHED = "\ufffd"  # a tokenizer's text for an incomplete character
 
 _FLOATS = pa.list_(pa.float32())
 TOKENS_SCHEMA = pa.schema(

@@ -19,7 +19,7 @@ ARRAYS = {
     "ref_logprobs": pa.float32(), "values": pa.float32(), "kept_ids": pa.int32(), "kept_counts": pa.int32(),
 }  # fmt: skip
 FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version")
-# Texts lie in JSON, whose escapes hold what UTF-8 cannot; siblings share one entry for their prompt.
+# Texts are stored as JSON, whose escapes can hold what UTF-8 cannot; siblings share one entry for their prompt.
 SCHEMA = pa.schema(
     [
         pa.field("facts", pa.string(), nullable=False),

@@ -19,7 +19,7 @@ from asyncrlhf.plugins import load_function
 from asyncrlhf.records.recorder import METRICS_FILE, plain, read_metrics
 from asyncrlhf.validation import check_package
 
-FINISH_SECONDS = 90.0  # for a sink to send what it holds after the run's end
+FINISH_SECONDS = 90.0  # for a sink to send its queue after the run's end
 # Running totals that metrics.jsonl has by the step, and the lines they are added up from: more axes for curves.
 TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
 
@@ -189,7 +189,7 @@ class _Follower:
                 cause = " ".join(str(error).split())
                 self._facts.say(
                     f"The sink {self._name} stopped recording ({type(error).__name__}: {cause}); "
-                    f"the run goes on without it, and {METRICS_FILE} has everything."
+                    f"the run continues without it, and {METRICS_FILE} has everything."
                 )
             self._failed = True
 

@@ -94,7 +94,7 @@ class Lane:
         self._done: list[Span] = []
         self._lost = 0
         self._open("wait", clock())
-        # Inside of a ``during``: what is entered afterwards, and counted then.
+        # Within a ``during``: the activity to enter afterwards, and its counts.
         self._covered, self._after, self._later = False, "wait", [0, 0, 0, 0]
 
     def _open(self, kind: str, since: float) -> None:

@@ -143,7 +143,7 @@ class WandbSink:
             self._log_read = file.tell()
         if any(word in new for word in _TRYING_AGAIN):
             self._unreached = True
-            self._facts.say(f"W&B's server is not reached; the run goes on recording, and {self._how_to_send()}")
+            self._facts.say(f"W&B's server is not reached; the run continues recording, and {self._how_to_send()}")
 
     def _how_to_send(self) -> str:
         return f"nothing is lost: wandb sync --append {self._facts.run_dir}/wandb/*run-* sends it later."

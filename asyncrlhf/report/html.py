@@ -71,7 +71,7 @@ def render(runs: Sequence[Run], sweeps: Sequence[Results] = (), unread: Mapping[
         style=(folder / "page.css").read_text(encoding="utf-8"),
         script=(folder / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
-        # A "<" in a label could close the script that the data stand in.
+        # A "<" in a label could close the script that contains the data.
         data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         findings=[sentence for found in sweeps for sentence in sentences(found)],
         axes=canvas.axes,

@@ -20,15 +20,15 @@ import yaml
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
 
-# What may differ between two runs of one configuration: where they lie and what they show.
+# Settings that may differ between two runs of one configuration: their folders and displays.
 _NOT_CONFIGURATION = ("seed", "run_dir", "name", "logging", "checkpoint", "sweep")
-# What a command leaves whose folder has no curves, by its file.
+# Commands whose folders have no curves, by their files.
 _WITHOUT_CURVES = {"preferences.jsonl": "preference data", "evaluation.json": "an evaluation"}
-# Metrics that give the stage away, for runs that have no summary yet.
+# Metrics that identify the stage, for runs without a summary.
 _OF_STAGE = {"mean_token_accuracy": "sft", "min_reward": "reward-model"}
 TRAIN = "train"
 MULTIRUN_FILE = "multirun.yaml"
-# Totals since the run's beginning, which no line of the metrics holds: of what is summed up for each.
+# Totals since the run's beginning, which no line of the metrics holds: the metric that each sums up.
 SAMPLES: Final = "samples_trained"
 TOKENS: Final = "tokens_trained"
 _TOTALS = {SAMPLES: "sequences", TOKENS: "response_tokens"}

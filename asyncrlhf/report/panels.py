@@ -135,7 +135,7 @@ STAGE_PANELS = {
     ),
 }
 
-# What the diagnostics by version lag tell: heading and unit of each.
+# The diagnostics by version lag: heading and unit of each.
 BY_LAG = {
     "ess_fraction": ("Effective sample size by lag", "fraction of the bucket's tokens"),
     "kl": ("KL by lag", "behavior KL, nats a token"),

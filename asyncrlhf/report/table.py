@@ -80,7 +80,7 @@ def _wall_words(run: Run) -> str:
     return MISSING if wall is None else duration(wall)
 
 
-# Of training runs: heading -> what a run has there.
+# Of training runs: heading -> the run's cell.
 _RESULTS: Mapping[str, Callable[[Run], str]] = {
     "reward, first": lambda run: number(reward_ends(run.rows)["first"], "{:.3f}"),
     "reward, last": lambda run: number(reward_ends(run.rows)["last"], "{:.3f}"),

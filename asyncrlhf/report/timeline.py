@@ -15,7 +15,7 @@ from asyncrlhf.report.load import Run
 
 MAX_BARS = 1500
 MAX_LANES = 32
-# Kind to its colour and what it is in words, in the order of the legend.
+# Kind to its colour and its name in words, in the order of the legend.
 KINDS = {
     "decode": ("#4c78a8", "generating"),
     "score": ("#54a24b", "scoring"),
@@ -26,7 +26,7 @@ KINDS = {
     "save": ("#9d755d", "saving a checkpoint"),
     "wait": ("#e4e4e4", "waiting"),
 }
-_ORDER = ("publisher", "learner", "reward", "reference", "critic")  # from below; generators stand on top
+_ORDER = ("publisher", "learner", "reward", "reference", "critic")  # from the bottom; generators are on top
 _HOVER = "%{customdata[0]}<br>%{base:.3f} s to %{customdata[1]:.3f} s<br>version %{customdata[2]}<br>"
 _HOVER += "%{customdata[3]} rollouts, %{customdata[4]} tokens<extra></extra>"
 

@@ -18,9 +18,9 @@ from asyncrlhf.validation import check
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# By suffix: what `datasets` calls the format.
+# By suffix: the format's name in `datasets`.
 BUILDERS = {".jsonl": "json", ".parquet": "parquet"}
-LOOKED_AT = 2**26  # bytes of a file that the first look reads
+LOOKED_AT = 2**26  # bytes: larger files are not checked by ``first_look``
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
     import datasets  # seconds of imports, which a wrong setting need not wait for
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said in one sentence below
+    datasets.logging.set_verbosity(logging.CRITICAL)  # errors become one sentence below
     try:
         if saved:
             table = pick_split(datasets.load_from_disk(str(local)), split, key, path)

@@ -155,7 +155,7 @@ def describe(pairs: Sequence[Pair], rewards: Sequence[float]) -> dict[str, float
 
 
 def _line(pair: Pair, task: TaskConfig) -> dict[str, Any]:
-    # What the policy saw: a reward model must read in training what it will score.
+    # The prompt as the policy saw it: a reward model must train on the texts that it will score.
     prompt: Any = task.prompt_template.replace("{prompt}", pair.chosen.prompt.text)
     chosen: Any = pair.chosen.response_text
     rejected: Any = pair.rejected.response_text

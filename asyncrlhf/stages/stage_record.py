@@ -30,7 +30,7 @@ from asyncrlhf.validation import check
 
 MODEL_FOLDER = "model"
 MARKER_FILE = "records.json"
-# Of TRL's logs, what says nothing of the model: how long the library's own evaluation took, and totals of the run.
+# Keys of TRL's logs that are not about the model: how long the library's own evaluation took, and totals of the run.
 LEFT_OUT = ("_runtime", "_per_second", "total_flos", "train_loss", "num_tokens", "num_input_tokens_seen")
 # Figures of a line that are shown, in this order.
 SHOWN = ("loss", "heldout_loss", "accuracy", "heldout_accuracy", "mean_token_accuracy", "heldout_mean_token_accuracy")

@@ -154,7 +154,7 @@ def run_trainer(
         with writing_to(job.run_dir):
             (job.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     try:
-        with redirect_stdout(sys.stderr):  # what TRL's libraries print as they load
+        with redirect_stdout(sys.stderr):  # TRL's libraries print while they load
             trainer = build()
         _check_trainer(job, trainer)
     except BaseException:
@@ -196,7 +196,7 @@ def _check_trainer(job: Job, trainer: Any) -> None:
         f"model.lora.r={job.config.model.lora.r} does not work with FSDP or DeepSpeed here: the adapter is merged into "
         "whole weights at the end.",
     )
-    # TRL cannot evaluate on no row, which is what is left when every held-out one is too long.
+    # TRL cannot evaluate without rows, and all held-out ones may be too long.
     if trainer.eval_dataset is not None and not len(trainer.eval_dataset):
         trainer.eval_dataset = None
         trainer.args.eval_on_start = False
@@ -212,7 +212,7 @@ def _train(job: Job, record: StageRecord, trainer: Any) -> bool:
         if record.interrupted:
             return False
         if trainer.eval_dataset is not None:
-            trainer.evaluate()  # a first Ctrl-C in here costs nothing: what is left is to write the model
+            trainer.evaluate()  # a first Ctrl-C here has no effect: only the model is left to write
     return True
 
 

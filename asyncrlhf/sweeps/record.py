@@ -76,8 +76,8 @@ class SweepRecord:
         changed = _changes(before, self._head)
         if changed and not accept_changed and any(job["state"] == "done" for job in before["jobs"]):
             raise ConfigError(
-                f"{self.folder} has finished jobs of {changed}; give --accept-changed to go on with it all the same, "
-                "or another sweep.name to start anew."
+                f"{self.folder} has finished jobs of {changed}; give --accept-changed to continue it all the same, "
+                "or another sweep.name for a new sweep."
             )
         for row in before["jobs"]:
             job = self.jobs.get(row["hash"])

@@ -19,14 +19,14 @@ from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.sweeps.record import read_summary, read_sweep
 from asyncrlhf.sweeps.search import objective
 
-# Settings that move staleness. All other choices are what is compared: the method.
+# Settings that affect staleness. All other choices are the method, which is compared.
 BOUND_KEYS = ("async", "async.mode", "async.lag", "async.max_staleness")
 STALENESS_KEYS = (
     *BOUND_KEYS, "async.min_staleness", "weights.publish_every", "buffer.max_reuse", "generator.replicas",
     "buffer.replay_fraction",
 )  # fmt: skip
 FRESH = 0.05  # policy versions: a configuration at most this stale on average is a baseline
-ONLY_METHOD = "the run"  # the name where nothing but staleness differs
+ONLY_METHOD = "the run"  # the method's name if only staleness differs
 _NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?|true|false", re.IGNORECASE)
 SMALL = 1e-3  # a baseline's quality below this makes no ratio
 
@@ -113,7 +113,7 @@ class Results:
     cells: tuple[Cell, ...]
     left_out: dict[str, str]
     what: str
-    search: str = ""  # what the best of a search's trials came to
+    search: str = ""  # the sentence about a search's best trial
 
     @property
     def runs(self) -> list[Path]:

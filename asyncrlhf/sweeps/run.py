@@ -141,7 +141,7 @@ class Sweeper:
 
     def _interrupt(self) -> None:
         """End each running job in order; a second Ctrl-C, or too long a wait, ends them at once."""
-        self._table.message("Interrupted: the jobs under way are ending; the same command goes on with the sweep.")
+        self._table.message("Interrupted: the jobs under way are ending; the same command continues the sweep.")
         for worker in self._running():
             worker.interrupt()
         for worker in self._running():

@@ -92,7 +92,7 @@ class Search:
         distributions = self._distributions()
         for trial in self.trials:
             value = self._value(trial, records, folder)
-            state = TrialState.PRUNED if value is None else TrialState.COMPLETE  # pruned: nothing good is near it
+            state = TrialState.PRUNED if value is None else TrialState.COMPLETE  # pruned: Optuna avoids its like
             params = {axis.key: axis.value(trial.values[axis.key]) for axis in self.axes}
             study.add_trial(create_trial(params=params, distributions=distributions, value=value, state=state))
         return study

@@ -17,7 +17,7 @@ from asyncrlhf.records.summary import duration
 from asyncrlhf.sweeps.record import JobRecord, SweepRecord
 
 TAIL_BYTES = 16384  # of a metrics file: more than its last line
-SHOWN_JOBS = 24  # lines on a terminal; finished jobs give way first
+SHOWN_JOBS = 24  # lines on a terminal; finished jobs are left out first
 _ORDER = {"running": 0, "failed": 1, "interrupted": 2, "pending": 3, "done": 4}
 
 

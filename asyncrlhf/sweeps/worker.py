@@ -163,7 +163,7 @@ def _train(order: Order) -> tuple[str, str]:
     if order.ray and not ray.is_initialized():
         ray.init(address=order.ray, log_to_driver=False, logging_level=logging.ERROR)
     elif not order.ray:
-        ray.shutdown()  # what an earlier job used
+        ray.shutdown()  # the Ray of an earlier job
     config = from_hydra(compose_config(order.overrides, Path(order.config_dir) if order.config_dir else None))
     summary = train(config)
     print(plain_words(summary))

@@ -13,10 +13,10 @@ _WRAPPING = "*`\"' \t\n"
 def extract_answer(completion: str, reference: str) -> str:
     """The answer that a completion gives to a question whose right answer is ``reference``; "" if it gives none.
 
-    Looked at is the first of these that is there: the last ``<answer>...</answer>``; what follows the last ``Answer:``
-    or ``the answer is:`` on its line; the whole completion. If the reference is a number, the answer is the last number
-    in that text (the habit of GSM8K's evaluations), without thousands separators. If not, it is the text's first line
-    that is not blank, as :func:`unwrap` leaves it.
+    The text used is the first of these that exists: the last ``<answer>...</answer>``; the line after the last
+    ``Answer:`` or ``the answer is:``; the whole completion. If the reference is a number, the answer is the last number
+    in that text (as in GSM8K's evaluations), without thousands separators. If not, it is the text's first line that is
+    not blank, as :func:`unwrap` leaves it.
     """
     text = completion
     for pattern in (_TAGGED, _LABELLED):
@@ -32,5 +32,5 @@ def extract_answer(completion: str, reference: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    """``text`` without what writers put around an answer: white space, quotes, emphasis, one full stop."""
+    """``text`` without white space, quotes, emphasis and one full stop around an answer."""
     return text.strip(_WRAPPING).removesuffix(".").strip(_WRAPPING)

@@ -19,7 +19,7 @@ from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import WeightManifest
 from asyncrlhf.validation import check, check_choice
 
-# The first is what `auto` means.
+# `auto` means the first.
 RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "shared_memory", "object_store", "disk")}
 
 
@@ -57,7 +57,7 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     cast = _cast(config)
     wire = Wire(cast, config.verifies, config.delta)
     manifest = lay_out(config, params)
-    # A model that no learner rank holds whole is not to lie whole on the sender's device either.
+    # A model that no learner rank holds whole must not be whole on the sender's device either.
     device = torch.device("cpu") if isinstance(params, ShardedParams) else next(iter(params.values())).device
     seconds = config.timeout_seconds
     if kind == "local":

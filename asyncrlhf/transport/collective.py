@@ -82,7 +82,7 @@ class CollectiveSender(WeightSender):
                     self._form(members, list(receivers))
 
     def close(self) -> None:
-        # Who waits on a broken line finds its end; that thread, or the lines below, give them back.
+        # A thread that waits on a broken line sees its end; that thread, or the code below, closes the lines.
         for members in list(self._members.values()):
             members.hang_up()
         with self.lock:
@@ -187,7 +187,7 @@ def _keys(token: str, epoch: int) -> str:
     return f"{token}/epoch{epoch}"
 
 
-POLL_SECONDS = 0.002  # how often a receiver looks whether a bucket is complete
+POLL_SECONDS = 0.002  # seconds between two checks whether a bucket is complete
 
 
 class CollectiveReceiver(WeightReceiver):

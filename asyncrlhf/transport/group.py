@@ -144,8 +144,8 @@ class BroadcastGroup:
 GRACE_SECONDS = 0.5  # after a first loss: time for the others to report, so that all the lost are named at once
 
 MESSAGE_BYTES = 16 << 20  # longest message of a receiver: it may name a million buckets
-HELLO_BYTES, HELLO_SECONDS = 4096, 10.0  # of a caller who is not known yet
-CALLERS = 128  # that may be silent at once; the one who is silent the longest makes room
+HELLO_BYTES, HELLO_SECONDS = 4096, 10.0  # for an unknown caller
+CALLERS = 128  # silent connections at once; beyond that the oldest is closed
 
 Message = dict[str, Any]
 

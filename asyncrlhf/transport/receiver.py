@@ -44,7 +44,7 @@ class Staging:
         self.name = name
         self._buckets: FlatBuckets | None = None
         self._entries: list[list[TensorEntry]] = []
-        self._checksums: tuple[int, ...] = ()  # of what the buckets hold; empty: unknown
+        self._checksums: tuple[int, ...] = ()  # of the buckets' content; empty: unknown
         self._pending: set[int] = set()  # buckets of the present ticket that were not verified yet
 
     def begin(self, ticket: Ticket, device: torch.device | str = "cpu") -> tuple[FlatBuckets, list[int]]:

@@ -46,7 +46,7 @@ class WeightSender:
         self.stall_seconds = 0.0
         self.version: int | None = None
         self.checksums: tuple[int, ...] = ()
-        self.sent: tuple[int, ...] = ()  # the checksums of what went out last; empty: nothing that receivers still hold
+        self.sent: tuple[int, ...] = ()  # checksums of the version sent last; empty if no receiver holds one
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="weight-snapshot")
         self._copy: Future[None] | None = None
         self._begun: list[Future[None]] = []
@@ -161,7 +161,7 @@ class WeightSender:
         self._prepare()
         self.buckets.copy_from(params, self.wire.cast)
 
-    # What a transport does, with ``lock`` held:
+    # Implemented by each transport; called with ``lock`` held:
 
     def _prepare(self) -> None:
         """Called before the buckets are overwritten."""

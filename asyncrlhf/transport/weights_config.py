@@ -65,7 +65,7 @@ class WeightsConfig:
     )
     timeout_seconds: float = setting(
         120.0,
-        "Seconds that any answer of the weight transfer may take; what moves weights has slowest_mb_s beside it.",
+        "Seconds that any answer of the weight transfer may take; moving weights gets more by slowest_mb_s.",
         low=0,
         exclusive_low=True,
     )

@@ -273,7 +273,7 @@ def test_damage_leads_back_to_the_checkpoint_before_and_says_so(copied: Path, ki
         prepared = resumed(copied)
         assert prepared.saved is not None and prepared.saved.step == 2, kind
         (note, *_) = prepared.notes
-        assert note.startswith("Passed over ") and note.endswith(". The run goes on from step-00000002."), note
+        assert note.startswith("Passed over ") and note.endswith(". The run resumes from step-00000002."), note
         assert "\n" not in note and len(note) < 600, note
     for resume in (str(newest), *(("auto",) if kind in REFUSED else ())):
         with pytest.raises(ConfigError) as refusal:

@@ -153,7 +153,7 @@ def test_trouble_with_wandb_never_reaches_the_run(tmp_path: Path, monkeypatch: p
         sinks.log({"step": step})
     assert sinks.finish({}) == {
         "wandb": [
-            "The sink wandb stopped recording (ConnectionError: no route to host); the run goes on without it, and "
+            "The sink wandb stopped recording (ConnectionError: no route to host); the run continues without it, and "
             "metrics.jsonl has everything."
         ]
     }
