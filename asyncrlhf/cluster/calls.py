@@ -21,10 +21,11 @@ class Call:
     ids: Sequence[int]
     limit: asyncio.Timeout
     verdict: str = ""  # why it was ended before its limit
+    over: bool = False  # the answer came, or the caller gave up
 
     def end(self, verdict: str) -> None:
-        """Make the caller raise ReplicaError with this sentence now; later verdicts are ignored."""
-        if not self.verdict and not self.limit.expired():
+        """Make the caller raise ReplicaError with this sentence now; only the first counts, and none after the call."""
+        if not self.over and not self.verdict and not self.limit.expired():
             self.verdict = verdict
             self.limit.reschedule(asyncio.get_running_loop().time())
 
@@ -68,5 +69,6 @@ def under_way(name: str, verb: str, ids: Sequence[int], limit: asyncio.Timeout) 
     try:
         yield call
     finally:
+        call.over = True
         if table is not None:
             table.remove(call)

@@ -118,8 +118,8 @@ class Supervisor:
         try:
             await part.ping(self.limit / 2)
         except ReplicaError:
-            if actor is not getattr(part, "actor", None):  # replaced meanwhile
-                return
+            if actor is not getattr(part, "actor", None) or (replica is not None and replica.handle is not part):
+                return  # replaced meanwhile
             if self.still > self.limit / 2:
                 self._say()
             why = f"gave no sign of life for {self.limit / 2:g} s{self._of(part.name)}."

@@ -57,7 +57,7 @@ class World:
     load: float = 0.02
     fails_one_in: int = 0
     trained: list[Trained] = field(default_factory=list)
-    lives: list[int] = field(default_factory=list)  # of the learner: the version at which each began
+    lives: list[int] = field(default_factory=list)  # of the learner: the version at which each began, LIFE before that
 
     def fails(self, rollout_id: int, what: int) -> bool:
         """The same of each rollout in every session of a run."""
@@ -161,13 +161,14 @@ class Learner:
         self._world = world
         self._snapshot = -1
         world.trained.clear()
-        world.lives.append(0)
+        world.lives.append(LIFE)  # none of its versions is known yet: it may die before it has any
 
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         """Nothing is sent."""
 
     def snapshot(self, probe: Any) -> Any:
         self._snapshot = self.version
+        self._world.lives[-1] = min(self._world.lives[-1], self.version)
 
         async def offer() -> Offer:
             await asyncio.sleep(self._world.load)

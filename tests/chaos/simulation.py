@@ -35,7 +35,7 @@ from asyncrlhf.cluster.parts import placement_plan, specs, wire_settings
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.records.checkpoint import list_checkpoints, read_checkpoint
@@ -259,6 +259,7 @@ class SessionRun:
 
     async def _main(self, recorder: RunRecorder, saved: Any) -> None:
         loop, config, ended = asyncio.get_running_loop(), self.config, self.ended
+        loop.set_exception_handler(self._unseen)
         self.faults.tell = lambda text: self.tell(f"{loop.time():9.3f}  {text}")
         workers = Workers(
             generator=lambda spec, clock: Generator(self.world, spec, clock),
@@ -284,6 +285,12 @@ class SessionRun:
         self.faults.tell(f"{ended.reason} {ended.error or ''}")
         self.faults.rate = 0.0
         await self._close(controller, runtime)
+
+    def _unseen(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A task ended in an exception that nothing awaited: a bug, unless it is one of ours or the disk's."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, (AsyncRLHFError, OSError)):
+            self.ended.broken.append(f"{context['message']}: {error!r}")
 
     async def _run(self, controller: Controller) -> None:
         ended = self.ended

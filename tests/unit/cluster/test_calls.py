@@ -1,0 +1,41 @@
+"""Calls under way: a verdict ends the call it is about, and harms none that is over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrlhf.cluster.calls import Call, keep_calls
+from asyncrlhf.cluster.handles import within
+from asyncrlhf.errors import ReplicaError
+
+
+def test_a_verdict_ends_a_call_and_none_that_is_over() -> None:
+    async def asked() -> None:
+        table, answer = keep_calls(), asyncio.get_running_loop().create_future()
+        waits = asyncio.create_task(within(60.0, "generator-0", "load", answer))
+        await asyncio.sleep(0)
+        call: Call = table.of("generator-0")[0]
+        call.end("generator-0 gave no sign of life")
+        call.end("a second verdict")
+        with pytest.raises(ReplicaError, match="no sign of life"):
+            await waits
+        call.end("a verdict that comes too late")
+        assert call.verdict == "generator-0 gave no sign of life" and not table.of("generator-0")
+
+    asyncio.run(asked())
+
+
+def test_a_verdict_that_comes_after_the_answer_changes_nothing() -> None:
+    async def asked() -> None:
+        table, answer = keep_calls(), asyncio.get_running_loop().create_future()
+        waits = asyncio.create_task(within(60.0, "generator-0", "load", answer))
+        await asyncio.sleep(0)
+        call = table.of("generator-0")[0]
+        answer.set_result(7)
+        assert await waits == 7
+        call.end("generator-0 gave no sign of life")
+        assert not call.verdict
+
+    asyncio.run(asked())
