@@ -13,11 +13,14 @@ import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.learner.learner_config import StepResult
+from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator import run as run_module
 from asyncrlhf.records.metric_names import find_metric
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.records.summary import REPLICA_PREFIX
 from asyncrlhf.records.verify import verify
+from asyncrlhf.types import TrainBatch
 
 QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
 FAKE = (
@@ -118,6 +121,17 @@ def run(folder: Path, *overrides: str) -> Finished:
     assert unknown == [], f"records/metric_names.py does not say what these mean: {unknown}"
     assert verify(folder) == []
     return finished
+
+
+def train_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have learner steps of this process raise the version and make no pass: for runs that are asked how the loops move
+    and not what is learned. A pass is most of what such a run costs."""
+
+    def train_step(self: TorchBackend, batch: TrainBatch) -> StepResult:
+        self.policy_version += 1
+        return StepResult({"loss": 0.0, "grad_norm": 0.0, "ess_fraction_seq": 1.0})
+
+    monkeypatch.setattr(TorchBackend, "train_step", train_step)
 
 
 def meddle(monkeypatch: pytest.MonkeyPatch, action: Callable[[LocalRuntime], None]) -> list[LocalRuntime]:

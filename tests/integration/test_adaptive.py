@@ -12,7 +12,7 @@ import pytest
 from asyncrlhf.cluster.local_runtime import LocalLearner
 from asyncrlhf.records.progress import Progress
 from tests.integration.test_local_loop import interrupt_after
-from tests.loop import FAKE, run
+from tests.loop import FAKE, run, train_nothing
 
 ADAPTIVE = (
     *FAKE,
@@ -30,6 +30,7 @@ ADAPTIVE = (
 
 def forced(monkeypatch: pytest.MonkeyPatch, ess: Callable[[int], float]) -> None:
     """Have the learner report this ESS, by the version that the step began with."""
+    train_nothing(monkeypatch)
     original = LocalLearner.train
 
     async def train(self: LocalLearner, items: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
 from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 from asyncrlhf.orchestrator.learn import LearnLoop
-from tests.loop import FAKE, Finished, meddle, run
+from tests.loop import FAKE, Finished, meddle, run, train_nothing
 
 SMALL = ("steps=5", "batch_size=32", "learner.learning_rate=1e-4")
 TAIL = (
@@ -50,7 +50,8 @@ def test_one_step_is_one_step_behind(tmp_path: Path) -> None:
     assert [row["staleness_mean"] for row in done.metrics] == [0, 1, 1, 1, 1]
 
 
-def test_long_tails_pass_neither_the_bound_nor_the_learner(tmp_path: Path) -> None:
+def test_long_tails_pass_neither_the_bound_nor_the_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_nothing(monkeypatch)
     done = run(
         tmp_path, *FAKE, *TAIL, "steps=300", "generator.replicas=4", "async.max_staleness=2",
         "learner.virtual_step_seconds=0.1", "fusion.max_wait_ms=0",
@@ -66,7 +67,8 @@ def test_long_tails_pass_neither_the_bound_nor_the_learner(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "wait", "downweight"])
-def test_stragglers_are_met_as_configured(tmp_path: Path, policy: str) -> None:
+def test_stragglers_are_met_as_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    train_nothing(monkeypatch)
     done = run(
         tmp_path, *FAKE, *TAIL, "steps=60", "generator.replicas=2", "async.max_staleness=1",
         f"async.over_stale={policy}", "learner.virtual_step_seconds=0.1",
