@@ -21,7 +21,7 @@ from asyncrlhf.learner.attention import Layout, PackedLayout, use_packed_attenti
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
 if TYPE_CHECKING:
-    from asyncrlhf.learner.ulysses import SequenceParallel
+    from asyncrlhf.learner.sequence import SequenceParallel
 
 # Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
 MAX_LOGITS = 2**27

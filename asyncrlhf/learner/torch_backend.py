@@ -29,7 +29,7 @@ from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
 from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
-from asyncrlhf.learner.ulysses import SequenceParallel
+from asyncrlhf.learner.ulysses import Ulysses
 from asyncrlhf.learner.updaters import FsdpUpdater, TorchUpdater, Updater, schedule_factor
 from asyncrlhf.types import FloatArray, TrainBatch
 
@@ -92,7 +92,7 @@ class TorchBackend:
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
         if self.sequence_peers.ranks > 1:
-            self.policy.sequence = SequenceParallel(self.model, self.sequence_peers)
+            self.policy.sequence = Ulysses(self.model, self.sequence_peers)
             if self.critic is not None:
                 self.critic.sequence = self.policy.sequence
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
