@@ -106,6 +106,9 @@ class LearnerConfig:
     sequence_parallel_size: int = setting(
         1, "backend=deepspeed: ranks that take one share of the batch together, token by token.", low=1
     )
+    context_parallel_size: int = setting(
+        1, "backend=torch: ranks that take one share of the batch together, each some of its tokens, in a ring.", low=1
+    )
     threads: int = setting(1, "CPU threads of one rank.", low=1, high=1024)
     gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0, high=1024)
     learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0)
@@ -157,6 +160,16 @@ class LearnerConfig:
             f"learner.sequence_parallel_size={self.sequence_parallel_size} does not divide learner.ranks={self.ranks}; "
             "so many ranks at a time take one share of the batch.",
         )
+        check(
+            self.ranks % self.context_parallel_size == 0,
+            f"learner.context_parallel_size={self.context_parallel_size} does not divide learner.ranks={self.ranks}; "
+            "so many ranks at a time take one share of the batch.",
+        )
+        check(
+            self.context_parallel_size == 1 or not self.compile,
+            "learner.compile does not work with learner.context_parallel_size above 1, whose attention waits for other "
+            "ranks in each layer; allowed: compile=false.",
+        )
         (self._check_deepspeed if self.backend == "deepspeed" else self._check_torch)()
         check(
             not (self.compile and self.sharded),
@@ -190,7 +203,7 @@ class LearnerConfig:
     @property
     def shares(self) -> int:
         """Into how many parts a batch is dealt out."""
-        return self.ranks // self.sequence_parallel_size
+        return self.ranks // (self.sequence_parallel_size * self.context_parallel_size)
 
     @property
     def layout(self) -> str:
@@ -218,6 +231,11 @@ class LearnerConfig:
         check(
             self.sharding == "none",
             f"learner.sharding={self.sharding} needs learner.backend=torch; with deepspeed, learner.zero_stage shards.",
+        )
+        check(
+            self.context_parallel_size == 1,
+            f"learner.context_parallel_size={self.context_parallel_size} needs learner.backend=torch; with deepspeed, "
+            "learner.sequence_parallel_size splits sequences.",
         )
         check(
             self.mixed_precision != "float16",

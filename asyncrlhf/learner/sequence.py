@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from asyncrlhf.learner.attention import Layout, PackedLayout
 from asyncrlhf.learner.distributed import Peers
@@ -56,7 +57,8 @@ def part_of(inputs: PackedInputs, own: torch.Tensor, **changes: Any) -> PackedIn
 
 @dataclass(frozen=True, kw_only=True)
 class _OnRing(Layout):
-    """This rank's tokens of a packed batch; ``position_ids`` are theirs."""
+    """This rank's tokens of a packed batch; ``position_ids`` are theirs, or that of the one token that a rank without
+    any passes, for models cannot pass none."""
 
     plan: RingPlan
     peers: Peers
@@ -72,7 +74,10 @@ class _OnRing(Layout):
         sliding_window: int | None = None,
     ) -> tuple[torch.Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return ring_attention(query, key, value, self.plan, self.peers, scale, sliding_window), None
+        passed, own = query.shape[2], len(self.plan.rows)
+        given = (x[:, :, :own] for x in (query, key, value))
+        out = ring_attention(*given, self.plan, self.peers, scale, sliding_window)
+        return F.pad(out, (0, 0, 0, 0, 0, passed - own)), None
 
 
 class ContextParallel(SequenceParallel):
@@ -88,5 +93,6 @@ class ContextParallel(SequenceParallel):
         here = torch.full((len(positions),), -1, device=device).index_copy_(0, mine, torch.arange(len(mine)).to(device))
         places = here[inputs.rows]
         own = torch.nonzero(places >= 0).squeeze(1)
-        layout = _OnRing(position_ids=whole.position_ids[:, mine], plan=plan, peers=self._peers)
-        return part_of(inputs, own, token_ids=inputs.token_ids[:, mine], rows=places[own], layout=layout), own
+        passed = mine if len(mine) else mine.new_zeros(1)
+        layout = _OnRing(position_ids=whole.position_ids[:, passed], plan=plan, peers=self._peers)
+        return part_of(inputs, own, token_ids=inputs.token_ids[:, passed], rows=places[own], layout=layout), own

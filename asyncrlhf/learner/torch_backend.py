@@ -27,6 +27,7 @@ from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.passes import ForwardPasses
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
+from asyncrlhf.learner.sequence import ContextParallel
 from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.ulysses import Ulysses
@@ -72,7 +73,7 @@ class TorchBackend:
             raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
         self.config, self.algorithm, self.steps = config, algorithm, spec.steps
         self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
-        self._peers, self.sequence_peers = deal_out(rank, ranks, config.sequence_parallel_size)
+        self._peers, self.sequence_peers = deal_out(rank, ranks, ranks // config.shares)
         self.temperature = spec.temperature or 1.0
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
         self._losses = MicrobatchLosses(algorithm)
@@ -92,9 +93,11 @@ class TorchBackend:
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
         if self.sequence_peers.ranks > 1:
-            self.policy.sequence = Ulysses(self.model, self.sequence_peers)
-            if self.critic is not None:
-                self.critic.sequence = self.policy.sequence
+            ring = config.context_parallel_size > 1
+            split = ContextParallel(self.sequence_peers) if ring else Ulysses(self.model, self.sequence_peers)
+            for module in (self.policy, self.critic, self.ema if ring else None):
+                if module is not None:
+                    module.sequence = split
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self.writer = StateWriter(self.device)  # of checkpoints
@@ -114,7 +117,7 @@ class TorchBackend:
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
-        share a share (``learner.sequence_parallel_size``) are given the same. It raises ``policy_version`` by one, also
+        share a share (``LearnerConfig.shares``) are given the same. It raises ``policy_version`` by one, also
         when the update is skipped.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
@@ -332,4 +335,7 @@ class TorchBackend:
             use_float32_head(reference)
         if not self.config.sharded:
             nn.Module.to(frozen, self.device)
-        return self.updater.frozen(PackedPolicy(frozen))
+        policy = PackedPolicy(frozen)
+        if self.config.context_parallel_size > 1:
+            policy.sequence = self.policy.sequence
+        return self.updater.frozen(policy)
