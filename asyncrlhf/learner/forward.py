@@ -158,7 +158,7 @@ class PackedPolicy(nn.Module):
         self._hidden = torch.compile(self._trunk, dynamic=True) if compile else self._trunk
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
-        self._collision = collision
+        self.collision = collision
         self.sequence: SequenceParallel | None = None  # with it, ranks pass a stretch each of the same inputs
         self._chunks = chunked
 
@@ -167,7 +167,7 @@ class PackedPolicy(nn.Module):
             return self.alone(inputs, temperature)
         local, own = self.sequence.stretch(inputs)
         facts = self.alone(local, temperature)
-        given = (True, True, self._collision, inputs.kept is not None)
+        given = (True, True, self.collision, inputs.kept is not None)
         return TokenFacts(
             *(
                 self.sequence.together(fact, own, len(inputs.rows)) if there else fact
@@ -202,7 +202,7 @@ class PackedPolicy(nn.Module):
     ) -> TokenFacts:
         logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept)
         collision = mass = logprobs.new_empty(0)
-        if self._collision:
+        if self.collision:
             collision = collision_probability(logits.detach(), temperature=temperature, kept=kept)
         if kept is not None:
             mass = kept_mass(logits.detach(), kept, temperature=temperature)

@@ -109,6 +109,9 @@ class LearnerConfig:
     context_parallel_size: int = setting(
         1, "backend=torch: ranks that take one share of the batch together, each some of its tokens, in a ring.", low=1
     )
+    pipeline_parallel_size: int = setting(
+        1, "backend=torch: ranks that have a run of the decoder layers each, and the whole batch.", low=1
+    )
     threads: int = setting(1, "CPU threads of one rank.", low=1, high=1024)
     gpus: float = setting(0.0, "GPUs of one rank; 0 runs it on the CPU.", low=0, high=1024)
     learning_rate: float = setting(5e-5, "AdamW's learning rate, after warm-up.", low=0)
@@ -170,6 +173,7 @@ class LearnerConfig:
             "learner.compile does not work with learner.context_parallel_size above 1, whose attention waits for other "
             "ranks in each layer; allowed: compile=false.",
         )
+        self._check_pipeline()
         (self._check_deepspeed if self.backend == "deepspeed" else self._check_torch)()
         check(
             not (self.compile and self.sharded),
@@ -198,12 +202,17 @@ class LearnerConfig:
     @property
     def sharded(self) -> bool:
         """Whether no rank holds the weights whole, so that reading them takes all ranks."""
-        return self.zero_stage == 3 or self.sharding == "fsdp2"
+        return self.zero_stage == 3 or self.sharding == "fsdp2" or self.pipeline_parallel_size > 1
 
     @property
     def shares(self) -> int:
         """Into how many parts a batch is dealt out."""
-        return self.ranks // (self.sequence_parallel_size * self.context_parallel_size)
+        return self.ranks // self.ranks_a_share
+
+    @property
+    def ranks_a_share(self) -> int:
+        """Ranks that are given the same part of a batch."""
+        return self.sequence_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def layout(self) -> str:
@@ -211,6 +220,25 @@ class LearnerConfig:
         if self.sharding != "none":
             return f"learner.sharding={self.sharding}"
         return f"learner.backend={self.backend}" + (f" learner.zero_stage={self.zero_stage}" if self.zero_stage else "")
+
+    def _check_pipeline(self) -> None:
+        size = self.pipeline_parallel_size
+        others = {
+            "backend": "torch", "sharding": "none", "sequence_parallel_size": 1, "context_parallel_size": 1,
+            "compile": False, "optim": "adamw", "ranks": size,
+        }  # fmt: skip
+        for key, allowed in others.items() if size > 1 else ():
+            value = getattr(self, key)
+            check(
+                value == allowed,
+                f"learner.{key}={value} does not work with learner.pipeline_parallel_size={size}; "
+                f"allowed: {key}={allowed}.",
+            )
+        check(
+            size == 1 or self.mixed_precision != "float16",
+            f"learner.mixed_precision=float16 does not work with learner.pipeline_parallel_size={size}; "
+            "allowed: none, bfloat16.",
+        )
 
     def _check_torch(self) -> None:
         deepspeed_alone = {"zero_stage": 0, "zero_offload": "none", "zero_offload_params": "none"}

@@ -26,6 +26,7 @@ from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.passes import ForwardPasses
+from asyncrlhf.learner.pipeline_updater import PipelineUpdater
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
 from asyncrlhf.learner.sequence import ContextParallel
 from asyncrlhf.learner.state_writer import StateWriter
@@ -73,7 +74,7 @@ class TorchBackend:
             raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
         self.config, self.algorithm, self.steps = config, algorithm, spec.steps
         self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
-        self._peers, self.sequence_peers = deal_out(rank, ranks, ranks // config.shares)
+        self._peers, self.sequence_peers = deal_out(rank, ranks, config.ranks_a_share)
         self.temperature = spec.temperature or 1.0
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
         self._losses = MicrobatchLosses(algorithm)
@@ -90,9 +91,10 @@ class TorchBackend:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
         kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
+        kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
-        if self.sequence_peers.ranks > 1:
+        if self.sequence_peers.ranks > 1 and config.pipeline_parallel_size == 1:
             ring = config.context_parallel_size > 1
             split = ContextParallel(self.sequence_peers) if ring else Ulysses(self.model, self.sequence_peers)
             for module in (self.policy, self.critic, self.ema if ring else None):

@@ -100,8 +100,9 @@ class Updater(ABC):
         """A module that is never updated, laid out over the ranks as the policy is."""
         return module
 
-    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
-        """The passes without gradient that this rank makes for ``microbatches``; None is one over dummy data."""
+    def looks(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterable[Microbatch | None]:
+        """The passes of ``module`` without gradient that this rank makes for ``microbatches``; None is one over dummy
+        data."""
         return padded(microbatches, self.device, self.ranks) if self.config.sharded else microbatches
 
     @abstractmethod
@@ -205,9 +206,13 @@ class TorchUpdater(Updater):
         """DistributedDataParallel and FSDP average over ranks; the loss is meant as a sum, hence times the ranks."""
         self._scaler.scale(loss * self.ranks).backward()
 
+    def clip(self, module: nn.Module) -> torch.Tensor:
+        """As :func:`clip_gradient`."""
+        return clip_gradient(module.parameters(), self.config.max_grad_norm)
+
     def apply(self) -> float:
         self._scaler.unscale_(self.optimizer)
-        norms = [clip_gradient(module.parameters(), self.config.max_grad_norm) for module in self._modules]
+        norms = [self.clip(module) for module in self._modules]
         broken = sum((~torch.isfinite(norm)).float() for norm in norms)
         skip = bool(all_sum(torch.as_tensor(broken), Peers(ranks=self.ranks)))
         if not skip:
@@ -232,13 +237,21 @@ class TorchUpdater(Updater):
         except (RuntimeError, OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{folder} does not hold this run's model: {error}") from error
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(self._own_states(state["optimizer"]))
             _check_shapes(self.optimizer)
         except (KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{folder} holds another optimizer's states than learner.optim={self.config.optim} has: {error}."
             ) from error
         self._scaler.load_state_dict(state["scaler"])
+
+    def _own_weights(self, saved: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Of a whole model's tensors those that this rank has."""
+        return saved
+
+    def _own_states(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a plain rank's optimizer the state of this one's."""
+        return saved
 
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
         """The exported model has the adapter merged, so that a run of an adapter goes on from the adapter itself.
@@ -255,7 +268,7 @@ class TorchUpdater(Updater):
             wrong = sorted(str(name) for kind in ("missing_keys", "unexpected_keys") for name in found[kind])
             if wrong:
                 raise ValueError(f"{wrong[0]} is in one of the two alone")
-            self.model.load_state_dict(saved.state_dict())
+            self.model.load_state_dict(self._own_weights(saved.state_dict()))
         elif self.model.load_state_dict(dict(adapter), strict=False).unexpected_keys:
             raise CheckpointError(
                 f"{folder} is the checkpoint of an adapter, and this run trains none (model.lora.r=0)."
