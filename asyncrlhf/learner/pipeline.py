@@ -68,7 +68,7 @@ def cut(model: transformers.PreTrainedModel, stage: int, stages: int) -> dict[st
         trunk.norm = _Elsewhere(trunk.norm)
         model.set_output_embeddings(nn.Identity())
     if stage > 0:
-        tied = model.get_output_embeddings()
+        tied: Any = model.get_output_embeddings()
         if stage == stages - 1 and tied.weight is table.weight:
             tied.weight = nn.Parameter(tied.weight.detach().clone(), tied.weight.requires_grad)
         model.set_input_embeddings(nn.Identity())
@@ -89,7 +89,8 @@ class Stage(nn.Module):
     def __init__(self, policy: PackedPolicy, peers: Peers, dtype: torch.dtype | None) -> None:
         """``policy``: whole; its model is cut here. ``dtype``: of autocast, or None."""
         super().__init__()
-        self.width = int(policy.model.get_input_embeddings().weight.shape[1])
+        table: Any = policy.model.get_input_embeddings().weight
+        self.width = int(table.shape[1])
         self.owners = cut(policy.model, peers.rank, peers.ranks)
         self.policy, self.peers, self._dtype = policy, peers, dtype
         self.first, self.last = peers.rank == 0, peers.rank == peers.ranks - 1
@@ -116,8 +117,8 @@ class Stage(nn.Module):
                 self._send(facts.stacked().detach().float(), other, self._said)
             return facts
         kinds = 2 + policy.collision + (inputs.kept is not None)
-        facts = self._receive((kinds, len(inputs.rows)), last, self._said)
-        return TokenFacts.unstacked(facts, inputs.kept is not None)
+        said = self._receive((kinds, len(inputs.rows)), last, self._said)
+        return TokenFacts.unstacked(said, inputs.kept is not None)
 
     def backward(self, loss: torch.Tensor) -> None:
         """The gradients of the microbatch whose facts were asked for last; ``loss`` counts on the last stage."""

@@ -56,7 +56,8 @@ class PipelineUpdater(TorchUpdater):
         nn.Module.to(policy.model, self.device)
         return stage
 
-    def frozen(self, module: PackedPolicy) -> Stage:
+    def frozen(self, module: nn.Module) -> Stage:
+        assert isinstance(module, PackedPolicy)
         return self._stage(module)
 
     @property
@@ -80,7 +81,7 @@ class PipelineUpdater(TorchUpdater):
         self.policy.settle()
         trained = [parameter for parameter in module.parameters() if parameter.grad is not None]
         if self._tied and (self.policy.first or self.policy.last):
-            table = self._copy if self._copy is not None else self.model.get_input_embeddings().weight
+            table: Any = self._copy if self._copy is not None else self.model.get_input_embeddings().weight
             assert table.grad is not None
             all_sum(table.grad, self._ends)
         own = [parameter.grad for parameter in trained if parameter is not self._copy and parameter.grad is not None]

@@ -145,9 +145,13 @@ class _Varlen(_Kernel):
         from torch.nn.attention import varlen
 
         mine, theirs = part.rows(q.device)
-        given = (x.transpose(0, 1).index_select(0, rows) for x, rows in ((q, mine), (k, theirs), (v, theirs)))
+        queries, keys, values = (
+            x.transpose(0, 1).index_select(0, rows) for x, rows in ((q, mine), (k, theirs), (v, theirs))
+        )
         found: Any = varlen.varlen_attn(
-            *given,
+            queries,
+            keys,
+            values,
             *self._bounds(part, q.device),
             return_aux=varlen.AuxRequest(lse=True),
             scale=self.scale,
@@ -254,7 +258,8 @@ class _RingAttention(torch.autograd.Function):
             came = arriving.get()
             if hop + 1 < peers.ranks:
                 arriving = _pass_on(came, sizes[here - hop - 1], peers)
-            kernel.add((here - hop) % peers.ranks, q, *came.split(split, -1), out, lse)
+            keys, values = came.split(split, -1)
+            kernel.add((here - hop) % peers.ranks, q, keys, values, out, lse)
         result = out.to(value.dtype)
         ctx.kernel, ctx.peers, ctx.split, ctx.types = kernel, peers, split, [x.dtype for x in (query, key, value)]
         ctx.save_for_backward(q, kv, result, lse)
