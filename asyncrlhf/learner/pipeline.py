@@ -45,7 +45,8 @@ def cut(model: transformers.PreTrainedModel, stage: int, stages: int) -> dict[st
     that are tied to the embeddings. Raises ConfigError for a model that is not built of ``layers`` and a ``norm``.
     """
     trunk: Any = model.base_model
-    layers, table = getattr(trunk, "layers", None), model.get_input_embeddings()
+    table: Any = model.get_input_embeddings()
+    layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(getattr(trunk, "norm", None), nn.Module):
         raise ConfigError(
             f"learner.pipeline_parallel_size={stages}: a {type(model).__name__} cannot be cut into stages; "
