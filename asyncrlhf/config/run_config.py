@@ -206,8 +206,8 @@ def _check_groups(config: RunConfig) -> None:
 def _check_adapter(config: RunConfig) -> None:
     rank = config.model.lora.r
     check(
-        not rank or (config.learner.backend == "torch" and config.learner.sharding == "none"),
-        f"model.lora.r={rank} does not work with {config.learner.layout}; "
+        not rank or (config.learner.backend == "torch" and not config.learner.sharded),
+        f"model.lora.r={rank} does not work with {config.learner.dealt_out or config.learner.layout}; "
         "allowed: learner.backend=torch learner.sharding=none.",
     )
     check(

@@ -4,6 +4,7 @@ rank is built from, and what a learner step gives."""
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -76,6 +77,11 @@ OFFLOADS = ("none", "cpu")
 SHARDINGS = ("none", "fsdp2")
 PRECISIONS = ("none", "bfloat16", "float16")
 REDUCTIONS = ("microbatch", "update")
+# Sizes of groups of ranks that are given the same share of a batch.
+PARALLEL = (
+    "sequence_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
+    "tensor_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,17 @@ class LearnerConfig:
     sharding: str = setting(
         "none", "backend=torch: every rank holds everything (none), or FSDP2 deals the weights out.", choices=SHARDINGS
     )
+    dp_replicate_size: int = setting(
+        1, "sharding=fsdp2: copies of the sharded weights (HSDP); each is dealt out over its part of the ranks.", low=1
+    )
+    tensor_parallel_size: int = setting(
+        1, "backend=torch: ranks over which each matrix is dealt out, by the model's own plan.", low=1
+    )
+    expert_parallel_size: int = setting(
+        1, "backend=torch: ranks over which the experts of a mixture-of-experts model are dealt out.", low=1
+    )
+    context_parallel_size: int = setting(1, "backend=torch: ranks over which each sequence is dealt out.", low=1)
+    pipeline_parallel_size: int = setting(1, "backend=torch: ranks over which the layers are dealt out.", low=1)
     gradient_reduction: str = setting(
         "microbatch",
         "sharding=fsdp2: gradients are dealt out after each microbatch, or once an update, which holds them whole till "
@@ -152,11 +169,7 @@ class LearnerConfig:
             "learner.gradient_reduction=update needs learner.sharding=fsdp2; elsewhere gradients are added up over the "
             "ranks once an update, or, under learner.zero_stage 2 and 3, after each microbatch.",
         )
-        check(
-            self.ranks % self.sequence_parallel_size == 0,
-            f"learner.sequence_parallel_size={self.sequence_parallel_size} does not divide learner.ranks={self.ranks}; "
-            "so many ranks at a time take one share of the batch.",
-        )
+        self._check_mesh()
         (self._check_deepspeed if self.backend == "deepspeed" else self._check_torch)()
         check(
             not (self.compile and self.sharded),
@@ -177,27 +190,79 @@ class LearnerConfig:
             "states; allowed: adamw, or learner.backend=torch.",
         )
         check(
-            self.sharding != "fsdp2" or self.optim not in ("muon", "adamw_8bit"),
-            f"learner.optim={self.optim} does not work with learner.sharding=fsdp2, where no rank has a whole matrix; "
+            not (self.in_rows and self.optim in ("muon", "adamw_8bit")),
+            f"learner.optim={self.optim} does not work with {self.dealt_out}, where no rank has a whole matrix; "
             "allowed: adamw, or an elementwise optimizer of your own.",
         )
 
     @property
     def sharded(self) -> bool:
         """Whether no rank holds the weights whole, so that reading them takes all ranks."""
-        return self.zero_stage == 3 or self.sharding == "fsdp2"
+        return self.zero_stage == 3 or self.in_rows
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether parameters are DTensors, each with its layout over the mesh of the ranks."""
+        return self.sharding == "fsdp2" or self.tensor_parallel_size * self.expert_parallel_size > 1
+
+    @property
+    def dealt_out(self) -> str:
+        """The settings that deal the weights out, as a user would write them."""
+        found = [f"learner.{key}={getattr(self, key)}" for key in PARALLEL if getattr(self, key) > 1]
+        return " ".join(found if self.sharding == "none" else [f"learner.sharding={self.sharding}", *found])
 
     @property
     def shares(self) -> int:
-        """Into how many parts a batch is dealt out."""
-        return self.ranks // self.sequence_parallel_size
+        """Into how many parts a batch is dealt out: ranks that hold parts of one model, or parts of one sequence, are
+        given the same part."""
+        return self.ranks // math.prod(getattr(self, key) for key in PARALLEL)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The ranks' mesh: the size of each dimension by its name, the one whose ranks are neighbours last."""
+        replicas = self.dp_replicate_size if self.sharding == "fsdp2" else self.shares
+        return {
+            "replicate": replicas,
+            "shard": self.shares // replicas,
+            "pipeline": self.pipeline_parallel_size,
+            "context": self.context_parallel_size,
+            "expert": self.expert_parallel_size,
+            "tensor": self.tensor_parallel_size,
+        }
 
     @property
     def layout(self) -> str:
         """What decides over the files of a checkpoint, as a user would write it."""
-        if self.sharding != "none":
-            return f"learner.sharding={self.sharding}"
+        if self.in_rows:
+            return "learner.sharding=fsdp2"  # with tensor or expert parallelism, too: any such layout reads the files
         return f"learner.backend={self.backend}" + (f" learner.zero_stage={self.zero_stage}" if self.zero_stage else "")
+
+    def _check_mesh(self) -> None:
+        for key in PARALLEL:
+            size = getattr(self, key)
+            check(
+                self.ranks % size == 0,
+                f"learner.{key}={size} does not divide learner.ranks={self.ranks}; "
+                "so many ranks at a time take one share of the batch.",
+            )
+        together = math.prod(getattr(self, key) for key in PARALLEL)
+        check(
+            self.ranks % together == 0,
+            f"learner.ranks={self.ranks} is no multiple of {together}, the product of {self.dealt_out}: "
+            "so many ranks at a time take one share of the batch.",
+        )
+        check(
+            self.sharding == "fsdp2" or self.dp_replicate_size == 1,
+            f"learner.dp_replicate_size={self.dp_replicate_size} needs learner.sharding=fsdp2; without sharding each "
+            "of the ranks' groups holds a copy.",
+        )
+        check(
+            self.shares % self.dp_replicate_size == 0,
+            f"learner.dp_replicate_size={self.dp_replicate_size} does not divide the {self.shares} shares into which "
+            f"learner.ranks={self.ranks} deal out a batch.",
+        )
+        for key in ("context_parallel_size", "pipeline_parallel_size"):
+            check(getattr(self, key) == 1, f"learner.{key}={getattr(self, key)} is not built yet; allowed: 1.")
 
     def _check_torch(self) -> None:
         deepspeed_alone = {"zero_stage": 0, "zero_offload": "none", "zero_offload_params": "none"}
@@ -205,8 +270,9 @@ class LearnerConfig:
             value = getattr(self, key)
             check(value == off, f"learner.{key}={value} needs learner.backend=deepspeed, not {self.backend}.")
         check(
-            self.sharding == "none" or self.mixed_precision != "float16",
-            "learner.mixed_precision=float16 needs learner.sharding=none; allowed with fsdp2: none, bfloat16.",
+            not self.in_rows or self.mixed_precision != "float16",
+            "learner.mixed_precision=float16 needs learner.sharding=none and no tensor or expert parallelism; "
+            f"allowed with {self.dealt_out}: none, bfloat16.",
         )
 
     def _check_deepspeed(self) -> None:
@@ -219,6 +285,11 @@ class LearnerConfig:
             self.sharding == "none",
             f"learner.sharding={self.sharding} needs learner.backend=torch; with deepspeed, learner.zero_stage shards.",
         )
+        for key in PARALLEL[1:]:
+            check(
+                getattr(self, key) == 1,
+                f"learner.{key}={getattr(self, key)} needs learner.backend=torch, not deepspeed.",
+            )
         check(
             self.mixed_precision != "float16",
             "learner.mixed_precision=float16 needs learner.backend=torch; allowed with deepspeed: none, bfloat16.",
