@@ -173,7 +173,8 @@ class LearnerConfig:
         (self._check_deepspeed if self.backend == "deepspeed" else self._check_torch)()
         check(
             not (self.compile and self.sharded),
-            f"learner.compile does not work with {self.layout}, which gathers the weights module by module.",
+            f"learner.compile does not work with {self.dealt_out or self.layout}, which gathers the weights module by "
+            "module.",
         )
 
     def _check_optimizer(self) -> None:

@@ -94,3 +94,17 @@ TWO: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
 @pytest.mark.thorough
 def test_two_ranks_of_one_model_are_one_rank(tmp_path: Path) -> None:
     check(run_ranks(job, 2, 2, TWO, tmp_path), TWO, tmp_path)
+
+
+FOUR: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
+    "fsdp2 x tensor": ("llama", AlgorithmConfig(), {"tensor_parallel_size": 2, "sharding": "fsdp2"}, STEPS),
+    "copies x tensor": ("qwen3", AlgorithmConfig(), {"tensor_parallel_size": 2}, STEPS),
+    "hsdp": ("llama", AlgorithmConfig(), {"sharding": "fsdp2", "dp_replicate_size": 2}, STEPS),
+    "fsdp2 x expert": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2, "sharding": "fsdp2"}, STEPS),
+    "expert x tensor": ("qwen3_moe", PPO, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, STEPS),
+}
+
+
+@pytest.mark.thorough
+def test_four_ranks_are_one_rank(tmp_path: Path) -> None:
+    check(run_ranks(job, 4, 4, FOUR, tmp_path), FOUR, tmp_path)
