@@ -207,8 +207,8 @@ def _check_groups(config: RunConfig) -> None:
 def _check_adapter(config: RunConfig) -> None:
     rank = config.model.lora.r
     check(
-        not rank or (config.learner.backend == "torch" and config.learner.sharding == "none"),
-        f"model.lora.r={rank} does not work with {config.learner.layout}; "
+        not rank or (config.learner.backend == "torch" and not config.learner.sharded),
+        f"model.lora.r={rank} does not work with {config.learner.dealt_out or config.learner.layout}; "
         "allowed: learner.backend=torch learner.sharding=none.",
     )
     check(
@@ -222,7 +222,6 @@ def _check_pipeline(config: RunConfig) -> None:
     for what, there in (
         ("a critic", config.algorithm.needs_critic),
         ("algorithm.anchor=ema", config.algorithm.anchor == "ema"),
-        (f"model.lora.r={config.model.lora.r}", config.model.lora.r > 0),
     ):
         check(
             size == 1 or not there,

@@ -22,6 +22,7 @@ from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
+from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
@@ -32,7 +33,7 @@ from asyncrlhf.learner.sequence import ContextParallel
 from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
 from asyncrlhf.learner.ulysses import Ulysses
-from asyncrlhf.learner.updaters import FsdpUpdater, TorchUpdater, Updater, schedule_factor
+from asyncrlhf.learner.updaters import TorchUpdater, Updater, schedule_factor
 from asyncrlhf.types import FloatArray, TrainBatch
 
 UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
@@ -53,7 +54,7 @@ class TorchBackend:
         reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``, unless its
             log-probs are served.
         files: of the weights of both, whose parameters are then on the device ``meta``
-            (``learner.sharding=fsdp2``, see ``data.weight_files.load_blank``).
+            (``LearnerConfig.in_rows``, see ``data.weight_files.load_blank``).
         rank, ranks: with ``ranks > 1`` torch.distributed must have been initialised, see ``init_process_group``.
     """
 
@@ -74,7 +75,7 @@ class TorchBackend:
             raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
         self.config, self.algorithm, self.steps = config, algorithm, spec.steps
         self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
-        self._peers, self.sequence_peers = deal_out(rank, ranks, config.ranks_a_share)
+        self._peers, self.share_peers = deal_out(rank, ranks, ranks // config.shares)
         self.temperature = spec.temperature or 1.0
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
         self._losses = MicrobatchLosses(algorithm)
@@ -90,13 +91,13 @@ class TorchBackend:
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
-        kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
+        kind = FsdpUpdater if config.in_rows else UPDATERS[config.backend]
         kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
-        if self.sequence_peers.ranks > 1 and config.pipeline_parallel_size == 1:
+        if config.sequence_parallel_size * config.context_parallel_size > 1:
             ring = config.context_parallel_size > 1
-            split = ContextParallel(self.sequence_peers) if ring else Ulysses(self.model, self.sequence_peers)
+            split = ContextParallel(self.share_peers) if ring else Ulysses(self.model, self.share_peers)
             for module in (self.policy, self.critic, self.ema if ring else None):
                 if module is not None:
                     module.sequence = split
