@@ -66,7 +66,7 @@ def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     else whole. The trained model is float32, a frozen reference has the model's own dtype."""
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
     kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})
-    if learner.sharding == "fsdp2" and spec.algorithm.anchor != "ema":
+    if learner.in_rows and spec.algorithm.anchor != "ema":
         blank = {name: found for name, dtype in kinds.items() if (found := load_blank(spec.model, dtype))}
         if len(blank) == len(kinds):
             return {name: model for name, (model, _) in blank.items()} | {"files": blank["model"][1]}
@@ -100,7 +100,7 @@ class LearnerWorker:
         self._tokens: TokenRecord | None = None
         self._makes_room = spec.makes_room
         self._token_parts: Sequence[Future[None]] = ()  # that belong to the newest checkpoint
-        if spec.tokens_folder is not None and self.backend.sequence_peers.rank == 0:
+        if spec.tokens_folder is not None and self.backend.share_peers.rank == 0:
             self._tokens = TokenRecord(spec.tokens_folder, rank, partial(load_tokenizer, spec.model))
 
     @property

@@ -163,6 +163,7 @@ def check_agreement(config: RunConfig) -> None:
     _check_groups(config)
     _check_shaped_rewards(config)
     _check_adapter(config)
+    _check_pipeline(config)
     _check_runtime(config)
 
 
@@ -207,14 +208,27 @@ def _check_groups(config: RunConfig) -> None:
 def _check_adapter(config: RunConfig) -> None:
     rank = config.model.lora.r
     check(
-        not rank or (config.learner.backend == "torch" and config.learner.sharding == "none"),
-        f"model.lora.r={rank} does not work with {config.learner.layout}; "
+        not rank or (config.learner.backend == "torch" and not config.learner.sharded),
+        f"model.lora.r={rank} does not work with {config.learner.dealt_out or config.learner.layout}; "
         "allowed: learner.backend=torch learner.sharding=none.",
     )
     check(
         not rank or config.algorithm.anchor != "ema",
         f"model.lora.r={rank} does not work with algorithm.anchor=ema, which follows all of the weights.",
     )
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    size = config.learner.pipeline_parallel_size
+    for what, there in (
+        ("a critic", config.algorithm.needs_critic),
+        ("algorithm.anchor=ema", config.algorithm.anchor == "ema"),
+    ):
+        check(
+            size == 1 or not there,
+            f"learner.pipeline_parallel_size={size} does not work with {what}, which goes with the whole policy; "
+            "allowed: pipeline_parallel_size=1.",
+        )
 
 
 def _check_runtime(config: RunConfig) -> None:

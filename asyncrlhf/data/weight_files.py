@@ -32,14 +32,15 @@ class WeightFiles:
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
 
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """The rows ``first`` to ``last`` (not included) of a tensor, in the type of the file, in host memory.
+    def rows(self, name: str, first: int, last: int, *columns: slice) -> torch.Tensor:
+        """The rows ``first`` to ``last`` (not included) of a tensor, and of these the ``columns``, in the type of the
+        file, in host memory.
 
         Raises ConfigError where the file cannot be read.
         """
         try:
             with safe_open(self._files[name], "pt") as file:
-                part: torch.Tensor = file.get_slice(name)[first:last]
+                part: torch.Tensor = file.get_slice(name)[(slice(first, last), *columns)]
                 return part
         except (OSError, SafetensorError, LookupError) as error:
             raise ConfigError(f"model.path={self.folder}: {name} cannot be read: {error}.") from error

@@ -23,7 +23,7 @@ from asyncrlhf.learner.passes import AUTOCAST
 from asyncrlhf.types import FloatArray, Rollout, TrainSample
 
 if TYPE_CHECKING:
-    from asyncrlhf.learner.ulysses import SequenceParallel
+    from asyncrlhf.learner.sequence import SequenceParallel
 
 
 class ValueModel(nn.Module):

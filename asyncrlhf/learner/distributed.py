@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 Item = TypeVar("Item")
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 PIECE_BYTES = 2**27  # of whole tensors that a rank holds at once; a single larger tensor is a piece of its own
 
 
@@ -50,7 +51,7 @@ class Peers:
 
 
 def deal_out(rank: int, ranks: int, size: int) -> tuple[Peers, Peers]:
-    """(data-parallel group, sequence-parallel group): runs of ``size`` ranks have the same data. All ranks call it
+    """(ranks with different data, ranks with the same): runs of ``size`` ranks have the same data. All ranks call it
     together."""
     if size == 1:
         return Peers(rank, ranks), Peers()
@@ -74,6 +75,15 @@ def all_gather(value: Any, peers: Peers) -> list[Any]:
     gathered: list[Any] = [None] * peers.ranks
     dist.all_gather_object(gathered, value, group=peers.group)
     return gathered
+
+
+def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors, those together that lie on the ranks alike."""
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        alike.setdefault(key, []).append(tensor)
+    return list(alike.values())
 
 
 def padded(items: Sequence[Item], device: torch.device, ranks: int) -> list[Item | None]:

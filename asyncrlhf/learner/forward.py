@@ -21,7 +21,7 @@ from asyncrlhf.learner.attention import Layout, PackedLayout, use_packed_attenti
 from asyncrlhf.types import IdArray, IntArray, TrainBatch
 
 if TYPE_CHECKING:
-    from asyncrlhf.learner.ulysses import SequenceParallel
+    from asyncrlhf.learner.sequence import SequenceParallel
 
 # Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
 MAX_LOGITS = 2**27
@@ -158,7 +158,7 @@ class PackedPolicy(nn.Module):
         self._hidden = torch.compile(self._trunk, dynamic=True) if compile else self._trunk
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
-        self._collision = collision
+        self.collision = collision
         self.sequence: SequenceParallel | None = None  # with it, ranks pass a stretch each of the same inputs
         self._chunks = chunked
 
@@ -167,7 +167,7 @@ class PackedPolicy(nn.Module):
             return self.alone(inputs, temperature)
         local, own = self.sequence.stretch(inputs)
         facts = self.alone(local, temperature)
-        given = (True, True, self._collision, inputs.kept is not None)
+        given = (True, True, self.collision, inputs.kept is not None)
         return TokenFacts(
             *(
                 self.sequence.together(fact, own, len(inputs.rows)) if there else fact
@@ -202,7 +202,7 @@ class PackedPolicy(nn.Module):
     ) -> TokenFacts:
         logprobs, entropies = token_logprobs(logits, targets, temperature=temperature, kept=kept)
         collision = mass = logprobs.new_empty(0)
-        if self._collision:
+        if self.collision:
             collision = collision_probability(logits.detach(), temperature=temperature, kept=kept)
         if kept is not None:
             mass = kept_mass(logits.detach(), kept, temperature=temperature)

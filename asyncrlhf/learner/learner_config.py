@@ -4,10 +4,12 @@ rank is built from, and what a learner step gives."""
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.layout_checks import PARALLEL, check_layout
 from asyncrlhf.validation import check, check_choice, check_keywords, check_settings, setting
 
 WHERE = ("learner", "service")
@@ -87,6 +89,21 @@ class LearnerConfig:
     sharding: str = setting(
         "none", "backend=torch: every rank holds everything (none), or FSDP2 deals the weights out.", choices=SHARDINGS
     )
+    dp_replicate_size: int = setting(
+        1, "sharding=fsdp2: copies of the sharded weights (HSDP); each is dealt out over its part of the ranks.", low=1
+    )
+    tensor_parallel_size: int = setting(
+        1, "backend=torch: ranks over which each matrix is dealt out, by the model's own plan.", low=1
+    )
+    expert_parallel_size: int = setting(
+        1, "backend=torch: ranks over which the experts of a mixture-of-experts model are dealt out.", low=1
+    )
+    context_parallel_size: int = setting(
+        1, "backend=torch: ranks over which the tokens of a share are dealt out; attention goes round a ring.", low=1
+    )
+    pipeline_parallel_size: int = setting(
+        1, "backend=torch: ranks over which the layers are dealt out; all ranks are stages of one pipeline.", low=1
+    )
     gradient_reduction: str = setting(
         "microbatch",
         "sharding=fsdp2: gradients are dealt out after each microbatch, or once an update, which holds them whole till "
@@ -152,15 +169,12 @@ class LearnerConfig:
             "learner.gradient_reduction=update needs learner.sharding=fsdp2; elsewhere gradients are added up over the "
             "ranks once an update, or, under learner.zero_stage 2 and 3, after each microbatch.",
         )
-        check(
-            self.ranks % self.sequence_parallel_size == 0,
-            f"learner.sequence_parallel_size={self.sequence_parallel_size} does not divide learner.ranks={self.ranks}; "
-            "so many ranks at a time take one share of the batch.",
-        )
+        check_layout(self)
         (self._check_deepspeed if self.backend == "deepspeed" else self._check_torch)()
         check(
             not (self.compile and self.sharded),
-            f"learner.compile does not work with {self.layout}, which gathers the weights module by module.",
+            f"learner.compile does not work with {self.dealt_out or self.layout}, which gathers the weights module by "
+            "module.",
         )
 
     def _check_optimizer(self) -> None:
@@ -177,26 +191,56 @@ class LearnerConfig:
             "states; allowed: adamw, or learner.backend=torch.",
         )
         check(
-            self.sharding != "fsdp2" or self.optim not in ("muon", "adamw_8bit"),
-            f"learner.optim={self.optim} does not work with learner.sharding=fsdp2, where no rank has a whole matrix; "
+            not (self.in_rows and self.optim in ("muon", "adamw_8bit")),
+            f"learner.optim={self.optim} does not work with {self.dealt_out}, where no rank has a whole matrix; "
             "allowed: adamw, or an elementwise optimizer of your own.",
         )
 
     @property
     def sharded(self) -> bool:
         """Whether no rank holds the weights whole, so that reading them takes all ranks."""
-        return self.zero_stage == 3 or self.sharding == "fsdp2"
+        return self.zero_stage == 3 or self.in_rows or self.pipeline_parallel_size > 1
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether parameters are DTensors, each with its layout over the mesh of the ranks."""
+        return self.sharding == "fsdp2" or self.tensor_parallel_size * self.expert_parallel_size > 1
+
+    @property
+    def dealt_out(self) -> str:
+        """The settings that deal the weights out, as a user would write them."""
+        found = [f"learner.{key}={getattr(self, key)}" for key in PARALLEL if getattr(self, key) > 1]
+        return " ".join(found if self.sharding == "none" else [f"learner.sharding={self.sharding}", *found])
 
     @property
     def shares(self) -> int:
-        """Into how many parts a batch is dealt out."""
-        return self.ranks // self.sequence_parallel_size
+        """Into how many parts a batch is dealt out: ranks that hold parts of one model, or parts of one sequence, are
+        given the same part."""
+        return self.ranks // math.prod(getattr(self, key) for key in PARALLEL)
+
+    @property
+    def copies(self) -> int:
+        """Ranks whose gradients of one weight are added up: of different shares, or of different tokens of one."""
+        return self.shares * self.context_parallel_size
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The ranks' mesh: the size of each dimension by its name, the one whose ranks are neighbours last. Ranks that
+        split a share's tokens hold weights as those of different shares do."""
+        replicas = self.dp_replicate_size if self.sharding == "fsdp2" else self.copies
+        return {
+            "replicate": replicas,
+            "shard": self.copies // replicas,
+            "pipeline": self.pipeline_parallel_size,
+            "expert": self.expert_parallel_size,
+            "tensor": self.tensor_parallel_size,
+        }
 
     @property
     def layout(self) -> str:
         """What decides over the files of a checkpoint, as a user would write it."""
-        if self.sharding != "none":
-            return f"learner.sharding={self.sharding}"
+        if self.in_rows:
+            return "learner.sharding=fsdp2"  # with tensor or expert parallelism, too: any such layout reads the files
         return f"learner.backend={self.backend}" + (f" learner.zero_stage={self.zero_stage}" if self.zero_stage else "")
 
     def _check_torch(self) -> None:
@@ -205,8 +249,9 @@ class LearnerConfig:
             value = getattr(self, key)
             check(value == off, f"learner.{key}={value} needs learner.backend=deepspeed, not {self.backend}.")
         check(
-            self.sharding == "none" or self.mixed_precision != "float16",
-            "learner.mixed_precision=float16 needs learner.sharding=none; allowed with fsdp2: none, bfloat16.",
+            not self.in_rows or self.mixed_precision != "float16",
+            "learner.mixed_precision=float16 needs learner.sharding=none and no tensor or expert parallelism; "
+            f"allowed with {self.dealt_out}: none, bfloat16.",
         )
 
     def _check_deepspeed(self) -> None:
@@ -219,6 +264,11 @@ class LearnerConfig:
             self.sharding == "none",
             f"learner.sharding={self.sharding} needs learner.backend=torch; with deepspeed, learner.zero_stage shards.",
         )
+        for key in PARALLEL[1:]:
+            check(
+                getattr(self, key) == 1,
+                f"learner.{key}={getattr(self, key)} needs learner.backend=torch, not deepspeed.",
+            )
         check(
             self.mixed_precision != "float16",
             "learner.mixed_precision=float16 needs learner.backend=torch; allowed with deepspeed: none, bfloat16.",

@@ -6,16 +6,16 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrlhf.data.weight_files import WeightFiles
+from asyncrlhf.learner.spans import local_spans, overlaps
 
 
 @torch.no_grad()
 def read_shards(
     module: nn.Module, files: WeightFiles, model: transformers.PreTrainedModel, device: torch.device
 ) -> None:
-    """Give the parameters of ``module``, which lie on the device ``meta`` in shards by rows, this rank's rows of their
+    """Give the parameters of ``module``, which are DTensors on the device ``meta``, this rank's part of their
     tensors in ``files``; a tensor after another, so that beside the shards one of them is there at a time.
 
     ``module`` is a policy or a critic around ``model`` or its trunk. What the files lack, a critic's head, is zero.
@@ -33,12 +33,12 @@ def read_shards(
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         known = name_in_files(name, model, files)
         if known is None:
             local.zero_()
-        elif len(local):
-            local.copy_(files.rows(known, offset[0], offset[0] + len(local)))
+            continue
+        for here, (rows, *columns) in overlaps(local_spans(parameter), [[[0, size]] for size in parameter.shape]):
+            local[here] = files.rows(known, rows.start, rows.stop, *columns).to(local)
 
 
 def name_in_files(name: str, model: transformers.PreTrainedModel, files: WeightFiles) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncrlhf.learner.distributed import by_layout
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.plugins import guarded, load_function
 from asyncrlhf.validation import check, check_package
@@ -105,8 +106,8 @@ def _groups(module: nn.Module, rate: float, decay: float, muon: bool) -> list[di
     )
     return [
         {"params": part, "weight_decay": d, "lr": rate, "base_lr": rate} | ({MUON: is_hidden} if muon else {})
-        for d, is_hidden, part in kinds
-        if part
+        for d, is_hidden, every in kinds
+        for part in by_layout(every)  # which a fused optimizer can update together
     ]
 
 

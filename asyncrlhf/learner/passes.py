@@ -40,23 +40,25 @@ class ForwardPasses:
     @torch.no_grad()
     def look(self, microbatches: Sequence[Microbatch], tokens: ResponseTokens) -> None:
         """Put what the present policy says of the microbatches on record."""
-        for microbatch in self._updater.looks(microbatches):
+        for microbatch in self._updater.looks(self._updater.policy, microbatches):
             facts = self.facts(self._updater.policy, microbatch)
             if microbatch is not None:
                 tokens.part([microbatch]).keep(facts)
 
     def all_logprobs(self, plan: StepPlan, policy: Any) -> torch.Tensor:
         """What a frozen policy says of the rank's response tokens: [M]."""
-        return self._all(plan.microbatches, len(plan.tokens.loss_mask), lambda part: self.facts(policy, part).logprobs)
+        return self._all(
+            policy, plan.microbatches, len(plan.tokens.loss_mask), lambda part: self.facts(policy, part).logprobs
+        )
 
     def all_values(self, plan: StepPlan) -> torch.Tensor:
         """The critic's values of the rank's response tokens: [M]."""
-        return self._all(plan.microbatches, len(plan.tokens.loss_mask), self._own_values)
+        return self._all(self._updater.critic, plan.microbatches, len(plan.tokens.loss_mask), self._own_values)
 
     def final_values(self, plan: StepPlan, token_budget: int) -> torch.Tensor:
         """The present critic's value of the state behind each answer that was cut, 0 behind one that ended: [N]."""
         microbatches, sequences = cut_answers(plan, token_budget, self._device)
-        found = self._all(microbatches, len(sequences), self._own_values)
+        found = self._all(self._updater.critic, microbatches, len(sequences), self._own_values)
         return torch.zeros(len(plan.tokens.rewards), device=self._device).index_put((sequences,), found)
 
     def _own_values(self, microbatch: Microbatch | None) -> torch.Tensor:
@@ -64,11 +66,15 @@ class ForwardPasses:
 
     @torch.no_grad()
     def _all(
-        self, microbatches: Sequence[Microbatch], count: int, said: Callable[[Microbatch | None], torch.Tensor]
+        self,
+        module: Any,
+        microbatches: Sequence[Microbatch],
+        count: int,
+        said: Callable[[Microbatch | None], torch.Tensor],
     ) -> torch.Tensor:
         """What is said of each microbatch in its place: [count]."""
         result = torch.zeros(count, device=self._device)
-        for microbatch in self._updater.looks(microbatches):
+        for microbatch in self._updater.looks(module, microbatches):
             found = said(microbatch)
             if microbatch is not None:
                 result[microbatch.span] = found.float()

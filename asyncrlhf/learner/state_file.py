@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrlhf.errors import CheckpointError
+from asyncrlhf.learner.spans import Spans, local_spans, overlaps
 
 Plain = Any  # JSON values: lists are lists, scalars themselves; an object's one key says what it stands for
 TENSOR, DICT, TUPLE = "tensor", "dict", "tuple"
@@ -32,7 +32,7 @@ UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, Attr
 
 def split(state: Any, whole: bool = True) -> tuple[Plain, dict[str, torch.Tensor]]:
     """The state as plain JSON values, and its tensors by the numbers that stand in their places; one that is there
-    twice is listed once. Of a DTensor the local part is listed, with its first row and the whole shape.
+    twice is listed once. Of a DTensor the local part is listed, with its ``spans`` and the whole shape.
 
     Raises CheckpointError for what is neither; not ``whole``: such entries of dicts are left out.
     """
@@ -49,8 +49,8 @@ def split(state: Any, whole: bool = True) -> tuple[Plain, dict[str, torch.Tensor
 
     def plain(value: Any) -> Plain:
         if isinstance(value, DTensor):
-            _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-            return {TENSOR: number(value.to_local().detach()), "row": offset[0], "shape": list(value.shape)}
+            local = value.to_local().detach().contiguous()
+            return {TENSOR: number(local), "spans": local_spans(value), "shape": list(value.shape)}
         if isinstance(value, torch.Tensor):
             return {TENSOR: number(value.detach())}
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -136,7 +136,7 @@ def _joined(value: Plain, file: Any) -> Any:
 
 def read_sharded(template: Any, files: Sequence[Path]) -> Any:
     """The state that some ranks wrote, a file each, laid out as ``template`` is on this one: its DTensors are filled in
-    place with this rank's rows. Raises CheckpointError where the files do not hold what the template asks for."""
+    place with this rank's part. Raises CheckpointError where the files do not hold what the template asks for."""
     try:
         with ExitStack() as stack:
             opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
@@ -147,7 +147,7 @@ def read_sharded(template: Any, files: Sequence[Path]) -> Any:
 
 def _fill(template: Any, parts: Sequence[Plain], files: Sequence[Any]) -> Any:
     if isinstance(template, DTensor):
-        _fill_rows(template, parts, files)
+        _fill_part(template, parts, files)
         return template
     if isinstance(template, Mapping):
         entries = [{_joined(key, None): item for key, item in part[DICT]} for part in parts]
@@ -160,20 +160,29 @@ def _fill(template: Any, parts: Sequence[Plain], files: Sequence[Any]) -> Any:
 
 
 @torch.no_grad()
-def _fill_rows(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) -> None:
-    local = tensor.to_local()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    first, last, found = offset[0], offset[0] + len(local), 0
+def _fill_part(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) -> None:
+    local, own = tensor.to_local(), local_spans(tensor)
+    filled: set[str] = set()  # several ranks may have written the same
+    found = 0
     for part, file in zip(parts, files, strict=True):
         if part["shape"] != list(tensor.shape):
             raise ValueError(f"a tensor has the shape {part['shape']}, and {list(tensor.shape)} is asked for")
-        rows = file.get_slice(part[TENSOR])
-        start, stop = max(first, part["row"]), min(last, part["row"] + rows.get_shape()[0])
-        if start < stop:
-            local[start - first : stop - first] = rows[start - part["row"] : stop - part["row"]]
-            found += stop - start
-    if found != len(local):
-        raise ValueError(f"{found} of a tensor's {len(local)} rows are there")
+        saved = file.get_slice(part[TENSOR])
+        for here, there in overlaps(own, _spans(part, saved.get_shape())):
+            if str(here) not in filled:
+                filled.add(str(here))
+                local[here] = saved[there]
+                found += local[here].numel()
+    if found != local.numel():
+        raise ValueError(f"{found} of a tensor's {local.numel()} numbers are there")
+
+
+def _spans(part: Plain, shape: Sequence[int]) -> Spans:
+    """Where a part lies; files of older versions tell the first row alone."""
+    if "spans" in part:
+        spans: Spans = part["spans"]
+        return spans
+    return [[[part["row"], part["row"] + shape[0]]], *([[0, size]] for size in shape[1:])]
 
 
 def _unreadable(path: Path, error: BaseException) -> CheckpointError:

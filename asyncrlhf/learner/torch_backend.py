@@ -22,15 +22,18 @@ from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
 from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
+from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.loss import MicrobatchLosses, critic_loss
 from asyncrlhf.learner.metrics import figures, step_statistics
 from asyncrlhf.learner.passes import ForwardPasses
+from asyncrlhf.learner.pipeline_updater import PipelineUpdater
 from asyncrlhf.learner.plan import Microbatch, ResponseTokens, StepPlan, plan_step
+from asyncrlhf.learner.sequence import ContextParallel
 from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.targets import fill, fills, needs_policy, sequence_ess_fraction, set_targets
-from asyncrlhf.learner.ulysses import SequenceParallel
-from asyncrlhf.learner.updaters import FsdpUpdater, TorchUpdater, Updater, schedule_factor
+from asyncrlhf.learner.ulysses import Ulysses
+from asyncrlhf.learner.updaters import TorchUpdater, Updater, schedule_factor
 from asyncrlhf.types import FloatArray, TrainBatch
 
 UPDATERS: dict[str, type[Updater]] = {"torch": TorchUpdater, "deepspeed": DeepSpeedUpdater}
@@ -51,7 +54,7 @@ class TorchBackend:
         reference: the frozen policy of the KL or of a head; needed when ``algorithm.needs_reference``, unless its
             log-probs are served.
         files: of the weights of both, whose parameters are then on the device ``meta``
-            (``learner.sharding=fsdp2``, see ``data.weight_files.load_blank``).
+            (``LearnerConfig.in_rows``, see ``data.weight_files.load_blank``).
         rank, ranks: with ``ranks > 1`` torch.distributed must have been initialised, see ``init_process_group``.
     """
 
@@ -72,7 +75,7 @@ class TorchBackend:
             raise ConfigError(f"algorithm.{what} needs a reference model, and the learner was given none.")
         self.config, self.algorithm, self.steps = config, algorithm, spec.steps
         self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
-        self._peers, self.sequence_peers = deal_out(rank, ranks, config.sequence_parallel_size)
+        self._peers, self.share_peers = deal_out(rank, ranks, ranks // config.shares)
         self.temperature = spec.temperature or 1.0
         self.constant_length = float(spec.max_completion_length) if spec.max_completion_length else None
         self._losses = MicrobatchLosses(algorithm)
@@ -88,13 +91,16 @@ class TorchBackend:
         if config.gradient_checkpointing:
             for trunk in (self.model, *(() if self.critic is None else (self.critic.trunk,))):
                 trunk.gradient_checkpointing_enable()
-        kind = FsdpUpdater if config.sharding == "fsdp2" else UPDATERS[config.backend]
+        kind = FsdpUpdater if config.in_rows else UPDATERS[config.backend]
+        kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
-        if self.sequence_peers.ranks > 1:
-            self.policy.sequence = SequenceParallel(self.model, self.sequence_peers)
-            if self.critic is not None:
-                self.critic.sequence = self.policy.sequence
+        if config.sequence_parallel_size * config.context_parallel_size > 1:
+            ring = config.context_parallel_size > 1
+            split = ContextParallel(self.share_peers) if ring else Ulysses(self.model, self.share_peers)
+            for module in (self.policy, self.critic, self.ema if ring else None):
+                if module is not None:
+                    module.sequence = split
         self.reference = self._frozen(reference) if algorithm.needs_reference and reference else None
         self._passes = ForwardPasses(self.updater, self.temperature, config.mixed_precision, self.device)
         self.writer = StateWriter(self.device)  # of checkpoints
@@ -114,7 +120,7 @@ class TorchBackend:
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
-        share a share (``learner.sequence_parallel_size``) are given the same. It raises ``policy_version`` by one, also
+        share a share (``LearnerConfig.shares``) are given the same. It raises ``policy_version`` by one, also
         when the update is skipped.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
@@ -332,4 +338,7 @@ class TorchBackend:
             use_float32_head(reference)
         if not self.config.sharded:
             nn.Module.to(frozen, self.device)
-        return self.updater.frozen(PackedPolicy(frozen))
+        policy = PackedPolicy(frozen)
+        if self.config.context_parallel_size > 1:
+            policy.sequence = self.policy.sequence
+        return self.updater.frozen(policy)

@@ -6,11 +6,10 @@ for attention an all-to-all turns stretches of all heads into all tokens of some
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
@@ -18,6 +17,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import Layout, PackedLayout, packed_attention
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.sequence import SequenceParallel, part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +36,8 @@ class _Stretch(Layout):
         return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the group. All ranks make the same of it, so that the gradient of one is that of all."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
-
-
-class SequenceParallel:
-    """Splits packed inputs over ``peers``, the ranks that hold the same batch, and puts their answers together. Frozen
-    models pass the whole of a share on each of its ranks.
+class Ulysses(SequenceParallel):
+    """``learner.sequence_parallel_size``. Frozen models pass the whole of a share on each of its ranks.
 
     Raises ConfigError when the attention heads cannot be dealt out evenly.
     """
@@ -61,7 +46,7 @@ class SequenceParallel:
         """DeepSpeed's communication must be set up."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # takes seconds
 
-        self._peers = peers
+        super().__init__(peers)
         config = model.config.get_text_config()
         heads, size = config.num_attention_heads, peers.ranks
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -82,7 +67,6 @@ class SequenceParallel:
         )
 
     def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
-        """This rank's tokens, and which of the M predictions are made from them: [own] indices."""
         count = inputs.token_ids.shape[1]
         size = -(-count // self._peers.ranks)
         first = self._peers.rank * size
@@ -94,21 +78,8 @@ class SequenceParallel:
         whole = inputs.layout
         assert isinstance(whole, PackedLayout), "a stretch is cut of a whole batch"
         layout = _Stretch(position_ids=part(whole.position_ids), whole=whole, exchange=self._exchange)
-        local = replace(
-            inputs,
-            token_ids=part(inputs.token_ids),
-            rows=inputs.rows[own] - first,
-            targets=inputs.targets[own],
-            layout=layout,
-            kept=None if inputs.kept is None else inputs.kept.at(own),
-        )
-        return local, own
-
-    def together(self, part: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
-        """[count] from each rank's values [own]."""
-        group = self._peers.group
-        assert group is not None
-        return _Sum.apply(part.new_zeros(count).index_copy(0, own, part), group)
+        rows = inputs.rows[own] - first
+        return part_of(inputs, own, token_ids=part(inputs.token_ids), rows=rows, layout=layout), own
 
 
 def _some_heads(

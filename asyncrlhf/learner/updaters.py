@@ -14,25 +14,19 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.data.adapter import is_adapter, trained_tensors
 from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner import checkpoint
-from asyncrlhf.learner.distributed import Peers, Shards, all_sum, init_single_process_group, on_host, padded, whole
+from asyncrlhf.learner.distributed import Peers, Shards, all_sum, by_layout, on_host, padded, whole
 from asyncrlhf.learner.learner_config import LearnerConfig
-from asyncrlhf.learner.loading import read_shards
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
-from asyncrlhf.learner.state_file import read_sharded
 from asyncrlhf.learner.state_writer import StateWriter
 
 OWN_SETTINGS = ("base_lr", "weight_decay", "betas")  # of an optimizer's group: as the run's settings say
-FOLDER = "fsdp2"  # of a checkpoint: a file a rank, readable by any number of ranks
 
 
 def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
@@ -56,8 +50,11 @@ def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """The gradient's norm over all its shards before clipping, 0-dim; ``max_norm`` 0 only measures."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = whole(nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None]))
-    nn.utils.clip_grads_with_norm_(trained, max_norm or math.inf, norm)
+    alike = by_layout(trained)  # torch measures and scales tensors of one layout together
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])) for part in alike]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for part in alike:
+        nn.utils.clip_grads_with_norm_(part, max_norm or math.inf, norm)
     return norm
 
 
@@ -100,8 +97,9 @@ class Updater(ABC):
         """A module that is never updated, laid out over the ranks as the policy is."""
         return module
 
-    def looks(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch | None]:
-        """The passes without gradient that this rank makes for ``microbatches``; None is one over dummy data."""
+    def looks(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterable[Microbatch | None]:
+        """The passes of ``module`` without gradient that this rank makes for ``microbatches``; None is one over dummy
+        data."""
         return padded(microbatches, self.device, self.ranks) if self.config.sharded else microbatches
 
     @abstractmethod
@@ -202,12 +200,17 @@ class TorchUpdater(Updater):
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, module: nn.Module, loss: torch.Tensor) -> None:
-        """DistributedDataParallel and FSDP average over ranks; the loss is meant as a sum, hence times the ranks."""
-        self._scaler.scale(loss * self.ranks).backward()
+        """DistributedDataParallel and FSDP average over these ranks; the loss is meant as a sum over them."""
+        self._scaler.scale(loss * self.config.copies).backward()
+
+    def clip(self, module: nn.Module) -> torch.Tensor:
+        """As :func:`clip_gradient`."""
+        return clip_gradient(module.parameters(), self.config.max_grad_norm)
 
     def apply(self) -> float:
+        self._complete_gradients()
         self._scaler.unscale_(self.optimizer)
-        norms = [clip_gradient(module.parameters(), self.config.max_grad_norm) for module in self._modules]
+        norms = [self.clip(module) for module in self._modules]
         broken = sum((~torch.isfinite(norm)).float() for norm in norms)
         skip = bool(all_sum(torch.as_tensor(broken), Peers(ranks=self.ranks)))
         if not skip:
@@ -215,6 +218,9 @@ class TorchUpdater(Updater):
             self._scaler.step(self.optimizer)
         self._scaler.update()
         return math.nan if skip else float(norms[0])
+
+    def _complete_gradients(self) -> None:
+        """Add up, once an update, what the backward passes leave in parts on several ranks."""
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         return {
@@ -232,13 +238,21 @@ class TorchUpdater(Updater):
         except (RuntimeError, OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{folder} does not hold this run's model: {error}") from error
         try:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(self._own_states(state["optimizer"]))
             _check_shapes(self.optimizer)
         except (KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{folder} holds another optimizer's states than learner.optim={self.config.optim} has: {error}."
             ) from error
         self._scaler.load_state_dict(state["scaler"])
+
+    def _own_weights(self, saved: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Of a whole model's tensors those that this rank has."""
+        return saved
+
+    def _own_states(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a plain rank's optimizer the state of this one's."""
+        return saved
 
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
         """The exported model has the adapter merged, so that a run of an adapter goes on from the adapter itself.
@@ -255,69 +269,8 @@ class TorchUpdater(Updater):
             wrong = sorted(str(name) for kind in ("missing_keys", "unexpected_keys") for name in found[kind])
             if wrong:
                 raise ValueError(f"{wrong[0]} is in one of the two alone")
-            self.model.load_state_dict(saved.state_dict())
+            self.model.load_state_dict(self._own_weights(saved.state_dict()))
         elif self.model.load_state_dict(dict(adapter), strict=False).unexpected_keys:
             raise CheckpointError(
                 f"{folder} is the checkpoint of an adapter, and this run trains none (model.lora.r=0)."
             )
-
-
-class FsdpUpdater(TorchUpdater):
-    """``learner.sharding=fsdp2`` (``fully_shard``, Zhao et al. 2304.11277 for the idea).
-
-    Weights are gathered one decoder layer at a time, in the forward pass and again in the backward pass, and gradients
-    are scattered after every microbatch, or once an update (``learner.gradient_reduction``). Both are collective:
-    ranks with fewer microbatches pass dummy data.
-    """
-
-    def spread(self, module: nn.Module) -> nn.Module:
-        """Decoder layers first, then what is left (embeddings, last norm, head) as one unit.
-
-        Nothing stays gathered between passes: a pass without gradient would leave tensors behind that the next update
-        does not reach.
-        """
-        half = self.config.mixed_precision == "bfloat16"
-        init_single_process_group(self.device)
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh(self.device.type, (self.ranks,)),
-            "reshard_after_forward": True,
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32 if half else None),
-        }
-        names = set(self.model._no_split_modules or ())
-        for layer in list(module.modules()):
-            if type(layer).__name__ in names:
-                fully_shard(layer, **options)
-        fully_shard(module, **options)
-        if self.files is not None:
-            read_shards(module, self.files, self.model, self.device)
-        return module
-
-    def frozen(self, module: nn.Module) -> nn.Module:
-        return self.spread(module)
-
-    @property
-    def shards(self) -> Shards:
-        return Shards(self.model)
-
-    def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
-        passes = padded(microbatches, self.device, self.ranks) or [None]
-        for index, microbatch in enumerate(passes):
-            last = index == len(passes) - 1
-            module.set_requires_gradient_sync(last or self.config.gradient_reduction == "microbatch")
-            yield microbatch
-
-    def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
-        writer.write_state(folder / FOLDER / f"rank-{rank}.safetensors", self._state())
-        return {"critic": None if self.critic is None else True}
-
-    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        files = sorted((folder / FOLDER).glob("rank-*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{folder / FOLDER} is missing: not a whole learner checkpoint.")
-        found = read_sharded(self._state(), files)
-        states = {"model_state_dict": found["weights"], "optim_state_dict": found["optimizer"]}
-        set_state_dict(nn.ModuleList(self._modules), self.optimizer, **states)
-
-    def _state(self) -> dict[str, Any]:
-        weights, optimizer = get_state_dict(nn.ModuleList(self._modules), self.optimizer)
-        return {"weights": weights, "optimizer": optimizer}

@@ -24,8 +24,8 @@ ALONE = 128
 # torch's half-precision CPU attention takes 6 times as long as float32's for 40 tokens, twice for 128, less from 256.
 HALF_FROM = 192
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_op_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,12 @@ class _Grid:
         return grid.transpose(1, 2).flatten(0, 1)
 
 
-def _kernel_type(value: torch.Tensor, longest: int) -> torch.dtype:
+def kernel_type(value: torch.Tensor, longest: int) -> torch.dtype:
     return torch.float32 if value.dtype.itemsize <= 2 and longest < HALF_FROM else value.dtype
 
 
 @torch.library.custom_op("asyncrlhf::packed_attention", mutates_args=())
-def _attention(
+def attention_op(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([1, T, heads, D] in the type of ``value``, log-sum-exps [heads, T])."""
@@ -197,16 +197,16 @@ def _attention(
     out = result[0].transpose(0, 1)
     lse = torch.empty(q.shape[:2], dtype=torch.promote_types(v.dtype, torch.float32))
     for call in causal:
-        grid, kind = _Grid(call), _kernel_type(v, call.longest)
+        grid, kind = _Grid(call), kernel_type(v, call.longest)
         parts = (grid.take(x).to(kind) for x in (q, k, v))
-        found, sums = _flash(*parts, 0.0, True, scale=scale)
+        found, sums = flash_op(*parts, 0.0, True, scale=scale)
         grid.put(out, found)
         grid.put(lse, sums)
     for prefix in prefixes:
         mine, theirs = _slices(prefix)
-        kind = _kernel_type(v, prefix.length)
+        kind = kernel_type(v, prefix.length)
         parts = (x[None].to(kind) for x in (q[:, mine], k[:, theirs], v[:, theirs]))
-        found, sums = (x[0] for x in _flash(*parts, 0.0, False, scale=scale))
+        found, sums = (x[0] for x in flash_op(*parts, 0.0, False, scale=scale))
         before, both = lse[:, mine], torch.logaddexp(lse[:, mine], sums)
         kept, added = (before - both).exp_()[..., None], (sums - both).exp_()[..., None]
         out[:, mine] = out[:, mine] * kept + found * added
@@ -214,7 +214,7 @@ def _attention(
     return result, lse
 
 
-@_attention.register_fake
+@attention_op.register_fake
 def _(query: Any, key: Any, value: Any, spans: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     _, heads, tokens, _ = query.shape
     kind = torch.promote_types(value.dtype, torch.float32)
@@ -222,7 +222,7 @@ def _(query: Any, key: Any, value: Any, spans: Any, scale: float) -> tuple[torch
 
 
 @torch.library.custom_op("asyncrlhf::packed_attention_backward", mutates_args=())
-def _attention_backward(
+def attention_op_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -240,9 +240,9 @@ def _attention_backward(
     out, dout = (x[0].transpose(0, 1) for x in (result, grad))
     copied: list[tuple[_Grid, torch.Tensor, torch.Tensor]] = []
     for call in causal:
-        grid, kind = _Grid(call), _kernel_type(v, call.longest)
+        grid, kind = _Grid(call), kernel_type(v, call.longest)
         laid = (grid.take_gradient(dout), *(grid.take(x) for x in (q, k, v, out)))
-        found = _flash_backward(*(x.to(kind) for x in laid), grid.take(lse), 0.0, True, scale=scale)
+        found = flash_op_backward(*(x.to(kind) for x in laid), grid.take(lse), 0.0, True, scale=scale)
         for target, gradient in zip((dq, dk, dv), found, strict=True):
             grid.put(target, gradient)
         if call.copies is not None:
@@ -252,16 +252,16 @@ def _attention_backward(
         grid.add_copies(dv, for_values)
     for prefix in prefixes:
         mine, theirs = _slices(prefix)
-        kind = _kernel_type(v, prefix.length)
+        kind = kernel_type(v, prefix.length)
         parts = (x[None].to(kind) for x in (dout[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine]))
         # By all that a row saw: its output and log-sum-exp are those of both parts.
-        found = _flash_backward(*parts, lse[None, :, mine], 0.0, False, scale=scale)
+        found = flash_op_backward(*parts, lse[None, :, mine], 0.0, False, scale=scale)
         for target, where, gradient in zip((dq, dk, dv), (mine, theirs, theirs), found, strict=True):
             target[:, where] += gradient[0]
     return wanted
 
 
-@_attention_backward.register_fake
+@attention_op_backward.register_fake
 def _(grad: Any, query: Any, key: Any, value: Any, *others: Any) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -273,10 +273,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     query, key, value, spans, result, lse = ctx.saved_tensors
-    return (*_attention_backward(grad, query, key, value, result, lse, spans, ctx.scale), None, None)
+    return (*attention_op_backward(grad, query, key, value, result, lse, spans, ctx.scale), None, None)
 
 
-_attention.register_autograd(_backward, setup_context=_keep)
+attention_op.register_autograd(_backward, setup_context=_keep)
 
 
 def _slices(prefix: Prefix) -> tuple[slice, slice]:
@@ -289,7 +289,7 @@ def flash_calls(
 ) -> torch.Tensor:
     """query [1, heads, T, D], key and value [1, kv_heads, T, D] on a CPU -> [1, T, heads, D]; ``spans`` [N, 4] as in
     :func:`plan_calls`."""
-    return _attention(query, key, value, spans, scale)[0]
+    return attention_op(query, key, value, spans, scale)[0]
 
 
 def varlen_kernel(

@@ -54,7 +54,7 @@ def build(rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = Non
 
 
 def curve(trained: TorchBackend, given: list[TrainBatch], rank: int = 0, ranks: int = 1) -> list[dict[str, float]]:
-    size = trained.config.sequence_parallel_size
+    size = ranks // trained.config.shares
     return [trained.train_step(share(batch, rank // size, ranks // size)).metrics for batch in given]
 
 

@@ -32,8 +32,8 @@ def trained(config: ModelConfig, blank: bool, rank: int = 0, ranks: int = 1) -> 
     """What five steps give, and how many numbers were read from files."""
     read, whole = [], WeightFiles.rows
 
-    def counted(files: WeightFiles, name: str, first: int, last: int) -> torch.Tensor:
-        found = whole(files, name, first, last)
+    def counted(files: WeightFiles, name: str, first: int, last: int, *columns: slice) -> torch.Tensor:
+        found = whole(files, name, first, last, *columns)
         read.append(found.numel())
         return found
 

@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 from asyncrlhf.data.packing import microbatch_indices
 from asyncrlhf.learner import varlen as learner_varlen
 from asyncrlhf.learner.attention import PackedLayout
-from asyncrlhf.learner.varlen import _attention, masked_calls, varlen_kernel
+from asyncrlhf.learner.varlen import attention_op, masked_calls, varlen_kernel
 from tests.numeric import assert_close
 
 Layouts = tuple[np.ndarray, np.ndarray, np.ndarray]  # lengths, prompts, owners
@@ -142,7 +142,7 @@ def test_the_operator_is_one_that_torch_compile_takes_whole() -> None:
     layout = PackedLayout.build(*SHAPES["short siblings"])
     q, k, v, _ = tensors(layout.position_ids.shape[1])
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_attention, (q, k, v, layout.spans, 0.25), test_utils=checks)
+    torch.library.opcheck(attention_op, (q, k, v, layout.spans, 0.25), test_utils=checks)
 
 
 class Work:
@@ -150,7 +150,7 @@ class Work:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows = self.pairs = 0.0
-        for name, place in (("_flash", 0), ("_flash_backward", 1)):
+        for name, place in (("flash_op", 0), ("flash_op_backward", 1)):
             monkeypatch.setattr(learner_varlen, name, partial(self._counted, getattr(learner_varlen, name), place))
 
     def _counted(self, kernel: Callable[..., Any], place: int, *tensors: Any, **options: Any) -> Any:

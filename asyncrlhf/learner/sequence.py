@@ -1,0 +1,98 @@
+"""Ranks that share one batch: each passes a part of its tokens, and all have the answers to all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from asyncrlhf.learner.attention import Layout, PackedLayout
+from asyncrlhf.learner.distributed import Peers
+from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.ring import ring_attention
+from asyncrlhf.learner.ring_plan import RingPlan, plan_ring
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the group. All ranks make the same of it, so that the gradient of one is that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class SequenceParallel(ABC):
+    """Splits packed inputs over ``peers``, the ranks that hold the same batch, and puts their answers together.
+
+    Each rank's gradient is that of its own part: added up over the ranks, each token counts once.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    @abstractmethod
+    def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
+        """This rank's tokens, and which of the M predictions are made from them: [own] indices."""
+
+    def together(self, part: torch.Tensor, own: torch.Tensor, count: int) -> torch.Tensor:
+        """[count] from each rank's values [own]."""
+        return _Sum.apply(part.new_zeros(count).index_copy(0, own, part), self._peers.group)
+
+
+def part_of(inputs: PackedInputs, own: torch.Tensor, **changes: Any) -> PackedInputs:
+    """``inputs`` with the predictions ``own`` alone, and these ``changes``."""
+    kept = None if inputs.kept is None else inputs.kept.at(own)
+    return replace(inputs, targets=inputs.targets[own], kept=kept, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnRing(Layout):
+    """This rank's tokens of a packed batch; ``position_ids`` are theirs, or that of the one token that a rank without
+    any passes, for models cannot pass none."""
+
+    plan: RingPlan
+    peers: Peers
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        passed, own = query.shape[2], len(self.plan.rows)
+        given = (x[:, :, :own] for x in (query, key, value))
+        out = ring_attention(*given, self.plan, self.peers, scale, sliding_window)
+        return F.pad(out, (0, 0, 0, 0, 0, passed - own)), None
+
+
+class ContextParallel(SequenceParallel):
+    """``learner.context_parallel_size``: each rank has stretches of the packed tokens in all layers, and attention goes
+    round the ring (``ring.py``). Heads need not be dealt out, so that any number of ranks will do."""
+
+    def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
+        whole, device = inputs.layout, inputs.token_ids.device
+        assert isinstance(whole, PackedLayout), "a stretch is cut of a whole batch"
+        positions = whole.position_ids[0].cpu().numpy()
+        plan = plan_ring(whole.spans.numpy(), positions, self._peers.rank, self._peers.ranks)
+        mine = torch.from_numpy(plan.rows).to(device)
+        here = torch.full((len(positions),), -1, device=device).index_copy_(0, mine, torch.arange(len(mine)).to(device))
+        places = here[inputs.rows]
+        own = torch.nonzero(places >= 0).squeeze(1)
+        passed = mine if len(mine) else mine.new_zeros(1)
+        layout = _OnRing(position_ids=whole.position_ids[:, passed], plan=plan, peers=self._peers)
+        return part_of(inputs, own, token_ids=inputs.token_ids[:, passed], rows=places[own], layout=layout), own

@@ -1,0 +1,110 @@
+"""Tensor parallel, expert parallel and HSDP learners against one plain rank; checkpoints read by other layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.torch_backend import TorchBackend
+from tests.numeric import assert_close
+from tests.unit.learner.ranks import COMMON, batches, run_ranks, share, weights
+
+STEPS = 20
+SHORT = 3
+PPO = AlgorithmConfig(advantage="gae", kl="loss", beta=0.1)  # with a critic and a reference
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+
+def model(kind: str, **sizes: Any) -> PreTrainedModel:
+    """A small random model, the same on every rank."""
+    more = EXPERTS if kind == "qwen3_moe" else {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": kind == "llama"} | more | sizes))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def build(
+    kind: str, rank: int = 0, ranks: int = 1, algorithm: AlgorithmConfig | None = None, **learner: Any
+) -> TorchBackend:
+    config = LearnerConfig(ranks=ranks, **(COMMON | {"max_grad_norm": 0.1} | learner))
+    spec = BackendSpec(learner=config, algorithm=algorithm or AlgorithmConfig(), steps=STEPS)
+    reference = model(kind) if spec.algorithm.needs_reference else None
+    return TorchBackend(model(kind), spec, reference=reference, rank=rank, ranks=ranks)
+
+
+def curve(trained: TorchBackend, steps: range) -> list[dict[str, float]]:
+    shares, rank = trained.config.shares, trained.rank * trained.config.shares // trained.ranks
+    given = batches(STEPS)
+    return [trained.train_step(share(given[step], rank, shares)).metrics for step in steps]
+
+
+def job(rank: int, ranks: int, cases: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]], folder: Path) -> Any:
+    """Of each case the curve, the weights in its midst, where it is saved, and at its end, and what is resumed."""
+    found = {}
+    for name, (kind, algorithm, settings, steps) in cases.items():
+        trained, half = build(kind, rank, ranks, algorithm, **settings), steps // 2
+        first = curve(trained, range(half))
+        trained.save(folder / name)
+        metrics = first + curve(trained, range(half, steps))
+        local = sum(p.to_local().numel() for p in trained.model.parameters())  # type: ignore[attr-defined]
+        found[name] = {"curve": metrics, "weights": weights(trained), "local": local}
+    return found
+
+
+def check(found: list[dict[str, Any]], cases: dict[str, Any], folder: Path) -> None:
+    """Each case is one plain rank; and its checkpoint is read by one rank and goes on as the case did."""
+    for name, (kind, algorithm, _, steps) in cases.items():
+        alone = build(kind, algorithm=algorithm)
+        expected = curve(alone, range(steps))
+        for rank in found:
+            for metrics, wanted in zip(rank[name]["curve"], expected, strict=True):
+                for key in ("loss", "grad_norm", "entropy"):
+                    assert_close(metrics[key], wanted[key], atol=1e-4, rtol=1e-4, what=f"{name} {key}")
+        published = found[0][name]["weights"]
+        whole = weights(alone)
+        assert published.keys() == whole.keys()
+        for key, tensor in whole.items():
+            assert_close(published[key], tensor, atol=1e-4, what=f"{name} {key}")
+        one = build(kind, algorithm=algorithm, sharding="fsdp2")
+        one.load(folder / name)
+        for metrics, wanted in zip(curve(one, range(steps // 2, steps)), expected[steps // 2 :], strict=True):
+            assert_close(metrics["grad_norm"], wanted["grad_norm"], atol=1e-4, rtol=1e-4, what=f"{name} resumed")
+        for key, tensor in weights(one).items():
+            assert_close(tensor, whole[key], atol=1e-4, what=f"{name} resumed {key}")
+
+
+TWO: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
+    "tensor": ("llama", AlgorithmConfig(), {"tensor_parallel_size": 2}, SHORT),
+    "tensor, norms of heads, untied": ("qwen3", PPO, {"tensor_parallel_size": 2}, SHORT),
+    "tensor of experts": ("qwen3_moe", AlgorithmConfig(), {"tensor_parallel_size": 2}, SHORT),
+    "expert": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2}, SHORT),
+}
+
+
+@pytest.mark.thorough
+def test_two_ranks_of_one_model_are_one_rank(tmp_path: Path) -> None:
+    check(run_ranks(job, 2, 2, TWO, tmp_path), TWO, tmp_path)
+
+
+FOUR: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
+    "fsdp2 x tensor": ("llama", AlgorithmConfig(), {"tensor_parallel_size": 2, "sharding": "fsdp2"}, STEPS),
+    "copies x tensor": ("qwen3", AlgorithmConfig(), {"tensor_parallel_size": 2}, STEPS),
+    "hsdp": ("llama", AlgorithmConfig(), {"sharding": "fsdp2", "dp_replicate_size": 2}, STEPS),
+    "fsdp2 x expert": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2, "sharding": "fsdp2"}, STEPS),
+    "expert x tensor": ("qwen3_moe", PPO, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, STEPS),
+}
+
+
+@pytest.mark.thorough
+def test_four_ranks_are_one_rank(tmp_path: Path) -> None:
+    check(run_ranks(job, 4, 4, FOUR, tmp_path), FOUR, tmp_path)
