@@ -158,6 +158,12 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
         begun, whether the offer was awaited or not. ``probe``: texts that the offer is to score, for the audit."""
         ...
 
+    async def every(
+        self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """As ``call``, of all ranks."""
+        ...
+
     async def save(self, folder: Path) -> None:
         """Copy aside what a checkpoint needs of the learner, which may take its next step when this returns."""
         ...

@@ -25,6 +25,11 @@ class ClusterConfig:
         "generators take turns on the same ones (flatten); auto leaves a single node to Ray, else is separate.",
         choices=PLACEMENTS,
     )
+    offload: bool | None = setting(
+        None,
+        "placement=flatten: who sleeps takes its weights and states off the shared device, into host memory, on a CPU "
+        "into a file without a name; null: on GPUs, where the backend can.",
+    )
     autoscaling: bool = setting(False, "Nodes come when they are asked for: what the present ones lack is waited for.")
     start_timeout_seconds: float = setting(
         600.0, "Seconds for devices to be free and for a part to load its model.", low=0, exclusive_low=True

@@ -132,6 +132,13 @@ class RunConfig:
         return self.critic.where == "service" and self.algorithm.needs_critic
 
     @property
+    def offloads(self) -> bool:
+        """Whether the learner leaves its devices to the generators between its turns."""
+        asked = self.cluster.offload
+        wanted = self.learner.gpus > 0 and self.learner.backend == "torch" if asked is None else asked
+        return wanted and self.cluster.placement == "flatten"
+
+    @property
     def engine_dtypes(self) -> list[str]:
         """What each kind of replica computes in; the fake engine in nothing. An adapter is merged into other weights,
         so that it travels as it is for every engine."""
@@ -163,6 +170,35 @@ def check_agreement(config: RunConfig) -> None:
     _check_shaped_rewards(config)
     _check_adapter(config)
     _check_runtime(config)
+    _check_offload(config)
+
+
+def _check_offload(config: RunConfig) -> None:
+    kinds = [kind.config for kind in replica_kinds(config.generator)]
+    shared = [kind for kind in kinds if kind.engine == "vllm" and kind.gpus and config.learner.gpus]
+    derived = any(kind.vllm.gpu_memory_utilization is None for kind in shared)
+    check(
+        config.cluster.placement != "flatten" or config.offloads or not derived,
+        "cluster.placement=flatten with a learner that keeps its memory (cluster.offload=false, or "
+        "learner.backend=deepspeed) leaves vLLM a share that nobody knows; set generator.vllm.gpu_memory_utilization.",
+    )
+    if not config.cluster.offload:
+        return
+    check(
+        config.cluster.placement == "flatten",
+        f"cluster.offload=true frees devices for those who take turns on them, and under "
+        f"cluster.placement={config.cluster.placement} nobody does; allowed: cluster.placement=flatten.",
+    )
+    check(
+        config.learner.backend == "torch",
+        f"cluster.offload=true does not work with learner.backend={config.learner.backend}, whose memory belongs to "
+        "its engines; allowed: learner.backend=torch, or learner.zero_offload=cpu.",
+    )
+    check(
+        not any(kind.engine == "vllm" and kind.gpus == 0 for kind in kinds),
+        "cluster.offload=true does not work with generator.engine=vllm on a CPU, where vLLM has no sleep mode; "
+        "allowed: generator.engine=hf.",
+    )
 
 
 def _check_shaped_rewards(config: RunConfig) -> None:

@@ -145,8 +145,9 @@ class Engine(ABC):
         """Free the slots of the rollouts ``gone``, as far as they have one."""
 
     @abstractmethod
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         """Sample nothing until :meth:`wake`, and leave the device's memory to the learner that takes turns with it.
+        Without ``keep_weights`` the weights may be forgotten: nothing is sampled before the next load then.
 
         In-flight sequences stay with the tokens they have; those whose KV cache was lost are prefilled anew after the
         wake, under the weights that the engine holds then. Requests, loads and scores are still taken: what a load or a
@@ -260,10 +261,11 @@ def build_engine(
     version: int = 0,
     answer_ids: AnswerIds | None = None,
     decode: Decode | None = None,
+    offloads: bool = False,
 ) -> Engine:
-    """``load_model`` is called for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and ``answer_ids``
-    serve the fake one, ``decode`` serves stop texts."""
-    engine = _build(config, model, load_model, vocab_size, version, answer_ids)
+    """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and
+    ``answer_ids`` serve the fake one, ``decode`` serves stop texts."""
+    engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads)
     engine.decode = decode
     return engine
 
@@ -275,6 +277,7 @@ def _build(
     vocab_size: int,
     version: int,
     answer_ids: AnswerIds | None,
+    offloads: bool,
 ) -> Engine:
     if config.engine == "fake":
         from asyncrlhf.engines.fake import FakeEngine
@@ -289,4 +292,4 @@ def _build(
         return VllmEngine(VllmCore(config, model), slots=config.slots, version=version)
     from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
 
-    return HFEngine(load_model(model), slots=config.slots, version=version)
+    return HFEngine(load_model(model), slots=config.slots, version=version, offloads=offloads)

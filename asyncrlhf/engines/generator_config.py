@@ -94,8 +94,12 @@ class VllmConfig:
         "free memory), on GPUs what gpu_memory_utilization leaves.",
         low=0,
     )
-    gpu_memory_utilization: float = setting(
-        0.9, "Share of a GPU's memory that the engine takes.", low=0, high=1, exclusive_low=True
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of a GPU's memory that the engine takes; null is 0.9, or what a learner leaves that shares it.",
+        low=0,
+        high=1,
+        exclusive_low=True,
     )
     enforce_eager: bool | None = setting(
         None, "Runs without compiling; null is true on a CPU, where compiling takes minutes, and false on GPUs."
@@ -103,6 +107,13 @@ class VllmConfig:
     enable_prefix_caching: bool = setting(True, "Keeps the KV cache of prompts, which siblings share.")
     enable_sleep_mode: bool = setting(
         False, "A replica that takes turns with the learner frees its GPUs' memory meanwhile; needs GPUs."
+    )
+    sleep_level: int = setting(
+        1,
+        "What a sleeper does with its weights: 1 keeps them in host memory, 2 forgets them wherever new ones are sure "
+        "to follow.",
+        low=1,
+        high=2,
     )
     tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1)
     pipeline_parallel_size: int = setting(

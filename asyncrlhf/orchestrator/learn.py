@@ -147,10 +147,14 @@ class LearnLoop:
 
     async def _train(self, rollouts: Sequence[RolloutInfo]) -> tuple[StepResult, float, float]:
         """One step in the learner's turn; also when the turn began, and the seconds of the step."""
-        async with self.turns.learner():
+        due = self._due(self.state.version + 1)
+        async with self.turns.learner(publishes=due):
             begun = self.state.now()
             result = await self.runtime.learner.train(rollouts)
-            return result, begun, self.state.now() - begun
+            seconds = self.state.now() - begun
+            if due:
+                await self.publisher.prepare()
+            return result, begun, seconds
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
         """The bound of the next batches; what is over a smaller one is met as ``async.over_stale`` says. Also says
@@ -178,13 +182,17 @@ class LearnLoop:
         """Each version must go out in the scheduled modes; a free run that finds the last publish still under way puts
         this one off rather than stand still."""
         state = self.state
-        if state.version % state.config.weights.publish_every and state.version != state.config.steps:
+        if not self._due(state.version):
             return
         if state.scheduled:
             await self.publisher.idle()
         self._publish_due = self.publisher.busy
         if not self._publish_due:
             self._publish()
+
+    def _due(self, version: int) -> bool:
+        """Whether ``version`` is one of those that are published."""
+        return version % self.state.config.weights.publish_every == 0 or version == self.state.config.steps
 
     def _publish(self) -> None:
         self._publish_due = False

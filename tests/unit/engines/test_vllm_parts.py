@@ -85,9 +85,12 @@ class LateCore:
     def forget_cache(self, *, running: bool) -> None:
         assert not running
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = True) -> bool:
         assert not self.batch_queue, "asleep with batches on their way"
         self.calls.append("sleep")
+        if not keep_weights:
+            self._weights = -1  # at level 2
+        return keep_weights
 
     def wake(self, *, weights_only: bool = False) -> None:
         self.calls.append("weights" if weights_only else "all")
@@ -114,6 +117,37 @@ def test_a_sleeper_drains_first_and_brings_back_what_a_call_needs() -> None:
     for result in done:
         assert set(result.policy_versions.tolist()) == {0, 1}
         np.testing.assert_array_equal(result.response_ids, result.policy_versions)
+
+
+def test_an_engine_that_forgot_its_weights_samples_nothing_before_the_next_load() -> None:
+    core = LateCore()
+    engine = VllmEngine(core, slots=4)  # type: ignore[arg-type]
+    weights = {name: torch.zeros(p.shape) for name, p in engine._skeleton.named_parameters()}
+    sampling = SamplingParams(max_completion_length=9)
+    engine.submit([GenerationRequest(i, 0, Prompt("", "", np.array([3, 4])), i, sampling) for i in range(2)])
+    done: list[Any] = []
+    for _ in range(4):
+        done += engine.step(0.0).finished
+    engine.sleep(keep_weights=False)
+    engine.wake()
+    assert engine.torn
+    for _ in range(3):
+        done += engine.step(0.0).finished
+    engine.load_weights(1, weights, "keep")
+    while engine.in_flight():
+        done += engine.step(0.0).finished
+    for result in done:
+        assert set(result.policy_versions.tolist()) == {0, 1}
+        np.testing.assert_array_equal(result.response_ids, result.policy_versions)
+
+
+@pytest.mark.parametrize(("level", "keep", "asked"), [(1, True, 1), (1, False, 1), (2, True, 1), (2, False, 2)])
+def test_weights_are_forgotten_only_where_new_ones_follow(level: int, keep: bool, asked: int) -> None:
+    levels: list[int] = []
+    llm = SimpleNamespace(sleep=lambda level, mode: levels.append(level))
+    core: Any = SimpleNamespace(can_sleep=True, _sleep_level=level, _llm=llm)
+    assert VllmCore.sleep(core, keep_weights=keep) == (asked == 1)
+    assert levels == [asked]
 
 
 def test_tags_are_right_when_batches_come_late() -> None:
