@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrlhf.data.offload import Depot, FileDepot, HostDepot, Offload
+from asyncrlhf.data.offload import Depot, FileDepot, HostDepot, Offload, storages
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.asleep import RankSleep
 from asyncrlhf.learner.learner_config import LearnerConfig
@@ -36,10 +36,20 @@ def trained(depot: Depot | None, **learner: Any) -> tuple[TorchBackend, list[dic
             awake = sleeper.kept_bytes()
             sleeper.sleep()
             assert sleeper.kept_bytes() == 0 < awake, "something stayed on the device"
+            assert not isinstance(depot, HostDepot) or not any(s.nbytes() for s in storages(held(rank), rank.device))
             assert all(parameter.grad is None for parameter in rank.model.parameters())
             sleeper.wake()
             assert sleeper.kept_bytes() == awake
     return rank, metrics
+
+
+def held(rank: TorchBackend) -> list[torch.Tensor]:
+    """What a rank is sure to have, counted without its help."""
+    assert isinstance(rank.reference, torch.nn.Module) and rank.critic is not None
+    parts = [part for optimizer in rank.updater.optimizers for part in getattr(optimizer, "parts", [optimizer])]
+    moments = [state[name] for part in parts for state in part.state.values() for name in state if "exp_avg" in name]
+    assert moments
+    return [*rank.model.parameters(), *rank.critic.parameters(), *rank.reference.parameters(), *moments]
 
 
 def states(rank: TorchBackend) -> list[torch.Tensor]:
@@ -77,10 +87,10 @@ def test_what_has_views_and_what_a_loader_mapped_comes_back_into_its_place(depot
 
 
 def test_on_a_cpu_the_pages_go_back_to_the_system() -> None:
-    size = 64 << 20
-    tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    total, offload, before = int(tensor.sum()), Offload(torch.device("cpu")), anonymous()
+    size = 32 << 20
+    tensor = torch.ones(size, dtype=torch.uint8)
+    offload, before = Offload(torch.device("cpu")), anonymous()
     offload.out([tensor])
-    assert before - anonymous() > 0.95 * size
+    assert before - anonymous() > 0.9 * size
     offload.back()
-    assert int(tensor.sum()) == total
+    assert bool((tensor == 1).all())
