@@ -18,6 +18,7 @@ from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.config.environment_config import ClusterConfig, LoggingConfig, RayConfig
 from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
+from asyncrlhf.config.sharing import check_sharing
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
@@ -170,35 +171,7 @@ def check_agreement(config: RunConfig) -> None:
     _check_shaped_rewards(config)
     _check_adapter(config)
     _check_runtime(config)
-    _check_offload(config)
-
-
-def _check_offload(config: RunConfig) -> None:
-    kinds = [kind.config for kind in replica_kinds(config.generator)]
-    shared = [kind for kind in kinds if kind.engine == "vllm" and kind.gpus and config.learner.gpus]
-    derived = any(kind.vllm.gpu_memory_utilization is None for kind in shared)
-    check(
-        config.cluster.placement != "flatten" or config.offloads or not derived,
-        "cluster.placement=flatten with a learner that keeps its memory (cluster.offload=false, or "
-        "learner.backend=deepspeed) leaves vLLM a share that nobody knows; set generator.vllm.gpu_memory_utilization.",
-    )
-    if not config.cluster.offload:
-        return
-    check(
-        config.cluster.placement == "flatten",
-        f"cluster.offload=true frees devices for those who take turns on them, and under "
-        f"cluster.placement={config.cluster.placement} nobody does; allowed: cluster.placement=flatten.",
-    )
-    check(
-        config.learner.backend == "torch",
-        f"cluster.offload=true does not work with learner.backend={config.learner.backend}, whose memory belongs to "
-        "its engines; allowed: learner.backend=torch, or learner.zero_offload=cpu.",
-    )
-    check(
-        not any(kind.engine == "vllm" and kind.gpus == 0 for kind in kinds),
-        "cluster.offload=true does not work with generator.engine=vllm on a CPU, where vLLM has no sleep mode; "
-        "allowed: generator.engine=hf.",
-    )
+    check_sharing(config)
 
 
 def _check_shaped_rewards(config: RunConfig) -> None:

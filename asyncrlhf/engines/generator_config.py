@@ -41,6 +41,7 @@ REFUSED_ENGINE = {
     "watermark_config": "changes what is sampled in ways that no log-prob tells the learner",
     "scheduler_cls": "replaces the steps between which weights are loaded",
     "worker_cls": "replaces the workers that load weights",
+    "enable_return_routed_experts": "reports routes of a mixture's tokens that the learner cannot replay",
     "runner": "lets the engine do other things than generate",
     "convert": _OTHER_MODEL,
     "hf_overrides": _OTHER_MODEL,

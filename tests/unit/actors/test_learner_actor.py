@@ -58,6 +58,9 @@ def test_a_step_waits_for_the_snapshots_asked_for_before_it(actor: LearnerActor,
 def test_a_sleeping_learner_wakes_for_what_reads_its_weights_and_sleeps_on(tmp_path: Path) -> None:
     config = load_config(["runtime=local", "cluster=flatten", "cluster.offload=true"])
     worker = LearnerWorker(specs(config, config.weights).learner)
+    with torch.no_grad():  # else a loader's file would bring them back
+        for parameter in worker.backend.model.parameters():
+            parameter.add_(0.01)
     weights = {name: tensor.clone() for name, tensor in worker.backend.parameters().items()}
     probe = [np.arange(3, 12)]
     expected = worker.backend.score(probe)[0]

@@ -264,8 +264,7 @@ def test_half_a_gpu_is_a_device() -> None:
 PASSED: dict[str, object] = {
     "quantization": "fp8", "kv_cache_dtype": "fp8", "cudagraph_capture_sizes": [1, 8], "max_num_scheduled_tokens": 256,
     "long_prefill_token_threshold": 64, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
-    "async_scheduling": True, "attention_backend": "FLASH_ATTN", "enable_return_routed_experts": True,
-    "enable_eplb": True,
+    "async_scheduling": True, "attention_backend": "FLASH_ATTN", "enable_eplb": True,
     "decode_context_parallel_size": 2, "compilation_config": {"mode": 3}, "moe_backend": "triton", "seed": 3,
 }  # fmt: skip
 
@@ -281,6 +280,7 @@ REFUSED = (
     "watermark_config", "scheduler_cls", "worker_cls", "runner", "convert", "hf_overrides", "hf_config_path",
     "model_weights", "model_class_overrides", "revision", "nnodes", "node_rank", "master_addr", "master_port",
     "prefill_context_parallel_size", "enable_elastic_ep", "data_parallel_size", "data_parallel_rank",
+    "enable_return_routed_experts",
 )  # fmt: skip
 
 
