@@ -26,6 +26,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
 from asyncrlhf.data.pretrained import load_policy
 from asyncrlhf.data.weight_files import load_blank
+from asyncrlhf.learner.asleep import RankSleep
 from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
 from asyncrlhf.learner.plan import StepPlan
@@ -53,6 +54,7 @@ class LearnerSpec(BackendSpec):
     tokens_folder: Path | None = None  # of rollout_tokens/*.parquet; None: they are not written
     tokens_sampled: int = 0  # rollouts a step that are written there, of all ranks together
     makes_room: bool = False  # for checkpoints, which the run is sure to take
+    offloads: bool = False  # between its turns on devices that it shares with generators
 
     def recorded(self, rollouts: Sequence[RolloutInfo]) -> dict[str, list[int]]:
         """The argument ``recorded`` of :meth:`LearnerWorker.train`, the same for every rank."""
@@ -88,6 +90,7 @@ class LearnerWorker:
             init_process_group(rank, ranks, address, device=device)
         torch.manual_seed(spec.seed)
         self.backend = TorchBackend(spec=spec, **load_models(spec, device), rank=rank, ranks=ranks, device=device)
+        self._sleep = RankSleep(self.backend)
         self.sender: WeightSender | None = None
         self._critic_sender: WeightSender | None = None
         if rank == 0:
@@ -115,6 +118,7 @@ class LearnerWorker:
         share of the batch; empty if there are fewer groups than shares. ``bundles``: of rollouts, and of the arrays
         that services computed for them, which are joined here. ``recorded``: ids of the rollouts whose tokens the rank
         that trains them records."""
+        self.wake()
         rollouts = resolved([address for address, *_ in chosen], bundles)
         samples = [
             TrainSample(rollout, reward, weight, masked)
@@ -140,6 +144,12 @@ class LearnerWorker:
         bucket by bucket and is complete when this returns.
         """
         started = time.monotonic()
+        with self._awake():
+            self._copy()
+            seconds, self._fence_seconds = time.monotonic() - started + self._fence_seconds, 0.0
+            return Offer(seconds, None if probe is None else self.backend.score(probe))
+
+    def _copy(self) -> None:
         params = self._offered()
         if self.sender is not None:
             self.sender.begin_snapshot(self.backend.policy_version, params)
@@ -147,8 +157,30 @@ class LearnerWorker:
             self._critic_sender.begin_snapshot(self.backend.policy_version, self.backend.critic_parameters())
         if isinstance(params, ShardedParams):
             take_part(lay_out(self._weights, params), params) if self.sender is None else self.sender.fence()
-        seconds, self._fence_seconds = time.monotonic() - started + self._fence_seconds, 0.0
-        return Offer(seconds, None if probe is None else self.backend.score(probe))
+
+    def sleep(self) -> int:
+        """The learner's turn on a shared device is over: leave it what is needed for the next turn alone. Returns the
+        bytes that stay there; they are the copies that others still fetch. What needs the weights in between brings
+        them back for as long as it runs. Alone on each rank, without the others."""
+        if self.sender is not None:
+            self._fence()
+        self._sleep.sleep()
+        senders = [sender for sender in (self.sender, self._critic_sender) if sender is not None]
+        return self._sleep.kept_bytes(bucket for sender in senders for bucket in sender.buckets.tensors)
+
+    def wake(self) -> None:
+        """Bring back what :meth:`sleep` took away, bit for bit."""
+        self._sleep.wake()
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        asleep = self._sleep.asleep
+        self.wake()
+        try:
+            yield
+        finally:
+            if asleep:
+                self.sleep()
 
     def _offered(self) -> Mapping[str, torch.Tensor]:
         shards = self.backend.shards
@@ -202,7 +234,8 @@ class LearnerWorker:
         tokenizer, so that ``from_pretrained`` can read ``folder/model``."""
         if self._tokens is not None:  # a part ends with each checkpoint
             self._token_parts = self._tokens.end_part()
-        self.backend.begin_save(folder)
+        with self._awake():
+            self.backend.begin_save(folder)
         if self.rank == 0:
             self.backend.writer.submit(lambda: load_tokenizer(self._model).save_pretrained(folder / "model"))
 
@@ -216,7 +249,8 @@ class LearnerWorker:
     def load(self, folder: Path) -> None:
         if self.sender is not None:
             self._fence()
-        self.backend.load(folder)
+        with self._awake():
+            self.backend.load(folder)
 
     def close(self) -> None:
         if self._tokens is not None:

@@ -17,6 +17,7 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput, build_engine
 from asyncrlhf.engines.generator_config import GeneratorConfig
+from asyncrlhf.engines.memory_share import with_share
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.readahead.owners import Chunk, ChunkInfo
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
@@ -49,6 +50,8 @@ class GeneratorSpec:
     weights: WeightsConfig
     chunk_tokens: int = 0  # sampled tokens after which a sequence is sent on (fusion.granularity=chunk); 0: at its end
     stall_seconds: float = 600.0  # without a movement, after which the run counts as stalled
+    offloads: bool = False  # its weights leave the device while it sleeps
+    beside_bytes: int = 0  # of its GPU, that a learner keeps which takes turns with it
 
 
 class Outbox:
@@ -273,10 +276,11 @@ class GeneratorWorker:
         if self._timed and self.has_work():
             self.step()
 
-    def sleep(self) -> None:
-        """Stop sampling and free the device's memory; rollouts in flight continue after :meth:`wake`."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Stop sampling and free the device's memory; rollouts in flight continue after :meth:`wake`, or, without
+        ``keep_weights``, after the next load."""
         self._catch_up()
-        self.engine.sleep()
+        self.engine.sleep(keep_weights)
 
     def wake(self) -> None:
         self.engine.wake()
@@ -321,13 +325,17 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
     def answer_ids(request: GenerationRequest) -> IntArray | None:
         return None if request.prompt.answer is None else encoded(request.prompt.answer)
 
+    generator = spec.generator
+    if spec.beside_bytes:
+        generator = with_share(generator, spec.model, spec.name, spec.beside_bytes)
     engine = build_engine(
-        spec.generator,
+        generator,
         spec.model,
         load_model=lambda model: load_model(model, device),
         vocab_size=len(tokenizer),
         answer_ids=answer_ids,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
+        offloads=spec.offloads,
     )
 
     def decode(ids: Sequence[int]) -> str:

@@ -265,7 +265,7 @@ class CostGenerator:
         kept = [i for i, (since, _) in enumerate(self._versions) if since <= oldest][-1:]
         self._versions = [*self._versions[kept[0] if kept else 0 :], (self._iteration, version)]
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         self.catch_up()
         self._asleep = True
 
@@ -286,6 +286,12 @@ class CostLearner:
     async def snapshot(self, probe: Any) -> Offer:
         await asyncio.sleep(self._world.costs.snapshot)
         return Offer(self._world.costs.snapshot)
+
+    def sleep(self) -> int:
+        return 0
+
+    def wake(self) -> None:
+        """Nothing was taken away."""
 
     def ticket(self) -> Any:
         return Ticket(self.version, 0, WeightManifest((), ()))

@@ -158,6 +158,12 @@ class LearnerHandle(Remote[LearnerWorker], Protocol):
         offer is not awaited. ``probe``: texts that the learner scores for the audit."""
         ...
 
+    async def every(
+        self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """As ``call``, of all ranks."""
+        ...
+
     async def save(self, folder: Path) -> None:
         """Copy the learner's state for a checkpoint; the next step may begin when this returns."""
         ...

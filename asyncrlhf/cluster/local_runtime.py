@@ -17,6 +17,7 @@ from asyncrlhf.actors.learner import LearnerLanes, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, located
 from asyncrlhf.cluster.clock import Signal
+from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import (
     LONG_SECONDS,
     AnnotatorHandle,
@@ -235,6 +236,11 @@ class LocalLearner(LocalPart[LearnerWorker]):
         offered.set_result(answer)
         return offered
 
+    async def every(
+        self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        return [await self.call(seconds, method, *args, **kwargs)]
+
     async def save(self, folder: Path) -> None:
         await self.call(LONG_SECONDS, LearnerWorker.save, folder)
 
@@ -277,6 +283,8 @@ class LocalRuntime(Runtime):
         self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
+        if self.sharing and self._specs.learner.offloads:
+            self._specs = await first_turn(self.learner, self._specs, self.sharing)
         self.generators = [self._generator(spec) for spec in self._specs.generators]
 
     def _learner(self) -> LocalLearner:

@@ -53,6 +53,7 @@ def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> 
             weights or config.weights,
             chunks,
             config.stall_timeout_seconds,
+            config.offloads,
         )
         for kind in replica_kinds(config.generator)
         for number in range(kind.config.replicas)
@@ -85,6 +86,7 @@ def specs(config: RunConfig, weights: WeightsConfig) -> Specs:
         reference_served=config.reference_served,
         critic_served=config.critic_served,
         makes_room=config.checkpoint.every > 0,
+        offloads=config.offloads,
     )
     reward = RewardSpec(
         config.reward,

@@ -205,7 +205,7 @@ class RayLearner:
 
     async def blind(self, folder: Path) -> list[str]:
         """Addresses of the ranks' machines on which the folder does not exist."""
-        seen = await self._all(self._start_seconds, LearnerWorker.sees, str(folder.resolve()))
+        seen = await self.every(self._start_seconds, LearnerWorker.sees, str(folder.resolve()))
         places = await asyncio.gather(*(rank.where() for rank in self.ranks))
         return sorted({place.address for place, sees in zip(places, seen, strict=True) if not sees})
 
@@ -219,7 +219,7 @@ class RayLearner:
         """Raises ReplicaError naming a rank that gives no sign of life."""
         await asyncio.gather(*(rank.ping(seconds) for rank in self.ranks))
 
-    async def _all(
+    async def every(
         self, seconds: float, method: Callable[Concatenate[LearnerWorker, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         return await together([rank.call(seconds, method, *args, **kwargs) for rank in self.ranks])
@@ -242,15 +242,15 @@ class RayLearner:
         return first([rank.snapshot(reference) for rank, reference in asked])
 
     async def save(self, folder: Path) -> None:
-        await self._all(LONG_SECONDS, LearnerWorker.save, folder.resolve())
+        await self.every(LONG_SECONDS, LearnerWorker.save, folder.resolve())
 
     async def saved(self) -> Seals:
         """Each rank has hashed the files that it wrote."""
-        ranks = await self._all(LONG_SECONDS, LearnerWorker.saved)
+        ranks = await self.every(LONG_SECONDS, LearnerWorker.saved)
         return {name: facts for own in ranks for name, facts in own.items()}
 
     async def load(self, folder: Path) -> None:
-        await self._all(LONG_SECONDS, LearnerWorker.load, folder.resolve())
+        await self.every(LONG_SECONDS, LearnerWorker.load, folder.resolve())
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self.ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,7 +19,17 @@ from asyncrlhf.cluster.placement import DeviceGroup, Part, Plan, add_replica
 from asyncrlhf.errors import ConfigError, ReplicaError
 
 LOOK_SECONDS = 0.5  # a wait for devices can be interrupted as often
+KNOCK_SECONDS = 5.0
 NODE_ID = "ray.io/node-id"  # a label that every node has
+
+
+def knock(address: str) -> None:
+    """Raise OSError or ValueError unless somebody listens there: Ray itself would try for minutes."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        if not port.isdigit():
+            raise ValueError("it names no port")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def ray_nodes() -> list[Node]:

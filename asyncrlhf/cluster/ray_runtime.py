@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -24,12 +23,13 @@ from asyncrlhf.actors.messages import RolloutBundle, resolved
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
+from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
-from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, ray_nodes
+from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.records.rollout_rows import RolloutRow
@@ -52,17 +52,7 @@ BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
 END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
 # Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray has not.
 NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
-KNOCK_SECONDS = 5.0
 ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
-
-
-def _knock(address: str) -> None:
-    """Raise OSError or ValueError if no process listens there: Ray itself would try for minutes."""
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        if not port.isdigit():
-            raise ValueError("it names no port")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 class RayRuntime(Runtime):
@@ -106,7 +96,7 @@ class RayRuntime(Runtime):
             # Ray's processes of other nodes inherit nothing from this one.
             common["runtime_env"] = {"env_vars": {name: os.environ[name] for name in MALLOC}}
             try:
-                _knock(address)
+                knock(address)
                 ray.init(address=address, **common)
             except (OSError, ValueError, RuntimeError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -158,8 +148,12 @@ class RayRuntime(Runtime):
         self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
+        first: list[Any] = [self.learner]
+        if plan.sharing and self._specs.learner.offloads:
+            await self._until_ready(first)
+            self._specs, first = await first_turn(self.learner, self._specs, plan.sharing, plan), []
         self.generators = [self._generator(spec) for spec in self._specs.generators]
-        parts = [self.learner, *self.rewards, *self.references, *self.critics, *self.generators]
+        parts = [*first, *self.rewards, *self.references, *self.critics, *self.generators]
         await self._until_ready(parts)
         if nodes > 1:
             await self._check_run_dir()

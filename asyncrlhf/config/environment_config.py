@@ -25,6 +25,11 @@ class ClusterConfig:
         "generators take turns on the same ones (flatten); auto leaves a single node to Ray, else is separate.",
         choices=PLACEMENTS,
     )
+    offload: bool | None = setting(
+        None,
+        "placement=flatten: a sleeping part moves its weights and states off the shared device, into host memory, on a "
+        "CPU into an unnamed file; null: on GPUs, where the backend can.",
+    )
     autoscaling: bool = setting(False, "An autoscaler adds nodes on request: the run waits for missing resources.")
     start_timeout_seconds: float = setting(
         600.0, "Seconds for devices to be free and for a part to load its model.", low=0, exclusive_low=True

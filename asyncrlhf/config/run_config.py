@@ -18,6 +18,7 @@ from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.config.environment_config import ClusterConfig, LoggingConfig, RayConfig
 from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
+from asyncrlhf.config.sharing import check_sharing
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
@@ -133,6 +134,13 @@ class RunConfig:
         return self.critic.where == "service" and self.algorithm.needs_critic
 
     @property
+    def offloads(self) -> bool:
+        """Whether the learner leaves its devices to the generators between its turns."""
+        asked = self.cluster.offload
+        wanted = self.learner.gpus > 0 and self.learner.backend == "torch" if asked is None else asked
+        return wanted and self.cluster.placement == "flatten"
+
+    @property
     def engine_dtypes(self) -> list[str]:
         """The compute dtype of each kind of replica; the fake engine has none. An adapter is merged into other weights,
         so it is sent unchanged to every engine."""
@@ -165,6 +173,7 @@ def check_agreement(config: RunConfig) -> None:
     _check_adapter(config)
     _check_pipeline(config)
     _check_runtime(config)
+    check_sharing(config)
 
 
 def _check_shaped_rewards(config: RunConfig) -> None:

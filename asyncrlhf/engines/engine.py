@@ -145,8 +145,9 @@ class Engine(ABC):
         """Free the slots of the rollouts ``gone`` that have one."""
 
     @abstractmethod
-    def sleep(self) -> None:
-        """Stop sampling until :meth:`wake`, and free the device's memory for the learner that shares it.
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Stop sampling until :meth:`wake`, and free the device's memory for the learner that shares it. Without
+        ``keep_weights`` the weights may be dropped, too: then the engine samples nothing before the next load.
 
         In-flight sequences keep their tokens; those whose KV cache was lost are prefilled again after the wake, with
         the weights that the engine then holds. Requests, loads and scores are still accepted: a load or a score brings
@@ -260,10 +261,11 @@ def build_engine(
     version: int = 0,
     answer_ids: AnswerIds | None = None,
     decode: Decode | None = None,
+    offloads: bool = False,
 ) -> Engine:
-    """``load_model`` is called for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and ``answer_ids``
-    are for the fake engine, ``decode`` is for stop texts."""
-    engine = _build(config, model, load_model, vocab_size, version, answer_ids)
+    """``load_model`` and ``offloads`` are for the hf engine (vLLM loads the checkpoint itself); ``vocab_size`` and
+    ``answer_ids`` are for the fake engine, ``decode`` is for stop texts."""
+    engine = _build(config, model, load_model, vocab_size, version, answer_ids, offloads)
     engine.decode = decode
     return engine
 
@@ -275,6 +277,7 @@ def _build(
     vocab_size: int,
     version: int,
     answer_ids: AnswerIds | None,
+    offloads: bool,
 ) -> Engine:
     if config.engine == "fake":
         from asyncrlhf.engines.fake import FakeEngine
@@ -289,4 +292,4 @@ def _build(
         return VllmEngine(VllmCore(config, model), slots=config.slots, version=version)
     from asyncrlhf.engines.hf import HFEngine  # transformers takes seconds to import, and the fake engine needs none
 
-    return HFEngine(load_model(model), slots=config.slots, version=version)
+    return HFEngine(load_model(model), slots=config.slots, version=version, offloads=offloads)

@@ -163,7 +163,7 @@ class FakeEngine(Engine):
         self._running = [entry for entry in self._running if entry[1] not in gone]
         heapq.heapify(self._running)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         self.asleep = True
         self._origin = None
 

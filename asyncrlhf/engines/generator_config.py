@@ -41,6 +41,7 @@ REFUSED_ENGINE = {
     "watermark_config": "changes what is sampled in ways that no log-prob tells the learner",
     "scheduler_cls": "replaces the steps between which weights are loaded",
     "worker_cls": "replaces the workers that load weights",
+    "enable_return_routed_experts": "reports routes of a mixture's tokens that the learner cannot replay",
     "runner": "lets the engine do other things than generate",
     "convert": _OTHER_MODEL,
     "hf_overrides": _OTHER_MODEL,
@@ -94,8 +95,12 @@ class VllmConfig:
         "free memory), on GPUs what gpu_memory_utilization leaves.",
         low=0,
     )
-    gpu_memory_utilization: float = setting(
-        0.9, "Share of a GPU's memory that the engine takes.", low=0, high=1, exclusive_low=True
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of a GPU's memory that the engine takes; null is 0.9, or what a learner leaves that shares it.",
+        low=0,
+        high=1,
+        exclusive_low=True,
     )
     enforce_eager: bool | None = setting(
         None, "Runs without compiling; null is true on a CPU, where compiling takes minutes, and false on GPUs."
@@ -103,6 +108,13 @@ class VllmConfig:
     enable_prefix_caching: bool = setting(True, "Keeps the KV cache of prompts, which siblings share.")
     enable_sleep_mode: bool = setting(
         False, "A replica that takes turns with the learner frees its GPUs' memory meanwhile; needs GPUs."
+    )
+    sleep_level: int = setting(
+        1,
+        "What a sleeper does with its weights: 1 keeps them in host memory, 2 forgets them wherever new ones are sure "
+        "to follow.",
+        low=1,
+        high=2,
     )
     tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1)
     pipeline_parallel_size: int = setting(

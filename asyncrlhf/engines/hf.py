@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
+from asyncrlhf.data.offload import Offload, free_cache
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, load_named_weights, named_weights
 from asyncrlhf.engines.forward import build_forward
 from asyncrlhf.engines.kv_cache import KVCache
@@ -26,12 +28,16 @@ class HFEngine(Engine):
     without filters. Errors of the model's forward pass propagate.
     """
 
-    def __init__(self, model: transformers.PreTrainedModel, *, slots: int, version: int = 0) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, *, slots: int, version: int = 0, offloads: bool = False
+    ) -> None:
+        """``offloads``: on a CPU the weights move into a file during sleep; on a GPU they move to the host in any case."""
         config: Any = model.config
         embedding: Any = model.get_input_embeddings()
         model.train(False)
         self._model = model
-        self._device = model.device  # where it works; asleep the model lies in the host's memory
+        self._device = model.device
+        self._offload = Offload(model.device) if offloads or model.device.type == "cuda" else None
         self._forward = build_forward(model)
         heads = config.num_attention_heads
         self._cache = KVCache(
@@ -150,30 +156,40 @@ class HFEngine(Engine):
                 self._table.requests[row] = None
                 self._holes.append(row)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Keeps its weights in any case."""
         if self.asleep:
             return
         self.asleep = True
         self._forget_keys()
         self._capacity = self._cache.capacity
         self._cache.release()
-        self._move("cpu")
+        self._weights_out()
 
     def wake(self) -> None:
         if not self.asleep:
             return
         self.asleep = False
-        self._move(self._device)
+        if self._offload is not None:
+            self._offload.back()
         self._cache.reserve(self._capacity)
 
-    def _move(self, device: torch.device | str) -> None:
-        """Move the weights to ``device`` and rebuild the forward pass, which holds views of them."""
-        if self._model.device == torch.device(device):
-            return
-        self._model.to(device)  # type: ignore[arg-type]
-        self._forward = build_forward(self._model)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+    def _weights_out(self) -> None:
+        if self._offload is None:
+            free_cache(self._device)
+        else:
+            self._offload.out(self._model.parameters())
+
+    @contextmanager
+    def _weights_here(self) -> Iterator[None]:
+        """Bring the weights back for one call on a sleeping engine."""
+        if self._offload is not None:
+            self._offload.back()
+        try:
+            yield
+        finally:
+            if self.asleep:
+                self._weights_out()
 
     def _forget_keys(self) -> None:
         """Drop the KV cache: the next step prefills the rows in flight again from their tokens."""
@@ -181,23 +197,22 @@ class HFEngine(Engine):
         self._table.ready[: self._table.count] = False
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
-        load_named_weights(self._model, weights)
+        with self._weights_here():
+            load_named_weights(self._model, weights)
         self.version = version
         if cache == "recompute":
             self._forget_keys()
         self._donors.clear()
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        return named_weights(self._model)
+        if not self.asleep:
+            return named_weights(self._model)
+        with self._weights_here():
+            return {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(self._model).items()}
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        if self.asleep:
-            self._move(self._device)
-        try:
+        with self._weights_here():
             return [self._score(np.asarray(text, np.int64)) for text in token_ids]
-        finally:
-            if self.asleep:
-                self._move("cpu")
 
     @torch.inference_mode()
     def _score(self, text: IntArray) -> FloatArray:

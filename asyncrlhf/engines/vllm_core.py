@@ -25,6 +25,7 @@ RAY_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"  # vLLM's own; beside it VLLM_RAY_PER_WO
 TIES = 8  # log-probs asked for beyond top_k: vLLM keeps all tokens that tie with the last
 # What vLLM's workers can do beyond vLLM's own, by name: this layer knows no transport.
 WORKER_EXTENSION = "asyncrlhf.transport.vllm_workers.WeightReceiving"
+MEMORY_SHARE = 0.9  # of a GPU that the replica has for itself
 CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries
 
 
@@ -54,7 +55,7 @@ class VllmCore:
         self.folder = str(settings.model_config.model)
         self.trust_remote_code = model.trust_remote_code
         self.in_process = settings.parallel_config.world_size == 1
-        self.can_sleep = config.vllm.enable_sleep_mode
+        self.can_sleep, self._sleep_level = config.vllm.enable_sleep_mode, config.vllm.sleep_level
         if not self.in_process:
             self._llm.collective_rpc(end_with_parent)
         self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
@@ -126,11 +127,14 @@ class VllmCore:
         if running or not self._llm.has_unfinished_requests():
             self._llm.reset_prefix_cache(reset_running_requests=running)
 
-    def sleep(self) -> None:
-        """vLLM's sleep level 1: the weights move to the host's memory, and all keys and values are dropped; requests
-        stay and are prefilled again. Without ``enable_sleep_mode`` the devices keep everything."""
+    def sleep(self, *, keep_weights: bool = True) -> bool:
+        """vLLM's sleep: it drops all keys and values; requests stay and are prefilled again. At level 1 the weights move
+        to the host's memory; at level 2, used only without ``keep_weights``, they are dropped. Without
+        ``enable_sleep_mode`` the devices keep everything. Returns whether the engine still has its weights."""
+        level = 1 if keep_weights else self._sleep_level
         if self.can_sleep:
-            self._llm.sleep(level=1, mode="keep")
+            self._llm.sleep(level=level, mode="keep")
+        return level == 1 or not self.can_sleep
 
     def wake(self, *, weights_only: bool = False) -> None:
         """Undo :meth:`sleep`. With ``weights_only`` vLLM steps no request."""
@@ -162,7 +166,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "max_model_len": own.max_model_len or None,
         "block_size": own.block_size or None,
         "max_num_batched_tokens": own.max_num_batched_tokens or None,
-        "gpu_memory_utilization": own.gpu_memory_utilization,
+        "gpu_memory_utilization": own.gpu_memory_utilization or MEMORY_SHARE,
         "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
         "enable_prefix_caching": own.enable_prefix_caching,
         # vLLM 0.32 takes back the draw of a half prefilled request with a seed, which torch's CPU generator cannot do.

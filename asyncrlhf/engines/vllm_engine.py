@@ -136,12 +136,12 @@ class VllmEngine(Engine):
             del self._drafts[name]
         self._core.abort(running)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         if self.asleep:
             return
         self._core.drain(self._advance)
-        self._core.sleep()
-        self.asleep = True
+        kept = self._core.sleep(keep_weights=keep_weights)
+        self.asleep, self.torn = True, self.torn or not kept
 
     def wake(self) -> None:
         if self.asleep:

@@ -20,6 +20,7 @@ from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.resume import snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
 from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import CheckpointWriter
 from asyncrlhf.records.progress import RunView
@@ -93,6 +94,7 @@ class Bookkeeping:
     source: PromptSource
     heldout: HeldOut
     publisher: WeightPublisher
+    turns: Turns
     normalizer: RewardNormalizer
     log: RolloutLog
     recorder: RunRecorder
@@ -184,7 +186,8 @@ class Bookkeeping:
                 await state.changed.wait_for(lambda: not state.groups and state.gate.room(state.version) == 0)
             folder, keep = Path(self.recorder.run_dir), state.config.checkpoint.keep
             writer = await off_loop(partial(CheckpointWriter, folder, state.version, keep))
-            await self.runtime.learner.save(writer.learner)
+            async with self.turns.weights():
+                await self.runtime.learner.save(writer.learner)
             await off_loop(partial(self.normalizer.save, writer.learner))
             # No await between these two: what the document counts as ended is what the records hold.
             document, payloads = snapshot_state(state, self.source, self.log)

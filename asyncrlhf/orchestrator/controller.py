@@ -129,7 +129,8 @@ class Controller:
         self._publisher = WeightPublisher(self.state, runtime, vocab_size, hand_over)
         self._turns = Turns(self.state, runtime, self._publisher.idle)
         self._bookkeeping = Bookkeeping(
-            self.state, runtime, source, heldout, self._publisher, self._normalizer, self._log, recorder, view
+            self.state, runtime, source, heldout, self._publisher, self._turns, self._normalizer, self._log, recorder,
+            view,
         )  # fmt: skip
         self._annotators: list[Annotator] = []
         self.supervisor = Supervisor(self.state, runtime, self._publisher, self._annotators, self._bookkeeping.waits)
@@ -246,10 +247,13 @@ class Controller:
         start."""
         state = self.state
         begun = beginning(state, self._source, self._log)
+        async with self._turns.weights():
+            if self._saved is not None:
+                self._doing("takes up its checkpoint")
+                await self._runtime.learner.load(self._saved.learner)
+            await self._publisher.prepare()
         if self._saved is not None:
             begun = self._saved
-            self._doing("takes up its checkpoint")
-            await self._runtime.learner.load(self._saved.learner)
             state.progressed()
             self._normalizer.load(self._saved.learner)
             saved = await completed(self._saved, self.config, self._runtime, state.progressed)

@@ -147,10 +147,14 @@ class LearnLoop:
 
     async def _train(self, rollouts: Sequence[RolloutInfo]) -> tuple[StepResult, float, float]:
         """Train one step in the learner's turn; also returns when the turn began, and the seconds of the step."""
-        async with self.turns.learner():
+        due = self._due(self.state.version + 1)
+        async with self.turns.learner(publishes=due):
             begun = self.state.now()
             result = await self.runtime.learner.train(rollouts)
-            return result, begun, self.state.now() - begun
+            seconds = self.state.now() - begun
+            if due:
+                await self.publisher.prepare()
+            return result, begun, seconds
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
         """Adapt the staleness bound of the next batches; groups over a smaller bound are handled as
@@ -179,13 +183,17 @@ class LearnLoop:
         """Publish the new version if it is due. The scheduled modes publish every version and wait for the previous
         publish; a free run delays this publish instead of waiting."""
         state = self.state
-        if state.version % state.config.weights.publish_every and state.version != state.config.steps:
+        if not self._due(state.version):
             return
         if state.scheduled:
             await self.publisher.idle()
         self._publish_due = self.publisher.busy
         if not self._publish_due:
             self._publish()
+
+    def _due(self, version: int) -> bool:
+        """Whether ``version`` is one of those that are published."""
+        return version % self.state.config.weights.publish_every == 0 or version == self.state.config.steps
 
     def _publish(self) -> None:
         self._publish_due = False

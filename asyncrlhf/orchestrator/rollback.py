@@ -91,6 +91,7 @@ class Rollback:
 
     async def _restart(self) -> None:
         await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (len(self._deaths) - 1)))
+        await self.turns.free()
         await self.runtime.restart_learner()
 
     async def _patiently(self, work: Coroutine[Any, Any, None]) -> None:
@@ -121,6 +122,7 @@ class Rollback:
         await (self._restore if state.scheduled else self._undo)(saved)
         self.learn.taken, self.learn.ended = (), []
         state.message(f"The learner is back: from step {died_at} to the checkpoint of step {state.version}.")
+        await self.publisher.prepare()
         await self.turns.wake()
         self.publisher.publish(state.version)
         self.publisher.found()

@@ -138,7 +138,8 @@ class Supervisor:
     def _replace_standing(self) -> bool:
         """Replace the parts that live but make no progress; returns False if there is none."""
         now, found = self.state.now(), False
-        turns = self.runtime.sharing if self.learn is not None and self.learn.training else ()  # asleep meanwhile
+        busy = self.learn is not None and (self.learn.training or self.learn.turns.training)
+        turns = self.runtime.sharing if busy else ()  # asleep meanwhile
         for replica in [r for r in self.state.replicas if r.alive and r.in_flight and r.name not in turns]:
             since = self._beats[replica.name][1]
             if now - since > self.limit:

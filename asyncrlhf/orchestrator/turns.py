@@ -1,8 +1,9 @@
-"""Turn-taking on shared devices: the generators on the learner's devices sleep while it trains.
+"""Turn-taking on shared devices: the generators on the learner's devices sleep while it trains, and the learner sleeps
+while they sample.
 
-learner    ──train──┐        ┌──train──┐        Generators must be awake to load a step's weights, so the next
-                    │ wake   │ sleep   │        turn begins only when they hold them; a replica that died is
-generator  (sleeps) └─sample─┘ (sleeps)└─…      started again between two turns, when the device is free.
+learner    ──train, snapshot──┐ (sleeps)┌──…    Generators must be awake to load a step's weights, so the next
+                              │ wake    │       turn begins only when they hold them; a replica that died is
+generator  (sleeps)           └──sample─┘ …     started again between two turns, when the device is free.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
-from asyncrlhf.cluster.handles import Runtime
+from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime
 from asyncrlhf.orchestrator.state import Replica, RunState
 
 
@@ -32,24 +34,48 @@ class Turns:
         self.training = False
 
     @asynccontextmanager
-    async def learner(self) -> AsyncIterator[None]:
-        """The learner's turn: in this context the generators on its devices sleep. After an error they stay asleep."""
+    async def learner(self, *, publishes: bool = False) -> AsyncIterator[None]:
+        """The learner's turn: in this context the generators on its devices sleep. After an error they stay asleep.
+        ``publishes``: a publish follows for sure, so that the generators may drop their weights."""
         if not self._runtime.sharing:
             yield
             return
         await self._settled()
         self.training = True
         try:
-            await self._all(GeneratorWorker.sleep)
+            await self._all(GeneratorWorker.sleep, not publishes)
+            if self._offloads:
+                await self._runtime.learner.every(LONG_SECONDS, LearnerWorker.wake)
             yield
-        finally:
+        except BaseException:
             self.training = False
-        await self._all(GeneratorWorker.wake)
-        self._state.changed.notify()
+            raise
+        await self.wake()
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(self._runtime.sharing) and self._state.config.offloads
+
+    @asynccontextmanager
+    async def weights(self) -> AsyncIterator[None]:
+        """A turn of its own for reading or replacing the learner's weights, if a sleeping learner offloads them."""
+        if not self._offloads:
+            yield
+            return
+        async with self.learner():
+            yield
+
+    async def free(self) -> None:
+        """Free the devices for a learner that is about to start again, until :meth:`wake`."""
+        self.training = bool(self._runtime.sharing)
+        await self._all(GeneratorWorker.sleep, True)
 
     async def wake(self) -> None:
-        """Wake the generators after a turn in which the learner died."""
+        """End a turn: the learner sleeps and the generators wake. Also after the learner died in its turn."""
         if self._runtime.sharing:
+            if self._offloads:
+                await self._runtime.learner.every(LONG_SECONDS, LearnerWorker.sleep)
+            self.training = False
             await self._all(GeneratorWorker.wake)
             self._state.changed.notify()
 
@@ -75,9 +101,9 @@ class Turns:
             await self._state.changed.wait_for(lambda: not self._starting)
             await self._published()
 
-    async def _all(self, method: Callable[[GeneratorWorker], None]) -> None:
+    async def _all(self, method: Callable[..., None], *arguments: bool) -> None:
         sharing = [r for r in self._state.replicas if r.name in self._runtime.sharing]
         self._fresh -= {r.name for r in sharing if r.alive}
         sharing = [r for r in sharing if r.alive or r.name in self._fresh]
         seconds = self._state.config.weights.timeout_seconds
-        await asyncio.gather(*(self._state.heard(r, r.handle.call(seconds, method)) for r in sharing))
+        await asyncio.gather(*(self._state.heard(r, r.handle.call(seconds, method, *arguments)) for r in sharing))

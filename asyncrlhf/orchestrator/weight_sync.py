@@ -37,6 +37,7 @@ class WeightPublisher:
         self._task: asyncio.Task[None] | None = None
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
+        self._ready: Awaitable[Offer] | None = None  # the next publish's snapshot, made in the learner's turn
         self._probe = [probe_tokens(vocab_size, PROBE_LENGTH, seed) for seed in range(PROBE_TEXTS)]
         kinds = replica_kinds(state.config.generator)
         self._audited = {kind.prefix for kind in kinds if kind.config.engine != "fake"}  # a fake engine has no weights
@@ -65,14 +66,21 @@ class WeightPublisher:
         snapshot is ordered before this returns: the learner makes it before any step that is ordered later."""
         assert not self._publishing, "a publish is still under way"
         self.raise_if_failed()
-        offer = self._runtime.learner.snapshot(self._probe if self._audit_due() else None)
+        offer, self._ready = self._ready or self._snapshot(), None
         self._publishes += 1
         self._task = asyncio.create_task(self._publish(version, offer), name=f"publish v{version}")
         self._task.add_done_callback(lambda _: self._state.changed.notify())
 
-    def _audit_due(self) -> bool:
-        every = self._state.config.weights.audit_every
-        return bool(self._audited) and (self._publishes == 0 or (every > 0 and self._publishes % every == 0))
+    async def prepare(self) -> None:
+        """On shared devices: make the next publish's snapshot in the learner's turn, unless a replica is joining."""
+        if self._runtime.sharing and not self.busy:
+            self._ready = asyncio.ensure_future(self._snapshot())
+            await self._ready
+
+    def _snapshot(self) -> Awaitable[Offer]:
+        every, number = self._state.config.weights.audit_every, self._publishes
+        due = bool(self._audited) and (number == 0 or (every > 0 and number % every == 0))
+        return self._runtime.learner.snapshot(self._probe if due else None)
 
     @property
     def failure(self) -> BaseException | None:
@@ -98,7 +106,7 @@ class WeightPublisher:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._task = self._group = self._lost = None
+        self._task = self._group = self._lost = self._ready = None
         self._direct.forget()
         self._publishes, self.waiting_for = 0, ""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from asyncrlhf.transport.collective import CollectiveReceiver, CollectiveSender
+from asyncrlhf.transport.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from asyncrlhf.transport.disk import DiskReceiver, DiskSender
 from asyncrlhf.transport.local import LocalReceiver, LocalSender
 from asyncrlhf.transport.manifest import ShardedParams, build_manifest
@@ -20,7 +21,7 @@ from asyncrlhf.types import WeightManifest
 from asyncrlhf.validation import check, check_choice
 
 # `auto` means the first.
-RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "shared_memory", "object_store", "disk")}
+RUNTIME_TRANSPORTS = {"local": ("local",), "ray": ("collective", "shared_memory", "cuda_ipc", "object_store", "disk")}
 
 
 def resolve_transport(config: WeightsConfig, runtime: str) -> str:
@@ -64,6 +65,8 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
         return LocalSender(manifest, wire=wire)
     if kind == "shared_memory":
         return SharedMemorySender(manifest, wire)
+    if kind == "cuda_ipc":
+        return CudaIpcSender(manifest, "cuda", wire)
     if kind == "object_store":
         return ObjectStoreSender(manifest, wire=wire)
     if kind == "disk":
@@ -79,6 +82,7 @@ def build_receiver(config: WeightsConfig, runtime: str, device: torch.device | s
     kinds = {
         "local": LocalReceiver,
         "shared_memory": SharedMemoryReceiver,
+        "cuda_ipc": CudaIpcReceiver,
         "object_store": ObjectStoreReceiver,
         "disk": DiskReceiver,
     }

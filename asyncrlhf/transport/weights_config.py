@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from asyncrlhf.validation import check, check_settings, setting
 
-TRANSPORTS = ("auto", "collective", "shared_memory", "object_store", "disk", "local")
+TRANSPORTS = ("auto", "collective", "shared_memory", "cuda_ipc", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -40,8 +40,8 @@ class WeightsConfig:
     transport: str = setting(
         "auto",
         "How weights travel: over a process group of their own (collective), by memory that all processes of one "
-        "machine map (shared_memory), Ray's object store, files, or within one process (local); auto is collective "
-        "under Ray.",
+        "machine map (shared_memory) or of the one GPU that all share (cuda_ipc), Ray's object store, files, or within "
+        "one process (local); auto is collective under Ray.",
         choices=TRANSPORTS,
     )
     publish_every: int = setting(1, "Learner steps between two publishes; the lag between them counts.", low=1)

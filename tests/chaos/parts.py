@@ -95,7 +95,7 @@ class Generator:
         self._running = {i: one for i, one in self._running.items() if i not in gone}
         return held + self.outbox.withdraw(rollout_ids)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         self._go_on()
         self.asleep = True
 

@@ -13,7 +13,10 @@ from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import Engine, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig, VllmConfig
 from asyncrlhf.engines.hf import HFEngine
+from asyncrlhf.learner.asleep import RankSleep
+from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
+from tests.unit.learner.worlds import backend, llama, random_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -58,3 +61,19 @@ def test_a_sleeping_engine_frees_the_device_and_goes_on(kind: str) -> None:
     assert all(set(g.policy_versions.tolist()) <= {0, 1} for g in done)
     assert any(set(g.policy_versions.tolist()) == {0, 1} for g in done)
     engine.close()
+
+
+def test_a_sleeping_learner_frees_the_device_and_goes_on() -> None:
+    weights = []
+    for sleeps in (False, True):
+        rank = backend(learner=LearnerConfig(learning_rate=1e-2, gpus=1), model=llama(hidden_size=512), device="cuda")
+        sleeper = RankSleep(rank)
+        for seed in range(3):
+            rank.train_step(random_batch(seed=seed))
+            if sleeps:
+                awake = used()
+                sleeper.sleep()
+                assert sleeper._offload.resident_bytes(sleeper._tensors()) == 0 and used() < awake
+                sleeper.wake()
+        weights.append({name: tensor.cpu() for name, tensor in rank.parameters().items()})
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

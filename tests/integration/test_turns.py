@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalLearner, LocalRuntime
 from asyncrlhf.engines.engine import StepOutput
+from asyncrlhf.engines.hf import HFEngine
 from asyncrlhf.errors import ReplicaError
 from tests import loop
 from tests.loop import FAKE, QUIET
@@ -84,6 +86,49 @@ def test_nobody_samples_on_the_learners_device_while_it_trains(
     assert done.trained.staleness.max() <= bound
 
 
+def test_each_side_leaves_the_device_for_the_other_and_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty turns with checkpoints, an evaluation and audits in between; the bytes of each side that lie on the device
+    while the other is at work."""
+    found: dict[str, list[int]] = {"learner": [], "generator": []}
+    train, step = LearnerWorker.train, HFEngine.step
+    learners: list[LearnerWorker] = []
+    engines: list[HFEngine] = []
+
+    def bytes_of(engine: HFEngine) -> int:
+        assert engine._offload is not None
+        return engine._offload.resident_bytes(engine._model.parameters())
+
+    @wraps(train)
+    def note_train(learner: LearnerWorker, *arguments: Any, **keywords: Any) -> Any:
+        learners[:] = [learner]
+        found["generator"] += [bytes_of(engine) for engine in engines]
+        return train(learner, *arguments, **keywords)
+
+    def note_step(engine: HFEngine, now: float) -> StepOutput:
+        if engine not in engines:
+            engines.append(engine)
+        found["learner"] += [learner._sleep.kept_bytes() for learner in learners]
+        assert bytes_of(engine) > 0
+        return step(engine, now)
+
+    settings = (
+        *("cluster=flatten", "generator.engine=hf", "steps=20", "batch_size=8", "num_generations=4"),
+        *("generator.max_completion_length=4", "weights.audit_every=3", "checkpoint.every=8", "algorithm=grpo"),
+        *("algorithm.kl=loss", "algorithm.beta=0.1", "eval_every=10", "weights.publish_every=2", "async.mode=async"),
+    )
+    plain = loop.run(tmp_path / "plain", *settings)
+    monkeypatch.setattr(LearnerWorker, "train", note_train)
+    monkeypatch.setattr(HFEngine, "step", note_step)
+    done = loop.run(tmp_path / "offload", *settings, "cluster.offload=true")
+    done.assert_ledger_whole()
+    assert len(found["generator"]) == 20 and len(found["learner"]) > 20
+    assert set(found["generator"]) == {0}, "the generator kept weights on the device of a learner that trains"
+    assert set(found["learner"]) == {0}, "the learner kept something on the device of a generator that samples"
+    assert done.weights_digest() == plain.weights_digest()
+
+
 def test_without_sharing_everybody_samples_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above looks for is there when nobody is asked to sleep."""
     diary = Diary(monkeypatch)
@@ -124,7 +169,7 @@ def test_a_replica_that_does_not_fall_asleep_is_not_waited_for(tmp_path: Path, m
     calls: list[str] = []
 
     @wraps(GeneratorWorker.sleep)
-    async def refuse(worker: GeneratorWorker) -> None:
+    async def refuse(worker: GeneratorWorker, keep_weights: bool = True) -> None:
         calls.append(worker.name)
         if len(calls) == 1:
             await asyncio.Event().wait()
@@ -139,7 +184,7 @@ def test_the_learners_wait_for_its_turn_is_idle_time(tmp_path: Path, monkeypatch
     sleep = GeneratorWorker.sleep
 
     @wraps(sleep)
-    async def slowly(worker: GeneratorWorker) -> None:
+    async def slowly(worker: GeneratorWorker, keep_weights: bool = True) -> None:
         await asyncio.sleep(0.9)
         sleep(worker)
 

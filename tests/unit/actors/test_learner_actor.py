@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, TimeoutError, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from asyncrlhf.actors.learner import LearnerActor
+from asyncrlhf.actors.learner import LearnerActor, LearnerWorker
+from asyncrlhf.cluster.parts import specs
+from asyncrlhf.config.compose import load_config
 
 
 class Worker:
@@ -48,3 +53,29 @@ def test_a_step_waits_for_the_snapshots_asked_for_before_it(actor: LearnerActor,
         assert step.result(timeout=60) == 2
     worker: Any = actor._worker
     assert worker.done == ["train 1", *(["snapshot"] if probe is None else []), "train 2"]
+
+
+def test_a_sleeping_learner_wakes_for_what_reads_its_weights_and_sleeps_on(tmp_path: Path) -> None:
+    config = load_config(["runtime=local", "cluster=flatten", "cluster.offload=true"])
+    worker = LearnerWorker(specs(config, config.weights).learner)
+    with torch.no_grad():  # else a loader's file would bring them back
+        for parameter in worker.backend.model.parameters():
+            parameter.add_(0.01)
+    weights = {name: tensor.clone() for name, tensor in worker.backend.parameters().items()}
+    probe = [np.arange(3, 12)]
+    expected = worker.backend.score(probe)[0]
+    for _ in range(2):
+        assert worker.sleep() == sum(bucket.nbytes for bucket in worker.require_sender().buckets.tensors)
+        offer = worker.snapshot(probe)
+        assert offer.probe_logprobs is not None
+        np.testing.assert_array_equal(offer.probe_logprobs[0], expected)
+        worker.transfer(worker.ticket())
+        sent = worker.require_sender().tensors()
+        assert all(torch.equal(tensor, sent[name]) for name, tensor in weights.items())
+        worker.save(tmp_path)
+        worker.saved()
+        worker.load(tmp_path)
+        assert worker._sleep.asleep
+    worker.wake()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in worker.backend.parameters().items())
+    worker.close()

@@ -85,9 +85,12 @@ class LateCore:
     def forget_cache(self, *, running: bool) -> None:
         assert not running
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool = True) -> bool:
         assert not self.batch_queue, "asleep with batches on their way"
         self.calls.append("sleep")
+        if not keep_weights:
+            self._weights = -1  # at level 2
+        return keep_weights
 
     def wake(self, *, weights_only: bool = False) -> None:
         self.calls.append("weights" if weights_only else "all")
@@ -114,6 +117,37 @@ def test_a_sleeper_drains_first_and_brings_back_what_a_call_needs() -> None:
     for result in done:
         assert set(result.policy_versions.tolist()) == {0, 1}
         np.testing.assert_array_equal(result.response_ids, result.policy_versions)
+
+
+def test_an_engine_that_forgot_its_weights_samples_nothing_before_the_next_load() -> None:
+    core = LateCore()
+    engine = VllmEngine(core, slots=4)  # type: ignore[arg-type]
+    weights = {name: torch.zeros(p.shape) for name, p in engine._skeleton.named_parameters()}
+    sampling = SamplingParams(max_completion_length=9)
+    engine.submit([GenerationRequest(i, 0, Prompt("", "", np.array([3, 4])), i, sampling) for i in range(2)])
+    done: list[Any] = []
+    for _ in range(4):
+        done += engine.step(0.0).finished
+    engine.sleep(keep_weights=False)
+    engine.wake()
+    assert engine.torn
+    for _ in range(3):
+        done += engine.step(0.0).finished
+    engine.load_weights(1, weights, "keep")
+    while engine.in_flight():
+        done += engine.step(0.0).finished
+    for result in done:
+        assert set(result.policy_versions.tolist()) == {0, 1}
+        np.testing.assert_array_equal(result.response_ids, result.policy_versions)
+
+
+@pytest.mark.parametrize(("level", "keep", "asked"), [(1, True, 1), (1, False, 1), (2, True, 1), (2, False, 2)])
+def test_weights_are_forgotten_only_where_new_ones_follow(level: int, keep: bool, asked: int) -> None:
+    levels: list[int] = []
+    llm = SimpleNamespace(sleep=lambda level, mode: levels.append(level))
+    core: Any = SimpleNamespace(can_sleep=True, _sleep_level=level, _llm=llm)
+    assert VllmCore.sleep(core, keep_weights=keep) == (asked == 1)
+    assert levels == [asked]
 
 
 def test_tags_are_right_when_batches_come_late() -> None:
@@ -230,8 +264,7 @@ def test_half_a_gpu_is_a_device() -> None:
 PASSED: dict[str, object] = {
     "quantization": "fp8", "kv_cache_dtype": "fp8", "cudagraph_capture_sizes": [1, 8], "max_num_scheduled_tokens": 256,
     "long_prefill_token_threshold": 64, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
-    "async_scheduling": True, "attention_backend": "FLASH_ATTN", "enable_return_routed_experts": True,
-    "enable_eplb": True,
+    "async_scheduling": True, "attention_backend": "FLASH_ATTN", "enable_eplb": True,
     "decode_context_parallel_size": 2, "compilation_config": {"mode": 3}, "moe_backend": "triton", "seed": 3,
 }  # fmt: skip
 
@@ -247,6 +280,7 @@ REFUSED = (
     "watermark_config", "scheduler_cls", "worker_cls", "runner", "convert", "hf_overrides", "hf_config_path",
     "model_weights", "model_class_overrides", "revision", "nnodes", "node_rank", "master_addr", "master_port",
     "prefill_context_parallel_size", "enable_elastic_ep", "data_parallel_size", "data_parallel_rank",
+    "enable_return_routed_experts",
 )  # fmt: skip
 
 

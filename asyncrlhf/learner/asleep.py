@@ -1,0 +1,63 @@
+"""A rank between its turns, on a device that it shares: what it trains and keeps for that lies in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncrlhf.data.offload import Depot, Offload, free_cache
+from asyncrlhf.learner.torch_backend import TorchBackend
+
+
+class RankSleep:
+    """Takes weights, optimizer states, critic, slow copy and reference of ``backend`` off its device, and drops its
+    gradients, which the update used up. DeepSpeed's engines hold memory that nobody else knows of, and keep all."""
+
+    def __init__(self, backend: TorchBackend, depot: Depot | None = None) -> None:
+        """``depot``: as :class:`Offload` takes it."""
+        self._backend = backend
+        self._offload = Offload(backend.device, depot)
+        self._able = backend.config.backend == "torch"
+
+    @property
+    def asleep(self) -> bool:
+        return self._offload.asleep
+
+    def sleep(self) -> None:
+        """Nobody may be reading the weights, a snapshot under way among them."""
+        if self._able:
+            self._backend.updater.begin()
+            self._offload.out(self._tensors())
+        else:
+            free_cache(self._backend.device)
+
+    def wake(self) -> None:
+        self._offload.back()
+
+    def kept_bytes(self, beside: Iterable[torch.Tensor] = ()) -> int:
+        """Bytes on the device now, ``beside`` among them, by the allocator where there is one; with the flat gradients
+        that DistributedDataParallel takes at its first step."""
+        backend, device = self._backend, self._backend.device
+        held = self._offload.resident_bytes(chain(self._tensors(), beside))
+        if device.type == "cuda":
+            held = max(held, torch.cuda.memory_reserved(device))
+        return held + sum(
+            parameter.nbytes
+            for module in (backend.updater.policy, backend.updater.critic)
+            if isinstance(module, DistributedDataParallel)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        )
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        backend = self._backend
+        for module in (backend.model, backend.critic, backend.ema, backend.reference):
+            if isinstance(module, torch.nn.Module):
+                yield from module.parameters()
+        for optimizer in backend.updater.optimizers:
+            for part in getattr(optimizer, "parts", [optimizer]):
+                for states in getattr(part, "state", {}).values():
+                    yield from (value for value in states.values() if isinstance(value, torch.Tensor))

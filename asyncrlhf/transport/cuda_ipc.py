@@ -1,0 +1,86 @@
+"""Transport between processes that share one GPU: the snapshot lies in the learner's memory there, receivers open it by
+CUDA IPC handles, as vLLM's own ``ipc`` engine does; nothing travels."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.manifest import entries_by_bucket, view_of
+from asyncrlhf.transport.protocol import Ticket
+from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
+from asyncrlhf.transport.sender import WeightSender, Wire
+from asyncrlhf.types import WeightManifest
+
+_DEVICE = 6  # the place of the device's index in what rebuilds a tensor; processes may count their devices differently
+
+
+def export_bucket(bucket: torch.Tensor) -> tuple[Any, ...]:
+    """What another process opens the memory with."""
+    return tuple(reduce_tensor(bucket)[1])
+
+
+def open_bucket(handle: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """The sender's memory, uint8 [bytes]."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return rebuild_cuda_tensor(*handle[:_DEVICE], index, *handle[_DEVICE + 1 :])
+
+
+def card(device: torch.device) -> str:
+    """The name that a GPU has in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class CudaIpcSender(WeightSender):
+    """A ticket names the GPU and carries a handle for each bucket, made once."""
+
+    def __init__(self, manifest: WeightManifest, device: torch.device | str, wire: Wire | None = None) -> None:
+        super().__init__(manifest, device, wire)
+        self._name, self._card = secrets.token_hex(8), card(torch.device(device))
+        self._handles = tuple(export_bucket(bucket) for bucket in self.buckets.tensors)
+
+    def _refs(self, version: int) -> tuple[Any, ...]:
+        return self._name, self._card, self._handles
+
+    def _check_current(self, ticket: Ticket) -> None:
+        if ticket.version != self.version:
+            raise WeightSyncError(
+                f"The ticket is for version {ticket.version}, but the sender holds version {self.version}."
+            )
+
+
+class CudaIpcReceiver(WeightReceiver):
+    """Opens the sender's memory at its first ticket and keeps it open; stages nothing: the engine loads from there."""
+
+    _opened: tuple[str, list[torch.Tensor]] | None = None
+
+    def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
+        """Views on the sender's memory, good until its next snapshot, which no learner makes before all have loaded.
+        Their user must not write into them. Raises WeightSyncError on another GPU, or for a wrong checksum."""
+        buckets, found = self._open(ticket), dict[str, torch.Tensor]()
+        for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
+            views = {entry.name: view_of(entry, buckets[bucket]) for entry in entries}
+            check_bucket(ticket, bucket, entries, views, self._staged.name)
+            found |= views
+        return found
+
+    def _open(self, ticket: Ticket) -> list[torch.Tensor]:
+        name, theirs, handles = ticket.refs
+        if self._opened is None or self._opened[0] != name:
+            own = card(self._device)
+            if own != theirs:
+                raise WeightSyncError(
+                    f"{self._staged.name} works on GPU {own}, the learner on {theirs}; weights.transport=cuda_ipc "
+                    "needs both on one."
+                )
+            self._opened = name, [open_bucket(handle, self._device) for handle in handles]
+        return self._opened[1]
+
+    def close(self) -> None:
+        super().close()
+        self._opened = None
