@@ -38,7 +38,7 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf plan --from RUN        the best layout for this machine, or for --gpus 16 --device H100, as an experiment
   asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
-  asyncrlhf profile --from RUN     what this machine and model cost, out of a run's records
+  asyncrlhf profile [overrides]    measures what this machine and model cost; --from RUN: out of a run's records
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, soak, straggler, trl, weights
   asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
 
@@ -77,7 +77,7 @@ COMMANDS = {
     "schema": ("asyncrlhf.cli.reference", "schema"),
     "plan": ("asyncrlhf.cli.plan", "plan"),
     "simulate": ("asyncrlhf.cli.simulate", "simulate"),
-    "profile": ("asyncrlhf.cli.simulate", "profile"),
+    "profile": ("asyncrlhf.cli.profile", "profile"),
     "bench": ("asyncrlhf.bench.run", "main"),
     "doctor": ("asyncrlhf.cli.doctor", "run"),
 }

@@ -95,6 +95,7 @@ class Task:
     gpus: bool
     hiccups: tuple[float, float] = (0.0, 0.0)
     source: str = ""
+    interference: tuple[float, float] = (1.0, 1.0)
 
     def overrides(self, layout: Layout) -> list[str]:
         from asyncrlhf.planner.layout import overrides
@@ -104,10 +105,10 @@ class Task:
 
 def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | None) -> Task:
     """Raises ConfigError with one sentence for input from which nothing can be planned."""
+    from asyncrlhf.cli.profile import read_profile
     from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
     from asyncrlhf.planner.ranking import Subject
     from asyncrlhf.planner.shapes import Workload
-    from asyncrlhf.planner.tables import Fitted
 
     given = [name for name in ("run", "profile", "gpus") if getattr(options, name) is not None]
     say = plan_parser().error
@@ -128,13 +129,13 @@ def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | 
             say(f"--{name.replace('_', '-')} {value:g} is too small; at least {least:g}")
     settings = settings_of_run(options.run, overrides) if options.run else compose_config(overrides, folder)
     config = changed(settings)
-    lengths, hiccups, costs = None, (0.0, 0.0), None
+    lengths, hiccups, interference, costs = None, (0.0, 0.0), (1.0, 1.0), None
     try:
         if options.run is not None:
             costs, _ = fitted_costs(options.run)
             lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
         elif options.profile is not None:
-            costs = Fitted.read(options.profile)
+            costs, lengths, interference = read_profile(options.profile, config)
         if options.mean_length is not None:
             longest = config.generator.max_completion_length
             lengths = Workload(options.prompt_length or 0.0, min(options.mean_length, longest), options.cv, longest)
@@ -156,7 +157,8 @@ def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | 
         "float32" if costs is not None and config.learner.mixed_precision == "none" else "bfloat16",
     )
     space = space_of(subject, options, config, {DECIDES.get(word.partition("=")[0].lstrip("+~")) for word in overrides})
-    return Task(settings, subject, space, costs is None, hiccups, str(options.run or options.profile or options.device))
+    source = str(options.run or options.profile or options.device)
+    return Task(settings, subject, space, costs is None, hiccups, source, interference)
 
 
 def _choose(task: Task, simulated: int) -> Chosen:
@@ -194,7 +196,8 @@ def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[s
         for k in range(1, layout.replicas + 1)
         if not layout.replicas % k and (k == 1 or (alike and layout.replicas // k >= HANDLES))
     )
-    conditions = Conditions(hiccups=task.hiccups[0], hiccup_seconds=task.hiccups[1], cohort=cohort)
+    stops, seconds = task.hiccups
+    conditions = Conditions(hiccups=stops, hiccup_seconds=seconds, interference=task.interference, cohort=cohort)
     costs = costs_of(layout, task.subject)
     config = in_cohorts(config, cohort)
     simulate(config, costs, task.subject.workload, folder, conditions, take_turns=layout.placement == "flatten")

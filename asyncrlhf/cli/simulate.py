@@ -1,4 +1,4 @@
-"""``asyncrlhf profile`` and ``simulate``: a machine's costs from a run's records; a run that only lets time pass."""
+"""``asyncrlhf simulate``: a run that only lets time pass, over costs of a run or of a profile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, read_metrics
 
 USAGE = {
-    "profile": "asyncrlhf profile --from RUN [--out FILE]",
+    "profile": "asyncrlhf profile [--from RUN] [--seconds S] [--out FILE] [overrides]",
     "plan": "asyncrlhf plan (--from RUN | --profile FILE | --gpus N --device NAME) [--out FOLDER/NAME] [overrides]",
     "simulate": "asyncrlhf simulate (--from RUN | --profile FILE) [--out FOLDER] [overrides]",
 }
@@ -29,22 +29,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one sentence about the error instead of a usage text."""
         raise ConfigError(f"{self.prog.split()[-1]}: {message}; write {USAGE[self.prog.split()[-1]]}.")
-
-
-def profile(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="asyncrlhf profile", description="Costs of this machine and model, out of a run's records.")
-    parser.add_argument("--from", dest="run", type=Path, required=True, metavar="RUN", help="directory of a real run")
-    parser.add_argument("--out", type=Path, default=None, help="file to write (RUN/profile.json)")
-    options = parser.parse_args(list(arguments))
-    costs, made = fitted_costs(options.run)
-    target = options.out or options.run / "profile.json"
-    costs.save(target, made)
-    base, each, _ = costs.decode_terms
-    print(f"An iteration of a replica takes {1e3 * base:.2f} ms and {1e3 * each:.4f} ms a sequence in it.")
-    print(f"A learner step takes {costs.train_terms[0]:.4f} s and {1e6 * costs.train_terms[1]:.2f} s a million tokens.")
-    print(f"Publishing takes {1e3 * (costs.snapshot + costs.transfer + costs.load):.1f} ms.")
-    print(f"Profile: {target}")
-    return 0
 
 
 def fitted_costs(run: Path) -> tuple[Any, dict[str, Any]]:
@@ -72,7 +56,7 @@ def check_run(run: Path) -> None:
 def simulate(arguments: Sequence[str]) -> int:
     parser = Parser(prog="asyncrlhf simulate", description="What a config would do, on the virtual clock.")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="take config, costs and lengths of a run")
-    parser.add_argument("--profile", type=Path, help="costs of `asyncrlhf profile`; lengths of the run that it names")
+    parser.add_argument("--profile", type=Path, help="costs and lengths of `asyncrlhf profile`")
     parser.add_argument("--out", type=Path, default=None, help="folder of the simulated run's records")
     parser.add_argument("--mean-length", type=float, help="tokens a response, log-normal, in place of recorded ones")
     parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of these lengths")
@@ -92,23 +76,22 @@ def simulate(arguments: Sequence[str]) -> int:
 
 def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, float] | None]:
     """The simulated run's summary with its figures, and those of the real run if no setting was changed."""
+    from asyncrlhf.cli.profile import read_profile
     from asyncrlhf.cluster.cost_parts import Conditions
     from asyncrlhf.orchestrator.run import new_run_dir
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
     from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
     from asyncrlhf.planner.shapes import Workload
-    from asyncrlhf.planner.tables import Fitted
 
-    hiccups = (0.0, 0.0)
-    lengths = None
+    hiccups, interference, lengths = (0.0, 0.0), (1.0, 1.0), None
     try:
         if options.run is not None:
             costs, _ = fitted_costs(options.run)
             config = config_of_run(options.run, overrides)
             lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
         else:
-            costs = Fitted.read(options.profile)
             config = load_config([*overrides, *OVERRIDES])
+            costs, lengths, interference = read_profile(options.profile, config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if options.mean_length is not None:
@@ -116,7 +99,11 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
     if lengths is None:
         raise ConfigError("simulate: --profile knows no response lengths; give --mean-length TOKENS (and --cv).")
     conditions = Conditions(
-        failures=options.failures, hiccups=hiccups[0], hiccup_seconds=hiccups[1], cohort=options.cohort
+        failures=options.failures,
+        hiccups=hiccups[0],
+        hiccup_seconds=hiccups[1],
+        interference=interference,
+        cohort=options.cohort,
     )
     folder = options.out or new_run_dir(f"simulated-{config.name}")
     summary = simulate(in_cohorts(config, options.cohort), costs, lengths, folder, conditions)

@@ -237,7 +237,8 @@ class CostGenerator:
         groups = set()
         while self._waiting and len(self._ends) < self._slots:
             request = self._waiting.popleft()
-            length = min(self._world.lengths.length(request.seed), self._limit)
+            limit = min(self._limit, request.sampling.max_completion_length)
+            length = min(self._world.lengths.length(request.seed), limit)
             self._held[request.rollout_id] = (request, self._iteration, length)
             self._lengths += len(request.prompt_ids) - self._iteration
             heapq.heappush(self._ends, (self._iteration + length, request.rollout_id))

@@ -137,7 +137,8 @@ class RunConfig:
     def offloads(self) -> bool:
         """Whether the learner leaves its devices to the generators between its turns."""
         asked = self.cluster.offload
-        wanted = self.learner.gpus > 0 and self.learner.backend == "torch" if asked is None else asked
+        able = self.learner.backend == "torch" and self.learner.pipeline_parallel_size == 1
+        wanted = self.learner.gpus > 0 and able if asked is None else asked
         return wanted and self.cluster.placement == "flatten"
 
     @property

@@ -50,6 +50,10 @@ def _check_offload(config: RunConfig) -> None:
         "its engines; allowed: learner.backend=torch, or learner.zero_offload=cpu.",
     )
     check(
+        config.learner.pipeline_parallel_size == 1,
+        "cluster.offload=true does not work with learner.pipeline_parallel_size over 1; allowed: false.",
+    )
+    check(
         not any(kind.engine == "vllm" and kind.gpus == 0 for kind in kinds),
         "cluster.offload=true does not work with generator.engine=vllm on a CPU, where vLLM has no sleep mode; "
         "allowed: generator.engine=hf.",

@@ -31,7 +31,7 @@ class HFEngine(Engine):
     def __init__(
         self, model: transformers.PreTrainedModel, *, slots: int, version: int = 0, offloads: bool = False
     ) -> None:
-        """``offloads``: on a CPU the weights move into a file during sleep; on a GPU they move to the host in any case."""
+        """``offloads``: asleep on a CPU, the weights move into a file; on a GPU they move to the host in any case."""
         config: Any = model.config
         embedding: Any = model.get_input_embeddings()
         model.train(False)

@@ -128,8 +128,8 @@ class VllmCore:
             self._llm.reset_prefix_cache(reset_running_requests=running)
 
     def sleep(self, *, keep_weights: bool = True) -> bool:
-        """vLLM's sleep: it drops all keys and values; requests stay and are prefilled again. At level 1 the weights move
-        to the host's memory; at level 2, used only without ``keep_weights``, they are dropped. Without
+        """vLLM's sleep: it drops all keys and values; requests stay and are prefilled again. At level 1 the weights
+        move to the host's memory; at level 2, used only without ``keep_weights``, they are dropped. Without
         ``enable_sleep_mode`` the devices keep everything. Returns whether the engine still has its weights."""
         level = 1 if keep_weights else self._sleep_level
         if self.can_sleep:

@@ -51,10 +51,11 @@ class Fitted:
         call, each = self.score_terms.get(kind, (0.0, 0.0))
         return call + each * rollouts
 
-    def save(self, path: Path, made: Mapping[str, Any]) -> None:
-        """``made``: the commit, the machine, and what was run."""
+    def save(self, path: Path, made: Mapping[str, Any], **more: Any) -> None:
+        """``made``: the commit, the machine, and what was run; ``more``: the tables behind the costs."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"format": FORMAT, "made": dict(made), "costs": asdict(self)}, indent=1) + "\n")
+        facts = {"format": FORMAT, "made": dict(made), "costs": asdict(self), **more}
+        path.write_text(json.dumps(facts, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Fitted:

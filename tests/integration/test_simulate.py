@@ -154,7 +154,7 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
         (["simulate", "--from", "nowhere"], "nowhere holds no metrics.jsonl"),
         (["simulate", "--profile", "nowhere.json", "--mean-length", "9"], "nowhere.json is no profile"),
         (["simulate", "--profile", "x", "--mean-length", "nan"], "is too small"),
-        (["profile"], "the following arguments are required: --from"),
+        (["profile", "--seconds", "x"], "invalid float value"),
     ],
 )
 def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
