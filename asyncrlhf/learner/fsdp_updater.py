@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.distributed import Shards, padded
@@ -52,7 +53,7 @@ class FsdpUpdater(TorchUpdater):
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32 if half else None),
         }
         part: Any = "model" if isinstance(module, PackedPolicy) else "trunk"
-        for name in deal_out_model(module.get_submodule(part), self.mesh):
+        for name in deal_out_model(cast(PreTrainedModel, module.get_submodule(part)), self.mesh):
             self._partial.append((module, f"{part}.{name}"))
         names = set(self.model._no_split_modules or ())
         for layer in list(module.modules()):

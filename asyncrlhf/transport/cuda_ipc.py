@@ -4,7 +4,7 @@ CUDA IPC handles, as vLLM's own ``ipc`` engine does; nothing travels."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ def export_bucket(bucket: torch.Tensor) -> tuple[Any, ...]:
 def open_bucket(handle: tuple[Any, ...], device: torch.device) -> torch.Tensor:
     """The sender's memory, uint8 [bytes]."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return rebuild_cuda_tensor(*handle[:_DEVICE], index, *handle[_DEVICE + 1 :])
+    rebuild: Callable[..., torch.Tensor] = rebuild_cuda_tensor
+    return rebuild(*handle[:_DEVICE], index, *handle[_DEVICE + 1 :])
 
 
 def card(device: torch.device) -> str:

@@ -83,12 +83,20 @@ def check(found: list[dict[str, Any]], cases: dict[str, Any], folder: Path) -> N
             assert_close(tensor, whole[key], atol=1e-4, what=f"{name} resumed {key}")
 
 
-TWO: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
-    "tensor": ("llama", AlgorithmConfig(), {"tensor_parallel_size": 2}, SHORT),
+QUICK: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
     "tensor, norms of heads, untied": ("qwen3", PPO, {"tensor_parallel_size": 2}, SHORT),
-    "tensor of experts": ("qwen3_moe", AlgorithmConfig(), {"tensor_parallel_size": 2}, SHORT),
     "expert": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2}, SHORT),
 }
+TWO: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
+    "tensor": ("llama", AlgorithmConfig(), {"tensor_parallel_size": 2}, STEPS),
+    "tensor, norms of heads, untied": ("qwen3", PPO, {"tensor_parallel_size": 2}, STEPS),
+    "tensor of experts": ("qwen3_moe", AlgorithmConfig(), {"tensor_parallel_size": 2}, STEPS),
+    "expert": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2}, STEPS),
+}
+
+
+def test_a_few_steps_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+    check(run_ranks(job, 2, 2, QUICK, tmp_path), QUICK, tmp_path)
 
 
 @pytest.mark.thorough

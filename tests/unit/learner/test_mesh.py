@@ -25,7 +25,7 @@ def test_a_share_of_the_batch_goes_to_all_ranks_that_hold_parts_of_one_model() -
     plain = LearnerConfig(ranks=8, tensor_parallel_size=2)
     assert plain.shares == 4 and plain.sharded and plain.mesh["replicate"] == 4 and plain.mesh["shard"] == 1
     hybrid = LearnerConfig(ranks=16, sharding="fsdp2", dp_replicate_size=2, tensor_parallel_size=2)
-    assert hybrid.shares == 8 and list(hybrid.mesh.values()) == [2, 4, 1, 1, 1, 2]
+    assert hybrid.shares == 8 and list(hybrid.mesh.values()) == [2, 4, 1, 1, 2]
     both = LearnerConfig(ranks=8, sharding="fsdp2", tensor_parallel_size=2, expert_parallel_size=2)
     assert both.shares == both.mesh["shard"] == 2
     assert LearnerConfig(ranks=4).shares == 4 and not LearnerConfig(ranks=4).sharded
@@ -40,7 +40,7 @@ def test_a_share_of_the_batch_goes_to_all_ranks_that_hold_parts_of_one_model() -
         ({"ranks": 4, "dp_replicate_size": 2}, r"dp_replicate_size=2 needs learner\.sharding=fsdp2"),
         (
             {"ranks": 4, "sharding": "fsdp2", "dp_replicate_size": 4, "tensor_parallel_size": 2},
-            r"dp_replicate_size=4 does not divide the 2 shares",
+            r"dp_replicate_size=4 does not divide the 2 ranks",
         ),
         ({"ranks": 2, "tensor_parallel_size": 2, "optim": "muon"}, r"muon does not work with .*tensor_parallel_size=2"),
         ({"ranks": 2, "expert_parallel_size": 2, "compile": True}, r"compile does not work with .*expert_parallel_siz"),
