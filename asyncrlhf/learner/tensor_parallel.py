@@ -37,6 +37,9 @@ def deal_out_model(model: transformers.PreTrainedModel, mesh: Mesh) -> list[str]
     shared = _tied_input(model)
     if tensor and shared is not None:
         tensor |= {shared: EMBEDDING}
+    if model.get_input_embeddings().weight.shape[0] % mesh.sizes["tensor"]:
+        whole = _vocabulary(model)
+        tensor = {name: style for name, style in tensor.items() if name not in whole}
     if expert:
         along = mesh.whole["expert"]
         _check_experts(model, mesh.sizes["expert"])
@@ -85,6 +88,12 @@ def _tied_input(model: transformers.PreTrainedModel) -> str | None:
     if head is None or head.weight is not table.weight:
         return None
     return next(name for name, module in model.named_modules() if module is table)
+
+
+def _vocabulary(model: transformers.PreTrainedModel) -> set[str]:
+    """The names of the modules with a row a token, which every rank holds whole where the rows cannot be shared out."""
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if any(module is table for table in tables)}
 
 
 def _check_heads(model: transformers.PreTrainedModel, size: int) -> None:

@@ -30,6 +30,7 @@ def model(kind: str, **sizes: Any) -> PreTrainedModel:
     more = EXPERTS if kind == "qwen3_moe" else {}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": kind == "llama"} | more | sizes))
+    config.vocab_size -= kind == "qwen3"  # two ranks cannot share its rows
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
