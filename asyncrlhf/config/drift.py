@@ -25,6 +25,8 @@ _SCHEDULE = "waiting batches were made for the versions that it fixes"
 _REWARD = "rewards before and after could not be compared"
 _ON = "holds from the checkpoint on"
 _BOUND = "holds from the checkpoint on; waiting rollouts that are too old are treated as async.over_stale says"
+_LAYOUT = "the checkpoint's files are of its layout"
+_PARTS = "each rank reads its parts of the tensors; between ranks with whole tensors and ranks with parts it is refused"
 _SPEED = "decides over speed alone"
 _SHOWN = "decides over what is recorded and shown"
 _UNREAD = "is not read in training"
@@ -56,9 +58,11 @@ RULES: dict[str, tuple[Decision, str]] = {
     "generator.top_k": (REFUSE, _SAMPLER),
     "generator.min_p": (REFUSE, _SAMPLER),
     "learner": (ADAPT, _ON),
-    "learner.backend": (REFUSE, "the checkpoint's files are of its layout"),
-    "learner.sharding": (REFUSE, "the checkpoint's files are of its layout"),
-    "learner.zero_stage": (REFUSE, "the checkpoint's files are of its layout"),
+    "learner.backend": (REFUSE, _LAYOUT),
+    "learner.sharding": (ADAPT, _PARTS),
+    "learner.tensor_parallel_size": (ADAPT, _PARTS),
+    "learner.expert_parallel_size": (ADAPT, _PARTS),
+    "learner.zero_stage": (REFUSE, _LAYOUT),
     "learner.zero_offload": (REFUSE, _STATES),
     "learner.zero_offload_params": (REFUSE, _STATES),
     "learner.optim": (REFUSE, _STATES),
@@ -166,9 +170,17 @@ def _cannot(key: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int)
         return "only one of the two has a slow copy of the policy, and the checkpoint goes with the first"
     if key == "learner.mixed_precision" and "float16" in (was, now):
         return "only one of the two scales the loss, and the checkpoint goes with the first"
+    if rule(key)[1] == _PARTS and _in_parts(old) != _in_parts(new):
+        return _LAYOUT
     if key == "learner.ranks" and new["learner.backend"] == "deepspeed":
         return "DeepSpeed's files are of that many ranks"
     return ""
+
+
+def _in_parts(settings: Mapping[str, Any]) -> bool:
+    """Whether each rank holds, and a checkpoint lists, parts of the tensors: FSDP2, tensor and expert parallelism."""
+    sizes = (settings[f"learner.{name}_parallel_size"] for name in ("tensor", "expert"))
+    return settings["learner.sharding"] == "fsdp2" or any(size > 1 for size in sizes)
 
 
 def _replaced(key: str, was: str, now: str) -> Change:

@@ -302,8 +302,8 @@ class Collector:
             for annotator in self.annotators:
                 annotator.arrived(finished)
             if collected.finished or collected.failed:
-                # A replica that is empty may be what a publish waits for.
-                self.state.touch(replica, self.state.queue if replica.in_flight else self.state.changed)
+                emptied = () if replica.in_flight else (self.state.emptied,)
+                self.state.touch(replica, self.state.queue, *emptied)
 
 
 async def annotate(

@@ -112,8 +112,9 @@ class RunState:
     """Owned by the controller and passed to every loop; no loop keeps other state that must survive.
 
     Each loop waits for one signal: ``room`` (the dispatcher: places at the gate, in the buffer or on a replica),
-    ``batch`` (the learner: groups in the buffer), ``queue`` (the services: rollouts for their workers). ``changed`` is
-    for rare events, such as a step, a publish or a death, and wakes the others too.
+    ``batch`` (the learner: groups in the buffer), ``queue`` (the services: rollouts for their workers), ``emptied`` (a
+    publish that drains: a replica without rollouts). ``changed`` is for rare events, such as a step, a publish or a
+    death, and wakes the others too.
     """
 
     config: RunConfig
@@ -141,6 +142,7 @@ class RunState:
     room: Signal = field(default_factory=Signal)
     batch: Signal = field(default_factory=Signal)
     queue: Signal = field(default_factory=Signal)
+    emptied: Signal = field(default_factory=Signal)
     changed: Signal = field(init=False)
     touched: dict[str, Replica] = field(default_factory=dict)  # by name, what the dispatcher has to look at anew
     prefill: ReadTotals = field(default_factory=ReadTotals)  # by the reward model
@@ -152,7 +154,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.adaptive = AdaptiveBound(self.config.async_)
         self.ledger.note = self.journal.note
-        self.changed = Signal(self.room, self.batch, self.queue)
+        self.changed = Signal(self.room, self.batch, self.queue, self.emptied)
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class WeightPublisher:
             drained = self._schedule_done if self._state.scheduled else lambda: not replica.in_flight
             self.waiting_for = f"{replica.name} to finish its rollouts before it loads version {version}"
             replica.draining = not self._state.scheduled
-            await self._state.changed.wait_for(lambda: not replica.alive or drained())
+            await self._state.emptied.wait_for(lambda: not replica.alive or drained())
             self.waiting_for = ""
 
     def _schedule_done(self) -> bool:

@@ -90,7 +90,7 @@ class Sleepers:
         self._waiting: dict[asyncio.Future[None], tuple[str, Callable[[], object]]] = {}
         self._seen: Counter[asyncio.Future[None]] = Counter()
         state = controller.state
-        for name in ("room", "batch", "queue", "changed"):
+        for name in ("room", "batch", "queue", "emptied", "changed"):
             signal = getattr(state, name)
             signal.wait_for = partial(self._wait_for, signal, name)
 

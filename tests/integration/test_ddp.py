@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def batches() -> list[TrainBatch]:
 def train(name: str, rank: int = 0, ranks: int = 1, folder: Path | None = None) -> dict[str, Any]:
     algorithm = ALGORITHMS[name]
     reference = llama(seed=4) if algorithm.needs_reference else None
-    spec = BackendSpec(learner=LEARNER, algorithm=algorithm, steps=10)
+    spec = BackendSpec(learner=replace(LEARNER, ranks=ranks), algorithm=algorithm, steps=10)
     trained = TorchBackend(llama(), spec, reference=reference, rank=rank, ranks=ranks)
     metrics = [trained.train_step(share(batch, rank, ranks)).metrics for batch in batches()]
     weights = {key: tensor.numpy().copy() for key, tensor in trained.parameters().items()}

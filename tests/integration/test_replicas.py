@@ -10,7 +10,8 @@ import pytest
 
 from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime
 from asyncrlhf.orchestrator.pacing import Pacing
-from tests.loop import FAKE, Finished, meddle, run
+from asyncrlhf.orchestrator.state import Replica
+from tests.loop import FAKE, Finished, meddle, run, train_nothing
 
 GENERATION_BOUND = (*FAKE, "batch_size=32", "fusion.max_wait_ms=0", "learner.virtual_step_seconds=0.01")
 FAST_LATENCY = 0.05
@@ -55,6 +56,21 @@ def test_without_pacing_a_wait_for_the_slow_one_shows(tmp_path: Path, monkeypatc
     two = run(tmp_path / "two", *common, "generator.replicas=2")
     three = run(tmp_path / "three", *common, with_slow(30))
     assert speed(three) < 0.5 * speed(two)
+
+
+def test_a_replica_that_runs_empty_has_no_other_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand replicas of one group each run empty all the time; a look at all for each would be their square."""
+    train_nothing(monkeypatch)
+    judged, original = [0], Pacing._judge
+
+    def counted(self: Pacing, replica: Replica, reference: float | None) -> None:
+        judged[0] += 1
+        original(self, replica, reference)
+
+    monkeypatch.setattr(Pacing, "_judge", counted)
+    small = ("generator.replicas=16", "generator.slots=4", "steps=20", "async.max_staleness=4", "eval_every=0")
+    done = run(tmp_path, *GENERATION_BOUND, *small, "generator.fake.latency_median=0.05")
+    assert judged[0] <= 4 * done.summary["ledger"]["admitted"]
 
 
 def test_a_slow_replica_that_can_finish_in_time_has_its_share(tmp_path: Path) -> None:
