@@ -43,7 +43,7 @@ COMPOSED_ONLY = {
     r"my_module:MySink": "a class of the reader's own; tests/unit/records/test_sinks.py has one",
     r"logging=online": "the W&B server",
     r"--from runs/|--profile profile": "a run of the reader's own; tests/integration/test_simulate.py has one",
-    r"^asyncrlhf profile model": "a checkpoint of the reader's own; tests/integration/test_profile.py measures the tiny one",
+    r"^asyncrlhf profile model": "a checkpoint of the reader's own; tests/integration/test_profile.py has one",
     r"^asyncrlhf plan --(gpus|compare )": "files of the reader's own; tests/integration/test_plan.py has some",
     r"--compare-templates": "minutes for each count; tests/unit/cli/test_whatif.py runs it small",
     r"reward\.model\.path=\./my-reward": "a reward model of the reader's own",
