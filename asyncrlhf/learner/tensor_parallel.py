@@ -37,7 +37,8 @@ def deal_out_model(model: transformers.PreTrainedModel, mesh: Mesh) -> list[str]
     shared = _tied_input(model)
     if tensor and shared is not None:
         tensor |= {shared: EMBEDDING}
-    if model.get_input_embeddings().weight.shape[0] % mesh.sizes["tensor"]:
+    table: Any = model.get_input_embeddings()
+    if table.weight.shape[0] % mesh.sizes["tensor"]:
         whole = _vocabulary(model)
         tensor = {name: style for name, style in tensor.items() if name not in whole}
     if expert:
