@@ -19,7 +19,7 @@ COLUMNS = ("grid", "method", "setting", "seed", "heldout_accuracy", "staleness_m
 def rows(sweep: Path, found: dict[str, Any]) -> list[dict[str, Any]]:
     made = []
     for cell in found["configurations"]:
-        cell_row = {
+        row = {
             "grid": "speed" if cell["alone"] else "quality",
             "method": cell["method"],
             "setting": cell["setting"],
@@ -27,7 +27,7 @@ def rows(sweep: Path, found: dict[str, Any]) -> list[dict[str, Any]]:
         for run in cell["runs"]:
             summary = json.loads((sweep / run / "summary.json").read_text())
             after, age = f"{summary['heldout_accuracy']['after']:.4f}", f"{summary['staleness']['mean']:.3f}"
-            made.append(cell_row | {"seed": summary["seed"], "heldout_accuracy": after, "staleness_mean": age})
+            made.append(row | {"seed": summary["seed"], "heldout_accuracy": after, "staleness_mean": age})
     return made
 
 
