@@ -250,6 +250,7 @@ class Bookkeeping:
         await state.changed.wait_for(lambda: not state.groups or state.stopping)
         await self.publisher.idle()
         if state.published_version < state.version:
+            state.journal.note("rested", step=state.version)
             self.publisher.publish(state.version)
             await self.publisher.idle()
         # An engine tells of its last responses when their step begins, and can take no other before it ends.

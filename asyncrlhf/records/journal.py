@@ -41,6 +41,7 @@ EVENTS = {
     "failed": "`ids` could not be sampled or scored, for this `reason`",
     "requeued": "`ids` lost their replica and wait to be sampled again",
     "step": "the learner completed `step`: the policy is at this version",
+    "rested": "no rollout is under way before a checkpoint of `step`, whose weights are published even if none is due",
     "publish": "weights of `version` are on their way to `replicas`",
     "load": "`replica` is asked to load `version`",
     "loaded": "`replica` answered that it holds `version`",

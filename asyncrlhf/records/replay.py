@@ -39,7 +39,7 @@ class Replay:
         self._batch: list[int] = []
         self._closed: set[int] = set()
         self._version = self._resumed_at = self._bound = 0
-        self._published = -1
+        self._published = self._rested = -1
         self._rules: Rules | None = None
         self._began_at = 0.0
 
@@ -244,6 +244,9 @@ class Replay:
 
     # --- weights
 
+    def _on_rested(self, line: dict[str, Any]) -> None:
+        self._rested = line["step"]
+
     def _on_publish(self, line: dict[str, Any]) -> None:
         version, rules, before = line["version"], self._now, self._published
         if self.history.open_publish is not None:
@@ -257,7 +260,7 @@ class Replay:
             self._found.add(f"journal.jsonl: version {version} was published when it was {self._version}.")
         # A free run may put a publish off; then the next one makes up for it, whatever its version.
         every = rules.publish_every
-        due = before < 0 or version == rules.steps or version // every > before // every
+        due = before < 0 or version in (rules.steps, self._rested) or version // every > before // every
         if not due or (
             rules.scheduled and before >= 0 and version != min(before - before % every + every, rules.steps)
         ):

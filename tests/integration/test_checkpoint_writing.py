@@ -45,6 +45,23 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[int, int
     return written
 
 
+def test_a_checkpoint_between_two_publishes_breaks_no_promise(tmp_path: Path) -> None:
+    """The rest before it publishes what is not due, and the journal says why; ``run`` verifies."""
+    done = run(
+        tmp_path,
+        *FAKE,
+        "eval_every=0",
+        "steps=8",
+        "checkpoint.every=3",
+        "weights.publish_every=4",
+        "async.max_staleness=4",
+    )
+    events = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "rested"] == [3, 6]
+    assert [e["version"] for e in events if e["event"] == "published"] == [0, 3, 4, 6, 8]
+    done.assert_ledger_whole()
+
+
 def names(folder: Path) -> list[str]:
     return [path.name for path in list_checkpoints(folder)]
 
