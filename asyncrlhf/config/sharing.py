@@ -35,14 +35,14 @@ def _check_offload(config: RunConfig) -> None:
     check(
         config.cluster.placement != "flatten" or config.offloads or not derived,
         "cluster.placement=flatten with a learner that keeps its memory (cluster.offload=false, or "
-        "learner.backend=deepspeed) leaves vLLM a share that nobody knows; set generator.vllm.gpu_memory_utilization.",
+        "learner.backend=deepspeed) leaves vLLM an unknown share of the memory; set generator.vllm.gpu_memory_utilization.",
     )
     if not config.cluster.offload:
         return
     check(
         config.cluster.placement == "flatten",
-        f"cluster.offload=true frees devices for those who take turns on them, and under "
-        f"cluster.placement={config.cluster.placement} nobody does; allowed: cluster.placement=flatten.",
+        f"cluster.offload=true frees devices that learner and generators share, and under "
+        f"cluster.placement={config.cluster.placement} they share none; allowed: cluster.placement=flatten.",
     )
     check(
         config.learner.backend == "torch",

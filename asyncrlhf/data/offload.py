@@ -87,7 +87,7 @@ class FileDepot:
 
 
 class Offload:
-    """Of one part on ``device``. Between :meth:`out` and :meth:`back` nobody may touch the tensors."""
+    """The tensors of one part on ``device``. They must not be used between :meth:`out` and :meth:`back`."""
 
     def __init__(self, device: torch.device, depot: Depot | None = None) -> None:
         """``depot``: by default host memory for a GPU and a file for a CPU."""

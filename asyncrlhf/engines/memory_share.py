@@ -13,7 +13,7 @@ from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
 
 CONTEXT_BYTES = 3 << 29  # 1.5 GiB: of a learner's process on the device beside its tensors, NCCL's buffers among it
-MARGIN = 0.02  # of a device, for what nobody counted
+MARGIN = 0.02  # of a device, for memory that is counted nowhere
 
 
 def memory_share(name: str, total: int, free: int, beside: int, weights: int, part: float = 1.0) -> float:

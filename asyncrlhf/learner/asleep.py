@@ -14,7 +14,7 @@ from asyncrlhf.learner.torch_backend import TorchBackend
 
 class RankSleep:
     """Takes weights, optimizer states, critic, slow copy and reference of ``backend`` off its device, and drops its
-    gradients, which the update used up. DeepSpeed's engines hold memory that nobody else knows of, and keep all."""
+    gradients, which the update used up. DeepSpeed's engines manage their own memory and keep all of it."""
 
     def __init__(self, backend: TorchBackend, depot: Depot | None = None) -> None:
         """``depot``: as :class:`Offload` takes it."""
@@ -27,7 +27,7 @@ class RankSleep:
         return self._offload.asleep
 
     def sleep(self) -> None:
-        """Nobody may be reading the weights, a snapshot under way among them."""
+        """Move everything off the device. No reader of the weights, such as a snapshot, may be under way."""
         if self._able:
             self._backend.updater.begin()
             self._offload.out(self._tensors())
