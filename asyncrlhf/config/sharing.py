@@ -35,7 +35,7 @@ def _check_offload(config: RunConfig) -> None:
     check(
         config.cluster.placement != "flatten" or config.offloads or not derived,
         "cluster.placement=flatten with a learner that keeps its memory (cluster.offload=false, or "
-        "learner.backend=deepspeed) leaves vLLM an unknown share of the memory; set generator.vllm.gpu_memory_utilization.",
+        "learner.backend=deepspeed) leaves vLLM an unknown share; set generator.vllm.gpu_memory_utilization.",
     )
     if not config.cluster.offload:
         return
