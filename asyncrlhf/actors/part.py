@@ -45,6 +45,10 @@ class RecordActor:
     """Writes rollout records: token arrays reach it from the object store, never through the controller. One call
     writes one Parquet file, on the controller's machine."""
 
+    def ping(self) -> bool:
+        """Answers whatever it is writing: in a thread of its own."""
+        return True
+
     def write(
         self, target: str, rows: Sequence[RolloutRow], places: Sequence[Address | None], *bundles: RolloutBundle
     ) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.calls import under_way
+from asyncrlhf.cluster.clock import off_loop
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.learner.learner_config import StepResult
@@ -33,6 +34,7 @@ W_co = TypeVar("W_co", covariant=True)
 # own (a weight transfer). The run's supervisor asks the part for a sign of life meanwhile, and ends the call of a part
 # that gives none long before, within stall_timeout_seconds.
 LONG_SECONDS = 24 * 3600.0
+RECORD_WRITER = "the record writer"
 
 
 # Takes what a part told of its time, and when the request left and its answer came, by the loop's clock.
@@ -231,6 +233,11 @@ class Runtime(Protocol):
     def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
         """As :meth:`write_part`, for a checkpoint: writes rollouts with their annotations' arrays."""
         ...
+
+    async def written(self, files: Sequence[Future[None]], tell: Callable[[str], None]) -> None:
+        """Wait for files of :meth:`write_part` and :meth:`save_rollouts`, written or failed. A writer that freezes
+        meanwhile is replaced, of which ``tell`` gets a sentence. The default is for one that is a thread."""
+        await off_loop(lambda: wait(files))
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         """Store rollouts of a checkpoint; returns references to them."""

@@ -113,7 +113,7 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
         return LocalRuntime(wanted, placement_plan(config).sharing, workers)
     from asyncrlhf.cluster.ray_runtime import RayRuntime
 
-    return RayRuntime(config.cluster, config.ray, wanted, run_dir)
+    return RayRuntime(config.cluster, config.ray, wanted, config.stall_timeout_seconds, run_dir)
 
 
 def answer_seconds(config: RunConfig, own_limit: float = 0.0) -> float:

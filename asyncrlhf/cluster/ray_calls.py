@@ -11,14 +11,14 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from asyncrlhf.cluster.calls import START, under_way
 from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.ray_placement import free_in_ray
-from asyncrlhf.errors import ReplicaError
+from asyncrlhf.errors import AsyncRLHFError, ReplicaError
 
 START_SECONDS = 600.0
 
 
 async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
-    """Await the answer of the actor ``name`` to ``verb``. The actor's own exception is raised unchanged; its death, or
-    no answer within ``seconds``, raises ReplicaError."""
+    """Await the answer of the actor ``name`` to ``verb``. The actor's own exception is raised, with a note that names
+    the actor where it is none of the project's; its death, or no answer within ``seconds``, raises ReplicaError."""
     return await within(seconds, name, verb, _translated(name, reference))
 
 
@@ -26,7 +26,10 @@ async def _translated(name: str, reference: Awaitable[Any]) -> Any:
     try:
         return await reference
     except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        if not isinstance(cause, AsyncRLHFError):
+            cause.add_note(f"in {name}")
+        raise cause from None
     except RayActorError as error:
         lines = str(error).strip().splitlines()
         if error.actor_init_failed:  # the message is a traceback

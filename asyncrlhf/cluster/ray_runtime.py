@@ -8,19 +8,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrlhf.actors.annotator import AnnotatorSpec
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import RolloutBundle, resolved
-from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.where import available_cores, keep_to, split_cores
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.first_turn import first_turn
@@ -30,6 +28,7 @@ from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, 
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
 from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes
+from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.records.rollout_rows import RolloutRow
@@ -58,7 +57,9 @@ ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be th
 class RayRuntime(Runtime):
     """Starts Ray for the run, unless it runs already or ``ray.address`` names a cluster; stops only what it started."""
 
-    def __init__(self, cluster: ClusterConfig, config: RayConfig, specs: Specs, run_dir: Path | None = None) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, config: RayConfig, specs: Specs, stall_seconds: float, run_dir: Path | None = None
+    ) -> None:
         """``run_dir``: where the learner will save, which its machine must see; None if it will not save."""
         self._cluster = cluster
         self._config = config
@@ -69,7 +70,7 @@ class RayRuntime(Runtime):
         self._owns_ray = False
         self._cores_before: frozenset[int] = frozenset()
         self._rank_cores: Sequence[Collection[int]] = ()  # where the ranks have cores of their own
-        self._records: Any = None  # the record writer's actor, once there is something to write
+        self.records = RayRecords(stall_seconds / 2, cluster.start_timeout_seconds)
         self._endpoint = ""
         self._epoch = 0
         self.sharing = frozenset()
@@ -306,22 +307,14 @@ class RayRuntime(Runtime):
         answers = (ask("the object store", reference, LONG_SECONDS, "fetch") for reference in references)
         return resolved(addresses, await asyncio.gather(*answers))
 
-    def _record_writer(self) -> Any:
-        """The actor, on this machine."""
-        if self._records is None:
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            self._records = ray.remote(RecordActor).options(num_cpus=0, scheduling_strategy=here).remote()
-        return self._records
-
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
-        found, references = addressed([replace(p, annotations=()) for p in payloads if p is not None])
-        order = iter(found)
-        places = [None if p is None else next(order) for p in payloads]
-        return self._record_writer().write.remote(str(target.resolve()), rows, places, *references).future()
+        return self.records.write_part(target, rows, payloads)
 
     def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
-        addresses, references = addressed(payloads)
-        return self._record_writer().save.remote(str(target.resolve()), addresses, *references).future()
+        return self.records.save_rollouts(target, payloads)
+
+    async def written(self, files: Sequence[Future[None]], tell: Callable[[str], None]) -> None:
+        await self.records.written(files, tell)
 
     def store(self, rollouts: Sequence[Rollout]) -> list[Payload]:
         kept = RolloutBundle(rollouts)
@@ -334,8 +327,7 @@ class RayRuntime(Runtime):
         services: list[Any] = [*self.rewards, *self.references, *self.critics]
         parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
         await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
-        if self._records is not None:
-            ray.kill(self._records)
+        self.records.close()
         if hasattr(self, "_placer"):
             self._placer.close()
         if self._owns_ray:

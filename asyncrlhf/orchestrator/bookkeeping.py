@@ -208,7 +208,8 @@ class Bookkeeping:
         try:
             rollouts = self.runtime.save_rollouts(writer.rollouts, payloads)
             await self.log.flush()
-            await off_loop(rollouts.result)
+            await self.log.written([rollouts])
+            rollouts.result()
             seals = await self.runtime.learner.saved()
             self._committing = True
             await off_loop(partial(writer.commit, document, marker, seals))

@@ -332,4 +332,7 @@ def failure_sentence(error: BaseException) -> str:
         return full
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
-    return first if isinstance(error, AsyncRLHFError) else f"{type(error).__name__}: {first}"
+    if isinstance(error, AsyncRLHFError):
+        return first
+    notes = "; ".join(getattr(error, "__notes__", ()))  # such as the part that raised it
+    return f"{type(error).__name__}: {first}" + (f" ({notes})" if notes else "")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 
 from asyncrlhf.cluster.clock import off_loop
-from asyncrlhf.cluster.handles import LONG_SECONDS, Runtime, within
+from asyncrlhf.cluster.handles import LONG_SECONDS, RECORD_WRITER, Runtime, within
 from asyncrlhf.orchestrator.spans import SpanLog
 from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.record_marker import RecordMarker
@@ -22,6 +22,7 @@ class RolloutLog:
 
     def __init__(self, state: RunState, runtime: Runtime, recorder: RunRecorder) -> None:
         self._state = state
+        self._runtime = runtime
         self._recorder = recorder
         self._uses: dict[int, tuple[tuple[int, ...], float]] = {}  # by rollout id: the versions, the last time
         self._rows: list[RolloutRow] = []
@@ -118,8 +119,12 @@ class RolloutLog:
 
     async def _written(self, parts: Sequence[Future[None]]) -> None:
         if parts:
-            await within(LONG_SECONDS, "the record writer", "write", off_loop(lambda: wait(parts)))
+            await self.written(parts)
         self._recorder.raise_if_failed()
+
+    async def written(self, files: Sequence[Future[None]]) -> None:
+        """Wait until the record writer has written these files, or failed to."""
+        await within(LONG_SECONDS, RECORD_WRITER, "write", self._runtime.written(files, self._state.message))
 
     def uses(self) -> dict[int, list[int]]:
         """For a checkpoint: the versions at which the rollouts still held were trained."""

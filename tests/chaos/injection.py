@@ -192,7 +192,7 @@ def wait(condition: Callable[[], Any]) -> None:
 def targets(runtime: Any, part: str) -> list[tuple[str, Any]]:
     """Name and actor of each live part of this kind."""
     if part == "record writer":
-        return [(part, runtime._records)] if runtime._records is not None else []
+        return [(part, runtime.records.actor)] if runtime.records.actor is not None else []
     if part == "learner":
         return [(r.name, r.actor) for r in runtime.learner.ranks] if hasattr(runtime, "learner") else []
     handles: Sequence[Any] = getattr(runtime, f"{part}s")

@@ -57,8 +57,9 @@ def assert_each_step_trained_once(done: Finished, steps: int) -> None:
 def test_killed_parts_lose_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """generator-0 dies at work, generator-1 in the midst of a transfer, a reward worker in between."""
-    controllers, struck = watch(monkeypatch), []
+    """generator-0 dies at work, generator-1 in the midst of a transfer, a reward worker and the record writer
+    in between."""
+    controllers, struck, records = watch(monkeypatch), [], []
 
     async def at_work(learner: RayLearner, *_: Any) -> None:
         state = controllers[0].state
@@ -69,6 +70,8 @@ def test_killed_parts_lose_nothing(
             await until(lambda: busy.restarts == 1 and busy.takes_work, "generator-0's return")
         if state.version == 6:
             struck.append(await strike(controllers[0]._runtime.rewards[0].actor, KILL))
+        if state.version == 7:
+            records.append(await strike(controllers[0]._runtime.records.actor, KILL))
         if state.version == 12:
             other = state.replicas[1]
             await until(lambda: other.restarts == 1 and other.takes_work, "generator-1's return")
@@ -79,8 +82,8 @@ def test_killed_parts_lose_nothing(
 
     before(monkeypatch, RayLearner, "train", at_work)
     before_call(monkeypatch, RayGenerator, "receive", in_transfer)
-    done = run(tmp_path, *FAKE, "steps=20", "generator.replicas=2", "logging.progress=plain")
-    assert len(struck) == 3
+    done = run(tmp_path, *FAKE, "steps=20", "generator.replicas=2", "logging.progress=plain", "logging.flush_every=16")
+    assert len(struck) == 3 and len(records) == 1
     assert_each_step_trained_once(done, 20)
     assert done.trained.staleness.max() <= 2
     assert set(done.trained[done.trained.consumed_at_version.str[0] >= 16].generator_id) == {
@@ -209,7 +212,8 @@ def test_frozen_parts_are_named_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stopped one after the other, none of them dead: the only generator in the first evaluation, the only reward
-    worker at a call, then the learner in its step, which starts again from version 0: there is no checkpoint."""
+    worker at a call, then the learner in its step, which starts again from version 0: there is no checkpoint; at last
+    the record writer, which the end of the run waits for."""
     controllers, struck = watch(monkeypatch), {}
     status: list[str] = []
 
@@ -231,20 +235,29 @@ def test_frozen_parts_are_named_and_replaced(
             await stop("training", learner.ranks[0].actor)
             await until(lambda: "Step 6 of 10" in "".join(status_lines(tmp_path, time.time())), "a status of step 6")
             status.extend(status_lines(tmp_path, time.time()))
+        if controllers[0].state.version == 9:
+            await stop("writing", controllers[0]._runtime.records.actor)
 
     before(monkeypatch, RayGenerator, "generate", evaluating)
     before(monkeypatch, RayAnnotator, "annotate", scoring)
     before(monkeypatch, RayLearner, "train", training)
-    settings = ("steps=10", "stall_timeout_seconds=6", "logging.progress=plain", "eval_every=0")
+    settings = (
+        "steps=10",
+        "stall_timeout_seconds=6",
+        "logging.progress=plain",
+        "eval_every=0",
+        "logging.flush_every=16",
+    )
     done = run(tmp_path, *FAKE, *settings)
     said = " ".join(capsys.readouterr().out.split())
-    assert list(struck) == ["evaluating", "scoring", "training"]
+    assert list(struck) == ["evaluating", "scoring", "training", "writing"]
     assert "Cause: generator-0 gave no sign of life for 3 s, asked for generate" in said and "(ids -1, -2)" in said
     assert said.count("Nothing has moved for") >= 2 and said.count("generator-0 is back") == 1
     assert "reward-0 gave no sign of life for 3 s, asked for annotate" in said
     assert "Held-out greedy accuracy at version 0" in said, "the replica that came back was asked again"
     assert status[0].endswith("trains.") and "Restarts: generator-0 1, reward-0 1." in status, status
     wait_until(lambda: not [p for p in struck.values() if is_alive(p)], "the end of the stopped processes")
+    assert "The record writer gave no sign of life for 3 s. Replacing it." in said
     assert re.search(r"learner-0 gave no sign of life for 3 s, asked for \w+ \d+ s ago", said)
     assert "The learner is back: from step 6 to the checkpoint of step 0" in said
     assert controllers[0].state.epoch == 1

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from asyncrlhf.cluster.calls import Call, keep_calls
 from asyncrlhf.cluster.handles import within
-from asyncrlhf.errors import ReplicaError
+from asyncrlhf.cluster.ray_calls import ask
+from asyncrlhf.errors import ReplicaError, RewardError
+from asyncrlhf.orchestrator.controller import failure_sentence
 
 
 def test_a_verdict_ends_a_call_and_none_that_is_over() -> None:
@@ -37,5 +40,24 @@ def test_a_verdict_that_comes_after_the_answer_changes_nothing() -> None:
         assert await waits == 7
         call.end("generator-0 gave no sign of life")
         assert not call.verdict
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("raised", "sentence"),
+    [
+        (RuntimeError("can't start new thread\nmore"), "RuntimeError: can't start new thread (in reward-0)"),
+        (RewardError("the judge answers nonsense"), "the judge answers nonsense"),
+    ],
+)
+def test_the_sentence_of_a_run_names_the_actor_that_raised_what_is_not_ours(raised: Exception, sentence: str) -> None:
+    async def asked() -> None:
+        keep_calls()
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(RayTaskError("score", "a traceback", raised))
+        with pytest.raises(type(raised)) as caught:
+            await ask("reward-0", answer, 60.0, "score")
+        assert failure_sentence(caught.value) == sentence
 
     asyncio.run(asked())

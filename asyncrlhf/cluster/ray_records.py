@@ -1,0 +1,92 @@
+"""The record writer of a Ray run: an actor on the controller's machine, which is started again after its death and when
+it gives no sign of life. Ray then repeats the calls it has not answered: each writes one file, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrlhf.actors.part import RecordActor
+from asyncrlhf.cluster.handles import RECORD_WRITER, within
+from asyncrlhf.cluster.ray_calls import ask_to_start
+from asyncrlhf.cluster.ray_handles import PING, actor_class, addressed
+from asyncrlhf.errors import ReplicaError
+from asyncrlhf.records.rollout_rows import RolloutRow
+from asyncrlhf.types import Payload
+
+RESTARTS = 3  # of one run
+
+
+class RayRecords:
+    """Starts the actor with the first file. ``seconds``: how long it may give no sign of life, and take to start."""
+
+    def __init__(self, seconds: float, start_seconds: float) -> None:
+        self.actor: Any = None
+        self._seconds, self._start_seconds = seconds, start_seconds
+
+    def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
+        """As :meth:`~asyncrlhf.cluster.handles.Runtime.write_part`."""
+        found, references = addressed([replace(p, annotations=()) for p in payloads if p is not None])
+        order = iter(found)
+        places = [None if p is None else next(order) for p in payloads]
+        return _named(self._there().write.remote(str(target.resolve()), rows, places, *references))
+
+    def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
+        """As :meth:`~asyncrlhf.cluster.handles.Runtime.save_rollouts`."""
+        addresses, references = addressed(payloads)
+        return _named(self._there().save.remote(str(target.resolve()), addresses, *references))
+
+    async def written(self, files: Sequence[Future[None]], tell: Callable[[str], None]) -> None:
+        """Wait for the files, and replace the actor if it freezes meanwhile; ``tell`` is then told so."""
+        waiting = [asyncio.wrap_future(file) for file in files]
+        while (await asyncio.wait(waiting, timeout=self._seconds))[1]:
+            if self.actor is None:
+                continue
+            try:
+                alive = self.actor.ping.options(concurrency_group=PING, max_task_retries=0).remote()
+                await within(self._seconds, RECORD_WRITER, PING, alive)
+                continue
+            except ReplicaError:
+                tell(f"{RECORD_WRITER.capitalize()} gave no sign of life for {self._seconds:g} s. Replacing it.")
+                ray.kill(self.actor, no_restart=False)
+            except RayActorError:
+                pass  # it died, and Ray starts it again
+            with suppress(ReplicaError):  # not again: then the calls fail, too
+                await ask_to_start(RECORD_WRITER, self.actor.ping.remote(), self._start_seconds)
+
+    def close(self) -> None:
+        if self.actor is not None:
+            ray.kill(self.actor)
+
+    def _there(self) -> Any:
+        if self.actor is None:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            kind = actor_class(RecordActor, num_cpus=0, max_restarts=RESTARTS, max_task_retries=RESTARTS)
+            self.actor = kind.options(scheduling_strategy=here).remote()
+        return self.actor
+
+
+def _named(reference: Any) -> Future[None]:
+    """The answer to a call of the actor, whose death is told as that of the record writer."""
+    answer: Future[None] = Future()
+
+    def pass_on(found: Future[None]) -> None:
+        error = found.exception()
+        if isinstance(error, RayActorError):
+            error = ReplicaError(f"{RECORD_WRITER} died: {str(error).strip().splitlines()[0]}")
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+
+    reference.future().add_done_callback(pass_on)
+    return answer
