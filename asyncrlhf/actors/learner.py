@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -24,14 +24,7 @@ from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.packing import empty_batch, pack
-from asyncrlhf.data.pretrained import load_policy
-from asyncrlhf.data.weight_files import load_blank
-from asyncrlhf.learner.asleep import RankSleep
-from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
-from asyncrlhf.learner.plan import StepPlan
-from asyncrlhf.learner.token_facts import token_facts
-from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.records.rollout_tokens import TokenRecord, sampled
 from asyncrlhf.records.spans import SHORT_WAIT, Lane, SpanBatch
 from asyncrlhf.transport.audit import tensor_digests
@@ -41,6 +34,11 @@ from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import Rollout, RolloutInfo, TrainSample
+
+if TYPE_CHECKING:
+    # What trains costs seconds of imports, which the driver of a Ray run, where only names of this module are used, is
+    # spared: its learner's process imports them when the worker is built.
+    from asyncrlhf.learner.plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +64,9 @@ class LearnerSpec(BackendSpec):
 def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
     """``model``, ``reference`` and ``files`` of a :class:`TorchBackend`: without weights if it reads its shards itself,
     else whole. The trained model is float32, a frozen reference has the model's own dtype."""
+    from asyncrlhf.data.pretrained import load_policy
+    from asyncrlhf.data.weight_files import load_blank
+
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
     kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})
     if learner.in_rows and spec.algorithm.anchor != "ema":
@@ -81,6 +82,10 @@ class LearnerWorker:
     """A rank without Ray. ``train`` and ``transfer`` may run in two threads: they share only the snapshot."""
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, ranks: int = 1, address: str = "") -> None:
+        from asyncrlhf.learner.asleep import RankSleep
+        from asyncrlhf.learner.distributed import init_process_group
+        from asyncrlhf.learner.torch_backend import TorchBackend
+
         self.rank = rank
         self._model, self._weights = spec.model, spec.weights
         # What a share without a rollout would have come with.
@@ -133,6 +138,8 @@ class LearnerWorker:
 
     def _record(self, rollouts: Mapping[int, Rollout], plan: StepPlan) -> None:
         if self._tokens is not None and rollouts:
+            from asyncrlhf.learner.token_facts import token_facts
+
             rows = token_facts(plan, self.backend.algorithm, rollouts)
             texts = ({"prompt": rollouts[row["rollout_id"]].prompt.text} for row in rows)
             self._tokens.add(self.version, [row | text for row, text in zip(rows, texts, strict=True)])

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrlhf.learner.distributed import by_layout
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.plugins import guarded, load_function
 from asyncrlhf.validation import check, check_package
@@ -95,6 +94,8 @@ def _build(config: LearnerConfig, groups: list[dict[str, Any]], betas: tuple[flo
 def _groups(module: nn.Module, rate: float, decay: float, muon: bool) -> list[dict[str, Any]]:
     """The trained parameters in groups: what has rows, which decays, and vectors. For Muon the matrices apart from
     tables with a row a token, embeddings and output layers."""
+    from asyncrlhf.learner.distributed import by_layout  # imports DTensors, which the driver of a run never needs
+
     trained = [p for p in module.parameters() if p.requires_grad]
     tables = {id(parameter) for parameter in _tables(module)} if muon else set()
     hidden = [p for p in trained if muon and p.ndim == 2 and min(p.shape) > 1 and id(p) not in tables]

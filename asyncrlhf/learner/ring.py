@@ -284,7 +284,7 @@ class _RingAttention(torch.autograd.Function):
         return (*(x[None].to(kind) for x, kind in zip(wanted, ctx.types, strict=True)), None, None)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler here, a second of each process
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,

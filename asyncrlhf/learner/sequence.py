@@ -75,8 +75,8 @@ class _OnRing(Layout):
     ) -> tuple[torch.Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         passed, own = query.shape[2], len(self.plan.rows)
-        given = (x[:, :, :own] for x in (query, key, value))
-        out = ring_attention(*given, self.plan, self.peers, scale, sliding_window)
+        q, k, v = (x[:, :, :own] for x in (query, key, value))
+        out = ring_attention(q, k, v, self.plan, self.peers, scale, sliding_window)
         return F.pad(out, (0, 0, 0, 0, 0, passed - own)), None
 
 

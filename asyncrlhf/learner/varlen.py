@@ -314,7 +314,7 @@ def varlen_kernel(
     return out[None]
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler here, a second of each process
 def masked_calls(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.data.packing import select
 from asyncrlhf.learner.algorithm import AlgorithmConfig
-from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
 from tests.numeric import assert_close
+from tests.unit.learner.ranks import run_ranks
 from tests.unit.learner.worlds import llama, random_batch, share
 
-TIME_LIMIT = 120.0
 ALGORITHMS = {
     "decoupled_grpo": AlgorithmConfig(num_iterations=2),
     "ppo": AlgorithmConfig(advantage="gae", whiten=True, kl="loss", beta=0.1, entropy_coef=0.01),
@@ -62,40 +57,14 @@ def train(name: str, rank: int = 0, ranks: int = 1, folder: Path | None = None) 
     return {"metrics": metrics, "weights": weights, "skipped": skipped and kept, "version": trained.policy_version}
 
 
-def one_rank(pipe: Connection, rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    init_process_group(rank, 2, f"127.0.0.1:{port}", timeout_seconds=TIME_LIMIT)
-    pipe.send({name: train(name, rank, 2, folder / name) for name in ALGORITHMS})
-    torch.distributed.destroy_process_group()
+def one_rank(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
+    return {name: train(name, rank, 2, folder / name) for name in ALGORITHMS}
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found, for every algorithm."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    folder = tmp_path_factory.mktemp("ddp")
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    processes = [
-        context.Process(target=one_rank, args=(send, rank, port, folder), daemon=True)
-        for rank, (_, send) in enumerate(pipes)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        for _, send in pipes:
-            send.close()  # so that a rank that dies ends the wait for it
-        found = []
-        for receive, _ in pipes:
-            assert receive.poll(TIME_LIMIT), "a rank did not answer in time"
-            found.append(receive.recv())
-        return found
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            process.kill()
+    return run_ranks(one_rank, 2, tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from asyncrlhf.transport.group import own_host
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
 from tests.integration.transport_process import serve
+from tests.processes import forked
 
 LONG = 180.0  # the transport's time-out where a death must be noticed without it
 SOON = 60.0  # generous for a busy machine, far below LONG
@@ -43,8 +43,7 @@ class Cluster:
     def __init__(self, names: list[str], timeout_seconds: float) -> None:
         self.sender = CollectiveSender(build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds)
         self.endpoint = self.sender.listen()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.integration.transport_process"])  # imports torch once, not in each
+        context = forked()
         self.pipes, self.processes = {}, {}
         for name in names:
             self.pipes[name], theirs = context.Pipe()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ from asyncrlhf.learner.distributed import init_process_group
 from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.types import TrainBatch
+from tests.processes import forked
 from tests.unit.learner.worlds import random_batch, share
 
 TIME_LIMIT = 240.0
@@ -77,7 +77,7 @@ def run_ranks(job: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
         context.Process(target=_one_rank, args=(send, rank, ranks, port, job, arguments), daemon=True)

@@ -1,0 +1,17 @@
+"""Processes of tests, forked from one that has imported what each of them would need seconds of a processor for."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+# By names that the working folder, the repository, leads to. torch._dynamo: every optimizer of torch imports it.
+IMPORTED = ["tests.unit.learner.ranks", "tests.integration.transport_process", "torch._dynamo", "deepspeed"]
+
+
+def forked() -> ForkServerContext:
+    """As ``multiprocessing.get_context("spawn")``, quicker: nothing of this process but its environment at the first
+    call is inherited. The forking process has no threads and no groups, only modules."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
