@@ -1,4 +1,4 @@
-"""A sweep's quality as this folder keeps it: a row a job, and a table of lags and methods.
+"""A sweep's quality as this folder keeps it: a row a job, a table of lags and methods, and a picture of it.
 
 python experiments/05_staleness_lab/table.py runs/sweeps/staleness-HASH experiments/05_staleness_lab/staleness.csv
 """
@@ -10,6 +10,8 @@ import csv
 import json
 from pathlib import Path
 from typing import Any
+
+import matplotlib.pyplot as plt
 
 from asyncrlhf.sweeps.sentences import RESULTS_FILE
 
@@ -37,6 +39,24 @@ def told(cell: dict[str, Any]) -> str:
     return quality if cell["kept"] is None else f"{quality}, {100 * cell['kept']:.0f} ± {100 * cell['kept_error']:.0f}%"
 
 
+def draw(cells: list[dict[str, Any]], start: float, target: Path) -> None:
+    """Held-out accuracy over the staleness that came about, a line a method; bars: one standard error."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for method, mark in zip(dict.fromkeys(cell["method"] for cell in cells), "osD^v", strict=False):
+        own = sorted((cell for cell in cells if cell["method"] == method), key=lambda cell: cell["staleness"])
+        x, y = [cell["staleness"] for cell in own], [cell["quality"] for cell in own]
+        axes.errorbar(x, y, [cell["quality_error"] for cell in own], marker=mark, capsize=3, label=method)
+    axes.axhline(start, color="grey", linestyle=":", label="before training")
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xticks([0, 1, 2, 4, 8, 16], ["0", "1", "2", "4", "8", "16"])
+    axes.set(
+        xlabel="mean staleness of the tokens trained on, in policy versions", ylabel="held-out accuracy", ylim=(0, 0.8)
+    )
+    axes.set_xlim(-0.2, 19)
+    axes.legend(loc="lower left")
+    figure.savefig(target, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path)
@@ -55,6 +75,8 @@ def main() -> None:
         own = {cell["method"]: cell for cell in cells if cell["setting"] == setting}
         age = max(cell["staleness"] for cell in own.values())
         print(f"| {setting} ({age:.1f}) |", " | ".join(told(own[m]) if m in own else "" for m in methods), "|")
+    first = json.loads((options.sweep / cells[0]["runs"][0] / "summary.json").read_text())
+    draw(cells, first["heldout_accuracy"]["before"], options.out.with_suffix(".png"))
     print(*found["sentences"], sep="\n")
 
 
