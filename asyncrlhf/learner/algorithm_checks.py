@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from asyncrlhf.errors import ContradictionError
 from asyncrlhf.validation import check, check_range, check_settings
 
 if TYPE_CHECKING:
@@ -34,6 +36,49 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         f"algorithm.loss.target decides itself which tokens count, so that algorithm.gate={config.gate} would be "
         "ignored; allowed: gate=none.",
     )
+    _check_effects(config)
+
+
+def _check_effects(config: AlgorithmConfig) -> None:
+    """Refuse a setting other than its default that nothing reads under the others: a KL's weight without a KL."""
+    own, policy = bool(config.loss.target), config.head == "policy"
+    coef = config.coef if policy else ""
+    on_vstar = config.advantage == "vstar" or (config.head == "regress" and config.regress_target == "vstar")
+    clips = own or coef in ("clip", "geoclip") or config.gate == "sat"
+    caps, corrects = ("cap", "band", "signed"), own or config.correction != "none"
+    traces = config.advantage == "vtrace" or config.corrects_values
+    for names, read, allowed in (
+        (("beta",), config.kl != "none" or not policy, "kl=loss or kl=reward"),
+        (("kl_estimator", "kl_target"), config.kl != "none", "kl=loss or kl=reward"),
+        (("kl_importance_weighted",), config.kl == "loss", "kl=loss"),
+        (("advantage_eps",), config.advantage == "group_norm", "advantage=group_norm"),
+        (("vstar_beta",), on_vstar, "advantage=vstar, or head=regress with regress_target=vstar"),
+        (("epsilon", "epsilon_high"), clips, "coef=clip or geoclip"),
+        (("dual_clip",), own or coef == "clip", "coef=clip"),
+        (("cap_low",), own or coef in caps, "coef=cap, band or signed"),
+        (("cap_high",), own or coef in (*caps, "dprob"), "coef=cap, band, signed or dprob"),
+        (("sapo_temperature_pos", "sapo_temperature_neg"), own or coef == "soft", "coef=soft"),
+        (("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), own or coef == "gamma", "coef=gamma"),
+        (("delta_low", "delta_high"), own or coef == "dprob", "coef=dprob"),
+        (("m2_threshold",), config.gate == "m2", "gate=m2"),
+        (("sat_quantile",), config.gate == "sat", "gate=sat"),
+        (("off_policy_mask_threshold",), config.gate == "opsm", "gate=opsm"),
+        (("correction_level", "correction_low", "correction_high"), corrects, "correction=truncate or mask"),
+        (("lr_ess_base",), config.lr == "sqrt_ess", "lr=sqrt_ess"),
+        (("regress_target",), config.head == "regress", "head=regress"),
+        (("pair_loss",), config.head == "pair", "head=pair"),
+        (("gamma",), config.needs_critic or config.advantage == "whiten", "advantage=gae, vtrace or whiten"),
+        (("lam", "value_coef", "value_clip"), config.needs_critic, "advantage=gae or vtrace"),
+        (("rho_bar",), config.advantage == "vtrace", "advantage=vtrace"),
+        (("c_bar",), traces, "advantage=vtrace, or gae with a correction"),
+    ):
+        for declared in fields(config):
+            value = getattr(config, declared.name)
+            if declared.name in names and not read and value != declared.default:
+                raise ContradictionError(
+                    f"algorithm.{declared.name}={value} has no effect under the other settings of algorithm="
+                    f"{config.name}; allowed: algorithm.{allowed}, or {declared.name}={declared.default}."
+                )
 
 
 def _check_bounds(config: AlgorithmConfig) -> None:

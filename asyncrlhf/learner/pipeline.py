@@ -22,6 +22,7 @@ from torch import nn
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.distributed import Peers, Shards
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts
+from asyncrlhf.learner.model_fits import check_layers
 
 Bounds = tuple[int, int]  # the first layer of a stage, and the one behind its last
 
@@ -52,10 +53,7 @@ def cut(model: transformers.PreTrainedModel, stage: int, stages: int) -> dict[st
             f"learner.pipeline_parallel_size={stages}: a {type(model).__name__} cannot be cut into stages; "
             "allowed: decoder-only models of layers and a norm, as Llama and Qwen are."
         )
-    if len(layers) < stages:
-        raise ConfigError(
-            f"learner.pipeline_parallel_size={stages} is more than the model's {len(layers)} decoder layers."
-        )
+    check_layers(len(layers), stages)
     borders = [len(layers) * place // stages for place in range(stages + 1)]
     by_layer = [sum(place >= border for border in borders[1:]) for place in range(len(layers))]
     owners: dict[int, int] = {id(parameter): stages - 1 for parameter in model.parameters()}

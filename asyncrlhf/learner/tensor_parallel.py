@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.mesh import Mesh
-from asyncrlhf.validation import check
+from asyncrlhf.learner.model_fits import check_experts, check_heads, check_plan
 
 PARTIAL = "replicated_with_grad_allreduce"  # whole on each rank, where each rank's gradient is one term of a sum
 EMBEDDING = "embedding_rowwise"
@@ -43,10 +43,10 @@ def deal_out_model(model: transformers.PreTrainedModel, mesh: Mesh) -> list[str]
         tensor = {name: style for name, style in tensor.items() if name not in whole}
     if expert:
         along = mesh.whole["expert"]
-        _check_experts(model, mesh.sizes["expert"])
+        check_experts(model.config, mesh.sizes["expert"])
         apply_expert_parallelism(model, along, along, expert)
     if tensor:
-        _check_heads(model, mesh.sizes["tensor"])
+        check_heads(model.config, mesh.sizes["tensor"])
         apply_tensor_parallelism(model, mesh.whole["tensor"], tensor)
     if shared is not None:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
@@ -66,13 +66,8 @@ def _plan(model: transformers.PreTrainedModel, size: int, name: str) -> dict[str
     """The family's plan, by module or parameter with ``*`` for numbers; empty where the dimension is 1."""
     if size == 1:
         return {}
-    plan = dict(model.tp_plan if name == "tensor" else model.ep_plan)
-    check(
-        plan,
-        f"learner.{name}_parallel_size={size}: transformers has no {name}-parallel plan for a {type(model).__name__}; "
-        "allowed: 1.",
-    )
-    return plan
+    check_plan(model.config, size, name)
+    return dict(model.tp_plan if name == "tensor" else model.ep_plan)
 
 
 def _generic(name: str) -> str:
@@ -95,26 +90,6 @@ def _vocabulary(model: transformers.PreTrainedModel) -> set[str]:
     """The names of the modules with a row a token, which every rank holds whole where the rows cannot be shared out."""
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     return {name for name, module in model.named_modules() if any(module is table for table in tables)}
-
-
-def _check_heads(model: transformers.PreTrainedModel, size: int) -> None:
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    check(
-        heads % size == 0 and kv_heads % size == 0,
-        f"learner.tensor_parallel_size={size} cannot deal out this model's {heads} attention heads and {kv_heads} "
-        f"key-value heads; allowed: a divisor of both.",
-    )
-
-
-def _check_experts(model: transformers.PreTrainedModel, size: int) -> None:
-    config = model.config.get_text_config()
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or size
-    check(
-        experts % size == 0,
-        f"learner.expert_parallel_size={size} cannot deal out this model's {experts} experts; allowed: a divisor.",
-    )
 
 
 def _check_even(model: transformers.PreTrainedModel) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.attention import Layout, PackedLayout, packed_attention
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.forward import PackedInputs
+from asyncrlhf.learner.model_fits import check_heads_of_sequence, heads_of
 from asyncrlhf.learner.sequence import SequenceParallel, part_of
 
 
@@ -48,13 +48,8 @@ class Ulysses(SequenceParallel):
 
         super().__init__(peers)
         config = model.config.get_text_config()
-        heads, size = config.num_attention_heads, peers.ranks
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        if heads % size or (kv_heads % size and size % kv_heads):
-            raise ConfigError(
-                f"learner.sequence_parallel_size={size} cannot deal out this model's {heads} attention heads and "
-                f"{kv_heads} key-value heads; allowed: a divisor of {heads} that divides {kv_heads} or is its multiple."
-            )
+        check_heads_of_sequence(model.config, peers.ranks)
+        heads, kv_heads = heads_of(model.config)
         self._exchange = UlyssesSPAttentionHF(
             attn=_some_heads,
             batch_size=1,

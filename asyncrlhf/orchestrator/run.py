@@ -22,9 +22,10 @@ from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
-from asyncrlhf.data.checkpoint_folder import context_length, load_tokenizer
+from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.errors import ConfigError, DiskFullError, full_disk
+from asyncrlhf.learner.model_fits import check_dealt_out
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import check_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
@@ -76,6 +77,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_sinks(config.logging)
     _check_devices(config)
     check_model(config.model)
+    check_dealt_out(load_shape(config.model), config.learner)
     tokenizer = load_tokenizer(config.model)
     completion = config.generator.max_completion_length
     task = _fitting_task(config, tokenizer)

@@ -120,6 +120,11 @@ TRAIN = [
     ("learner.zero_stage=2", "learner.zero_stage=2 needs learner.backend=deepspeed"),
     ("learner.ranks=64", "learner.ranks=64 makes 64 shares"),
     ("runtime=local generator.max_replicas=4", "max_replicas needs runtime=ray"),
+    ("learner.ranks=3 learner.tensor_parallel_size=3", "cannot deal out this model's 4 attention heads"),
+    ("learner.ranks=2 learner.expert_parallel_size=2", "has no expert-parallel plan for a model of the kind llama"),
+    ("learner.ranks=5 learner.pipeline_parallel_size=5", "is more than the model's 4 decoder layers"),
+    ("algorithm.beta=0.1", "algorithm.beta=0.1 has no effect under the other settings of algorithm=decoupled_grpo"),
+    ("algorithm=rloo algorithm.epsilon=0.3", "allowed: algorithm.coef=clip or geoclip, or epsilon=0.2"),
     ("algorithm.minibatches=17", "algorithm.minibatches=17 is more than the 16 groups"),
     ("generator.top_p=0.9 generator.engine=vllm", "generator.top_p=0.9"),
     # data

@@ -29,9 +29,7 @@ from tests.unit.learner.worlds import backend, gradients
 BETA = 0.5
 REWARDS = np.random.default_rng(5).standard_normal(V * V)
 ZERO = np.zeros(V * V)
-PLAIN = AlgorithmConfig(
-    "reinforce", advantage="raw", anchor="self", coef="one", correction="none", aggregate="seq_sum", beta=BETA
-)
+PLAIN = AlgorithmConfig("reinforce", advantage="raw", anchor="self", coef="one", correction="none", aggregate="seq_sum")
 UNCUT = {"correction": "truncate", "correction_level": "prod", "correction_high": 1e6}
 LAG = 4
 EXACT = 1e-4  # of the largest entry: the learner computes in float32. The faults below move it by 0.05 and more
@@ -96,7 +94,7 @@ WAYS = [("reward", "auto"), ("loss", "k1"), ("loss", "k2"), ("loss", "k3")]
 @pytest.mark.parametrize(("place", "estimator"), WAYS)
 def test_the_expected_gradient_is_the_true_one(place: str, estimator: str, lag: int, temperature: float) -> None:
     """On policy without a correction, at a lag under uncut weights of whole answers."""
-    algorithm = dataclasses.replace(PLAIN, kl=place, kl_estimator=estimator, **(UNCUT if lag else {}))
+    algorithm = dataclasses.replace(PLAIN, kl=place, beta=BETA, kl_estimator=estimator, **(UNCUT if lag else {}))
     batch = enumerated(sampler(lag, temperature), REWARDS)
     assert_exact(found(algorithm, batch, temperature), truth(place, temperature))
 
@@ -136,7 +134,7 @@ def truth_on(sets: list[list[np.ndarray]], place: str) -> torch.Tensor:
 def test_under_top_p_the_expected_gradient_is_that_on_the_kept_sets(place: str, estimator: str, lag: int) -> None:
     behavior, sets = truncated(lag)
     assert 4 < float((behavior.sequences() > 0).sum()) < V * V
-    algorithm = dataclasses.replace(PLAIN, kl=place, kl_estimator=estimator, **(UNCUT if lag else {}))
+    algorithm = dataclasses.replace(PLAIN, kl=place, beta=BETA, kl_estimator=estimator, **(UNCUT if lag else {}))
     batch = enumerated(behavior, REWARDS, sets)
     assert_exact(found(algorithm, batch, 0.7), truth_on(sets, place))
 
@@ -146,14 +144,14 @@ def test_policies_that_are_not_renormalised_are_found(place: str) -> None:
     """The fault to find: a batch whose sets are forgotten."""
     behavior, sets = truncated(0)
     batch = dataclasses.replace(enumerated(behavior, REWARDS, sets), kept_ids=None, kept_counts=None)
-    algorithm = dataclasses.replace(PLAIN, kl=place, kl_estimator="k1" if place == "loss" else "auto")
+    algorithm = dataclasses.replace(PLAIN, kl=place, beta=BETA, kl_estimator="k1" if place == "loss" else "auto")
     assert error(found(algorithm, batch, 0.7), truth_on(sets, place)) > 0.05
 
 
 def test_lag_without_a_correction_is_seen() -> None:
     """The test above can fail: the same batch without its weights."""
     batch = enumerated(sampler(LAG, 1.0), REWARDS)
-    assert error(found(dataclasses.replace(PLAIN, kl="reward"), batch), truth("reward")) > 0.05
+    assert error(found(dataclasses.replace(PLAIN, kl="reward", beta=BETA), batch), truth("reward")) > 0.05
 
 
 # --- every other correction: the penalty is a task reward like any other ------------------------------------------
@@ -201,8 +199,8 @@ def test_a_kl_in_the_reward_is_a_task_reward_of_minus_beta_k1(name: str) -> None
     """The KL term's gradient is what the same estimator makes of the task reward -BETA k1(prox), biased as it is."""
     algorithm = dataclasses.replace(PLAIN, **OTHERS[name])
     stale = sampler(LAG, 1.0)
-    term = found(dataclasses.replace(algorithm, kl="reward"), enumerated(stale, ZERO))
-    same = found(dataclasses.replace(algorithm, beta=0.0), enumerated(stale, penalty()))
+    term = found(dataclasses.replace(algorithm, kl="reward", beta=BETA), enumerated(stale, ZERO))
+    same = found(algorithm, enumerated(stale, penalty()))
     assert_exact(term, same)
     exact = truth("reward", rewards=ZERO)
     bias = (cosine(term, exact), float(term.norm() / exact.norm()))
@@ -215,7 +213,7 @@ def test_a_kl_in_the_reward_is_a_task_reward_of_minus_beta_k1(name: str) -> None
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_another_estimator_in_the_reward_is_found(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kl_module.ESTIMATORS, "k1", kl_module.ESTIMATORS[estimator])
-    gradient = found(dataclasses.replace(PLAIN, kl="reward"), enumerated(sampler(0, 1.0), ZERO))
+    gradient = found(dataclasses.replace(PLAIN, kl="reward", beta=BETA), enumerated(sampler(0, 1.0), ZERO))
     exact = truth("reward", rewards=ZERO)
     assert error(gradient, exact) > 0.5 and cosine(gradient, exact) < 0.9
 
@@ -227,7 +225,7 @@ def test_a_penalty_of_the_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         tokens.proximal_logprobs = own
 
     monkeypatch.setattr(torch_backend, "set_targets", of_the_sampler)
-    algorithm = dataclasses.replace(PLAIN, kl="reward", **UNCUT)
+    algorithm = dataclasses.replace(PLAIN, kl="reward", beta=BETA, **UNCUT)
     assert error(found(algorithm, enumerated(sampler(LAG, 1.0), REWARDS)), truth("reward")) > 0.05
 
 
@@ -236,7 +234,7 @@ def test_a_penalty_of_the_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("gamma", [1.0, 0.6])
 def test_reinforce_pp_counts_the_kl_from_each_token_on_and_discounts(gamma: float) -> None:
-    algorithm = dataclasses.replace(PLAIN, advantage="whiten", kl="reward", gamma=gamma)
+    algorithm = dataclasses.replace(PLAIN, advantage="whiten", kl="reward", beta=BETA, gamma=gamma)
     model = copied(policies()[1])
     pi = Table.of(model)
     with torch.no_grad():

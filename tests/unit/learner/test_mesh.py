@@ -65,8 +65,8 @@ def test_what_no_mesh_can_be_is_refused(settings: dict[str, Any], sentence: str)
             {"tensor": 4},
             r"tensor_parallel_size=4 cannot deal out this model's 4 attention heads and 2 key",
         ),
-        ("llama", {"expert": 2}, r"no expert-parallel plan for a LlamaForCausalLM"),
-        ("gpt2", {"tensor": 2}, r"no tensor-parallel plan for a GPT2LMHeadModel"),
+        ("llama", {"expert": 2}, r"no expert-parallel plan for a model of the kind llama"),
+        ("gpt2", {"tensor": 2}, r"no tensor-parallel plan for a model of the kind gpt2"),
     ],
 )
 def test_a_model_that_cannot_be_dealt_out_is_refused(kind: str, sizes: dict[str, int], sentence: str) -> None:
