@@ -293,6 +293,8 @@ def true_cause(case: Case, struck: dict[str, Any], code: int, reason: str) -> bo
     if case.part == "driver":
         return (case.kind, code) in (("kill", -9), ("interrupt", 130))
     words = {"disk full": ["space", "disk"], "nan": ["finite", "nan"], "memory": ["memory", "alloc"]}.get(case.kind, [])
+    if (case.runtime, case.part) == ("local", "record writer"):
+        words += ["disk"]  # its planned fault there, whatever kind was drawn, is a full one
     part = str(struck.get("part", case.part))
     words += [part, case.part, *(f"fault {n}" for n in range(3))]
     return reason.startswith("failed") and any(word.lower() in reason.lower() for word in words)
