@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,18 +32,19 @@ class RayRecords:
     def __init__(self, seconds: float, start_seconds: float) -> None:
         self.actor: Any = None
         self._seconds, self._start_seconds = seconds, start_seconds
+        self._unanswered: set[Future[None]] = set()
 
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         """As :meth:`~asyncrlhf.cluster.handles.Runtime.write_part`."""
         found, references = addressed([replace(p, annotations=()) for p in payloads if p is not None])
         order = iter(found)
         places = [None if p is None else next(order) for p in payloads]
-        return _named(self._there().write.remote(str(target.resolve()), rows, places, *references))
+        return self._answer(self._there().write.remote(str(target.resolve()), rows, places, *references))
 
     def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
         """As :meth:`~asyncrlhf.cluster.handles.Runtime.save_rollouts`."""
         addresses, references = addressed(payloads)
-        return _named(self._there().save.remote(str(target.resolve()), addresses, *references))
+        return self._answer(self._there().save.remote(str(target.resolve()), addresses, *references))
 
     async def written(self, files: Sequence[Future[None]], tell: Callable[[str], None]) -> None:
         """Wait for the files, and replace the actor if it freezes meanwhile; ``tell`` is then told so."""
@@ -62,10 +63,16 @@ class RayRecords:
                 pass  # it died, and Ray starts it again
             with suppress(ReplicaError):  # not again: then the calls fail, too
                 await ask_to_start(RECORD_WRITER, self.actor.ping.remote(), self._start_seconds)
+        for file in waiting:
+            file.exception()  # which the recorder raises; asyncio would say that nobody looked at it
 
     def close(self) -> None:
+        """End the actor. Files that it has not written fail: nobody may wait for a Ray that is gone."""
         if self.actor is not None:
             ray.kill(self.actor)
+        for answer in list(self._unanswered):
+            with suppress(InvalidStateError):  # it came just now
+                answer.set_exception(ReplicaError(f"{RECORD_WRITER} was ended before it had written a file."))
 
     def _there(self) -> Any:
         if self.actor is None:
@@ -74,19 +81,18 @@ class RayRecords:
             self.actor = kind.options(scheduling_strategy=here).remote()
         return self.actor
 
+    def _answer(self, reference: Any) -> Future[None]:
+        """The answer to a call of the actor, whose death is told as that of the record writer."""
+        answer: Future[None] = Future()
+        self._unanswered.add(answer)
+        answer.add_done_callback(self._unanswered.discard)
 
-def _named(reference: Any) -> Future[None]:
-    """The answer to a call of the actor, whose death is told as that of the record writer."""
-    answer: Future[None] = Future()
+        def pass_on(found: Future[None]) -> None:
+            error = found.exception()
+            if isinstance(error, RayActorError):
+                error = ReplicaError(f"{RECORD_WRITER} died: {str(error).strip().splitlines()[0]}")
+            with suppress(InvalidStateError):  # the run is over
+                answer.set_result(None) if error is None else answer.set_exception(error)
 
-    def pass_on(found: Future[None]) -> None:
-        error = found.exception()
-        if isinstance(error, RayActorError):
-            error = ReplicaError(f"{RECORD_WRITER} died: {str(error).strip().splitlines()[0]}")
-        if error is None:
-            answer.set_result(None)
-        else:
-            answer.set_exception(error)
-
-    reference.future().add_done_callback(pass_on)
-    return answer
+        reference.future().add_done_callback(pass_on)
+        return answer

@@ -1,0 +1,49 @@
+"""The record writer's handle without Ray: what becomes of its answers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from asyncrlhf.cluster import ray_records
+from asyncrlhf.cluster.ray_records import RayRecords
+from asyncrlhf.errors import ReplicaError
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[RayRecords, list[Future[None]]]:
+    """A handle whose actor answers when the test says so: the futures of its calls."""
+    calls: list[Future[None]] = []
+
+    def write(*_: Any) -> Any:
+        calls.append(Future())
+        return SimpleNamespace(future=lambda: calls[-1])
+
+    records = RayRecords(5.0, 60.0)
+    records.actor = SimpleNamespace(write=SimpleNamespace(remote=write))
+    monkeypatch.setattr(ray_records.ray, "kill", lambda actor: None)
+    return records, calls
+
+
+def test_nobody_waits_for_a_file_when_the_run_has_ended(asked: tuple[RayRecords, list[Future[None]]]) -> None:
+    records, calls = asked
+    written, lost = (records.write_part(Path("part"), [], []) for _ in range(2))
+    calls[0].set_result(None)
+    records.close()
+    assert written.result(0) is None
+    with pytest.raises(ReplicaError, match="the record writer was ended before it had written a file"):
+        lost.result(0)
+    calls[1].set_result(None)  # too late, and no error of a thread of Ray's
+
+
+def test_its_death_for_good_is_told_as_such(asked: tuple[RayRecords, list[Future[None]]]) -> None:
+    records, calls = asked
+    lost = records.write_part(Path("part"), [], [])
+    calls[0].set_exception(RayActorError())
+    with pytest.raises(ReplicaError, match="the record writer died: The actor"):
+        lost.result(0)
