@@ -120,6 +120,7 @@ def test_a_killed_rank_brings_the_run_back_to_its_checkpoint(tmp_path: Path, mon
     assert set(done.trained.epoch) == {0, 1}
 
 
+@pytest.mark.thorough  # test_killed_parts_lose_nothing kills at work and in a transfer; schedules use up restarts
 @pytest.mark.usefixtures("ray_local")
 def test_the_only_generator_comes_back_until_its_restarts_are_used_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
