@@ -22,6 +22,7 @@ from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
 from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.unused import unused_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
 from asyncrlhf.errors import ConfigError, DiskFullError, full_disk
@@ -103,7 +104,7 @@ def prepare(config: RunConfig) -> Prepared:
     whole, passed_over = newest_whole(found, read)
     saved, origin = whole or (None, find_origin(config, run_dir, None))
     config, notes = fusion_in_force(config, tokenizer)
-    notes = [*passed_over, *notes, *service_notes(config), *filter(None, [origin.said])]
+    notes = [*passed_over, *unused_settings(config), *notes, *service_notes(config), *filter(None, [origin.said])]
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 
 
