@@ -193,10 +193,14 @@ class RunRecorder:
         return marker
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write everything to disk, then summary.json, which is written even after an error. Closes the recorder."""
+        """Write everything to disk, then summary.json, which is written even after an error, and then says by
+        ``records_whole`` that records are missing. Closes the recorder."""
+        whole = False
         try:
             self._end_writing()
+            whole = self._error is None
         finally:
+            summary = summary if whole else {**summary, "records_whole": False}
             text = json.dumps(plain(summary), indent=2, allow_nan=False)
             try:
                 write_atomically(self.run_dir / SUMMARY_FILE, text + "\n")

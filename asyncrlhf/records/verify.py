@@ -172,8 +172,8 @@ class _Examination:
 
     @property
     def whole(self) -> bool:
-        """Whether the run recorded its end: no further records will come."""
-        return self.summary is not None
+        """Whether the run recorded its end: no further records will come, and it could write all that it had."""
+        return self.summary is not None and bool(self.summary.get("records_whole", True))
 
     def _tell_what_is_open(self, history: History) -> None:
         open_states = {STATES[state]: history.state.count(state) for state in LIVE if history.state.count(state)}
@@ -212,6 +212,9 @@ class _Examination:
                 self.found.add(said, step.number)
 
     def _check_summary(self, summary: dict[str, Any]) -> None:
+        if not self.whole:
+            self.notes.append(f"The run could not write all of its records ({summary.get('exit_reason')}).")
+            return
         said = summary.get("ledger") or {}
         totals = self.history.totals() if self.history is not None else self._totals_of_rows(said)
         found = {**{k: said.get(k) for k in totals}, "failed": sum((said.get("failed") or {}).values())}

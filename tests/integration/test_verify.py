@@ -87,6 +87,17 @@ def test_an_eventful_run_holds(honest: Path) -> None:
     assert found.checked["uses"] >= 12 * 7
 
 
+def test_a_run_that_could_not_write_its_records_says_so_and_holds(copy: Path) -> None:
+    """As one whose disk was full: rows of rollouts that ended are missing, and the summary knows it."""
+    max((copy / "rollouts").glob("*.parquet")).unlink()
+    assert any("have no row" in said for said in examine(copy).broken), "whole by its summary"
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps(summary | {"records_whole": False, "exit_reason": "failed: full"}))
+    found = examine(copy)
+    assert found.broken == []
+    assert "The run could not write all of its records (failed: full)." in found.notes
+
+
 # --- lies
 
 Change = Callable[[Path], None]

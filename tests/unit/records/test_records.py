@@ -196,7 +196,8 @@ def test_a_writing_error_surfaces_and_nobody_hangs(tmp_path: Path) -> None:
         for start in range(100):
             recorder.record([row(start)] * 4)
     with pytest.raises(AsyncRLHFError, match="rollout records"):
-        recorder.finish({})
+        recorder.finish({"steps": 3})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3, "records_whole": False}
 
 
 def test_a_second_failed_part_does_not_make_it_spin(tmp_path: Path) -> None:
