@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def output_file(arguments: Sequence[str]) -> Path:
-    """Where the figures go, by the command's options."""
+    """The file for the figures, from the command's options."""
     parser = argparse.ArgumentParser(prog="asyncrlhf doctor --gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="where the figures go, as JSON")
     found: Path = parser.parse_args([word for word in arguments if word != "--gpu"]).out
@@ -188,7 +188,7 @@ def _line(result: Result) -> str:
 
 
 def conclusions(results: Sequence[Result]) -> list[str]:
-    """What the figures mean together, a sentence each."""
+    """Sentences that compare the figures."""
     found = {result.name: result.figures for result in results if result.state == "passed"}
     said = []
     for name in ("step", "step 1.5b"):

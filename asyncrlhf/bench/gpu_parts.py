@@ -1,4 +1,4 @@
-"""What ``asyncrlhf doctor --gpu`` measures beside whole runs, each in a process of its own that prints one JSON object.
+"""Measurements of ``asyncrlhf doctor --gpu`` beside whole runs: each a process of its own that prints a JSON object.
 
 ``python -m asyncrlhf.bench.gpu_parts`` with ``step SHAPE DEVICE TOKENS``, ``broadcast DEVICES BYTES`` or
 ``model SHAPE FOLDER``, which prints nothing.

@@ -1,4 +1,4 @@
-"""What every benchmark needs: medians with their spread, their table and file, and a reward that has spread."""
+"""Shared by all benchmarks: medians with their spread, tables, files, and a reward whose groups have spread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 
 def tell(number: int, of: int, what: str = "") -> None:
-    """One line for who waits, before round ``number`` of ``of``; round 0 warms up. The tables come at the end."""
+    """Print one line of progress before round ``number`` of ``of``; round 0 warms up. The tables come at the end."""
     name = f"round {number} of {of}" if number else "warm-up"
     print(f"{time.strftime('%H:%M:%S')} {name}{': ' * bool(what)}{what}", flush=True)
 

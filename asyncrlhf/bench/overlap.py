@@ -1,4 +1,4 @@
-"""Does it overlap? Asynchronous steps/s against each side running alone, with the synchronous loop beside it."""
+"""Measures overlap: asynchronous steps/s against each side running alone, with the synchronous loop beside it."""
 
 from __future__ import annotations
 

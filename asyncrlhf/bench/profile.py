@@ -1,5 +1,5 @@
-"""What a run's parts cost on this machine, measured on the parts themselves: the same actors, engine and learner as in
-a run, one side at a time and then both at once. ``asyncrlhf profile`` writes it, ``simulate`` and ``plan`` read it."""
+"""Measures the costs of a run's parts on this machine, on the parts themselves: the actors, engine and learner of a run,
+one side at a time and then both at once. ``asyncrlhf profile`` writes it, ``simulate`` and ``plan`` read it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Measured:
     publish_bytes: int
 
     def facts(self) -> dict[str, Any]:
-        """What a profile's file holds beside the costs."""
+        """The entries of a profile's file beside the costs."""
         return {
             "tables": self.tables,
             "misfit": self.misfit,
@@ -166,7 +166,7 @@ class Bench:
         return seconds, sorted(done, key=lambda info: info.rollout_id)
 
     def exactly(self, tokens: int) -> SamplingParams:
-        """Responses of so many tokens, whatever the model would say."""
+        """Force responses of this many tokens, whatever the model would sample."""
         return replace(self.prepared.sampling, max_completion_length=tokens, stop_token_ids=(), stop=())
 
     async def decode(self, running: int, prompt_tokens: int) -> Sample:

@@ -1,4 +1,4 @@
-"""Memory and open files of every process of a long run, and whose of them grow."""
+"""Memory and open files of every process of a long run, and which processes grow."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def watch(folder: Path, steps: int, every: int, overrides: Sequence[str]) -> lis
 
 
 def look(root: int) -> Sample:
-    """Of a process and all below it."""
+    """Memory and open files of a process and its descendants."""
     found: Sample = {}
     with suppress(psutil.NoSuchProcess):
         driver = psutil.Process(root)

@@ -103,7 +103,7 @@ class Peer:
         raw_broadcast(self._group, self._flat)
 
     def take(self, transport: str, ticket: Any) -> float:
-        """Receive a version; what its final norm adds up to."""
+        """Receive a version; returns the sum of its final norm."""
         return float(self._receivers[transport].receive(ticket)[NORM].sum())
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ class AlgorithmConfig:
 
     @property
     def corrects_values(self) -> bool:
-        """Whether GAE's value targets are corrected for the behavior policy: where the policy's loss is."""
+        """Whether GAE's value targets are corrected for the behavior policy, as the policy's loss is."""
         return self.advantage == "gae" and self.correction != "none"
 
     @property
@@ -185,12 +185,12 @@ class AlgorithmConfig:
 
     @property
     def loss_estimator(self) -> str:
-        """Of the KL in the loss."""
+        """The estimator of the KL in the loss."""
         return "k3" if self.kl_estimator == "auto" else self.kl_estimator
 
     @property
     def whole_sequences(self) -> str:
-        """The setting by which a token counts for its whole sequence, such as ``level=prod``; empty where none does."""
+        """The setting by which a token counts for its whole sequence, such as ``level=prod``; empty if none does."""
         if self.head == "policy" or self.pair_loss != "best":
             for key, values in (
                 ("head", ("regress", "pair")),
@@ -226,10 +226,10 @@ class AlgorithmConfig:
 
     @property
     def group_relative(self) -> bool:
-        """Whether a rollout is worth something only beside its siblings."""
+        """Whether a rollout's advantage depends on the other rollouts of its group."""
         return self.head != "policy" or self.advantage in GROUP_ADVANTAGES
 
     @property
     def comparison(self) -> str:
-        """The setting that ranks a rollout by its siblings, for sentences: ``head=pair`` or ``advantage=loo``."""
+        """The setting that compares a rollout with its group, for messages: ``head=pair`` or ``advantage=loo``."""
         return f"advantage={self.advantage}" if self.head == "policy" else f"head={self.head}"

@@ -1,4 +1,4 @@
-"""A rank between its turns, on a device that it shares: what it trains and keeps for that lies in host memory."""
+"""Moves a rank's tensors to host memory between its turns on a device that it shares."""
 
 from __future__ import annotations
 

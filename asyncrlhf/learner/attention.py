@@ -26,7 +26,7 @@ VARLEN_TYPES = (torch.bfloat16, torch.float16)  # of torch's varlen kernel
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Which packed tokens belong together, and how they attend to each other."""
+    """Which packed tokens form a sequence, and how they attend to each other."""
 
     position_ids: torch.Tensor  # [1, T]
 
@@ -99,7 +99,7 @@ class PackedLayout(Layout):
         scaling: float | None = None,
         sliding_window: int | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """By the kernel that there is for the device, the type and the window."""
+        """Attend with the kernel that fits the device, the dtype and the window."""
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = None if sliding_window is None or sliding_window >= self.most[1] else sliding_window
         if query.device.type == "cpu" and window is None and query.shape[-1] == value.shape[-1]:

@@ -71,7 +71,7 @@ def read(folder: Path, layout: str, parts: Mapping[str, tuple[str, bool]]) -> di
 
 
 def restore_random_state(folder: Path, rank: int) -> None:
-    """A rank that was not there when the checkpoint was written keeps its own: nothing of the step is drawn."""
+    """Restore the rank's random state. A rank that the checkpoint lacks keeps its own: a step draws nothing."""
     path = _random_states(folder, rank)
     if not path.exists():
         return
@@ -137,7 +137,7 @@ def _write_model(
 
 
 def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that are tied under their first name alone, as ``from_pretrained`` expects them."""
+    """The tensors, with tied ones under their first name only, as ``from_pretrained`` expects."""
     first = {(t.data_ptr(), t.shape): name for name, t in reversed(list(state.items())) if t.numel()}
     kept = set(first.values())
     return {name: tensor for name, tensor in state.items() if name in kept or not tensor.numel()}

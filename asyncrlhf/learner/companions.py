@@ -1,4 +1,4 @@
-"""The models beside the policy: critic, slow EMA copy, and what serves reference and critic elsewhere."""
+"""The models beside the policy: critic, slow EMA copy, and the models of reference and critic services."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class RolloutPasses(ABC):
 
     @abstractmethod
     def _flat(self, inputs: PackedInputs) -> torch.Tensor:
-        """One number a response token: [M]."""
+        """One number per response token: [M]."""
 
     def _make_room(self) -> bool:
-        """Free what is held beside the weights, for a pass that ran out of memory; false when there was nothing."""
+        """Free the memory held beside the weights after a pass ran out of it; returns False if there was none."""
         return False
 
     def answer(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
@@ -140,7 +140,7 @@ class RolloutPasses(ABC):
 
 
 class ReferencePolicy(RolloutPasses):
-    """Gives what the learner's own frozen model would give: the same packed pass, at the same temperature.
+    """Computes what the learner's own frozen model would: the same packed pass, at the same temperature.
 
     Args:
         model: the frozen causal language model, on its device.
@@ -162,7 +162,7 @@ class ReferencePolicy(RolloutPasses):
 
 
 class ServedCritic(RolloutPasses):
-    """Gives what the learner's own critic of that version would give: the same packed pass.
+    """Computes what the learner's own critic of that version would: the same packed pass.
 
     Args:
         policy: the model that the learner starts with, on its device; its trunk becomes the critic's.
@@ -181,7 +181,7 @@ class ServedCritic(RolloutPasses):
 
     @torch.no_grad()
     def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Be the critic of ``version``. Raises WeightSyncError when the tensors are not those that training changes."""
+        """Load the critic's tensors of ``version``. Raises WeightSyncError if they are not those in training."""
         wrong = sorted(tensors.keys() ^ self._trained.keys())
         if wrong:
             raise WeightSyncError(

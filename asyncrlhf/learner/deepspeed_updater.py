@@ -43,7 +43,7 @@ class _OneTensor(nn.Module):
 
 
 class _Unpacked:
-    """Calls the engine around a ``_OneTensor`` and gives its facts back one by one."""
+    """Calls the engine around a ``_OneTensor`` and returns its facts as separate tensors."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -139,7 +139,7 @@ class DeepSpeedUpdater(Updater):
             yield microbatch
 
     def begin(self) -> None:
-        """Nothing is left to forget: an update, made or dropped, clears its gradients."""
+        """Does nothing: every update, applied or dropped, clears its gradients."""
 
     def backward(self, module: Any, loss: torch.Tensor) -> None:
         self._engine_of(module).backward(loss * self.ranks, scale_wrt_gas=False)
@@ -208,7 +208,7 @@ class DeepSpeedUpdater(Updater):
         self._deepspeed.zero.Init(module=module, config_dict_or_path=self._settings, dtype=dtype)
 
     def _apply_whole(self) -> float:
-        """Stage 0 has no guard and measures no norm of its own; after the reduction all ranks see the same."""
+        """Apply at stage 0, which has no guard and measures no norm; after the reduction all ranks see the same."""
         limit = self.config.max_grad_norm
         norms = [clip_gradient(engine.module.parameters(), limit) for engine in self._engines.values()]
         finite = all(bool(torch.isfinite(norm)) for norm in norms)

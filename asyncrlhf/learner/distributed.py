@@ -1,4 +1,4 @@
-"""What the learner ranks say to each other: group set-up, sums, gathers, and weights of which each holds a shard."""
+"""Communication of the learner ranks: group set-up, sums, gathers, and gathering of sharded weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def init_process_group(
 
 
 def init_single_process_group(device: str | torch.device) -> None:
-    """A group of this process alone, for libraries that ask for one; nothing when there is a group already."""
+    """Form a group of this process alone, for libraries that need one; does nothing if there is a group."""
     if not dist.is_initialized():
         dist.init_process_group(backend=_backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
@@ -43,7 +43,7 @@ def _backend(device: str | torch.device) -> str:
 
 @dataclass(frozen=True)
 class Peers:
-    """Ranks that do something together; ``rank`` is this one's place among them. No ``group``: all ranks."""
+    """Ranks that act together; ``rank`` is this rank's place among them. ``group=None``: all ranks."""
 
     rank: int = 0
     ranks: int = 1
@@ -78,7 +78,7 @@ def all_gather(value: Any, peers: Peers) -> list[Any]:
 
 
 def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors, those together that lie on the ranks alike."""
+    """The tensors in lists of equal layout over the ranks."""
     alike: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -102,7 +102,7 @@ def barrier(ranks: int) -> None:
 
 
 class Shards:
-    """The policy's tensors where no rank holds them whole. All ranks gather the same names in the same order."""
+    """The policy's tensors if no rank holds them whole. All ranks gather the same names in the same order."""
 
     def __init__(
         self, model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
@@ -119,7 +119,7 @@ class Shards:
 
     @contextmanager
     def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
-        """These tensors whole, on every rank, as long as the context lasts."""
+        """These tensors, whole, on every rank while the context lasts."""
         parameters = dict(self._model.named_parameters())
         with self._gathered([parameters[name] for name in names]):
             yield {name: whole(parameters[name]) for name in names}
@@ -154,5 +154,5 @@ def gathered(shards: Shards, names: tuple[str, ...] | None = None) -> Iterator[t
 
 
 def on_host(shards: Shards, rank: int, names: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
-    """Copies in rank 0's host memory; the other ranks take part and get nothing."""
+    """Copy the tensors to rank 0's host memory; the other ranks take part and return an empty dictionary."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in gathered(shards, names) if rank == 0}

@@ -35,7 +35,7 @@ PLAIN_OPERATIONS = {
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """What one forward pass needs. M is the number of predicted tokens.
+    """The inputs of one forward pass. M is the number of predicted tokens.
 
     The last token of a sequence predicts nothing, so it is left out. Equal prompts (those of a group) are computed
     once: the log-probs and their gradients are the same, and a group of G saves G - 1 prompts. K tokens remain.
@@ -108,7 +108,7 @@ class PackedInputs:
 
 
 class TokenFacts(NamedTuple):
-    """What a policy says of M response tokens."""
+    """A policy's log-probs and entropies of M response tokens."""
 
     logprobs: torch.Tensor  # [M]
     entropies: torch.Tensor  # [M]
@@ -116,12 +116,12 @@ class TokenFacts(NamedTuple):
     kept_mass: torch.Tensor  # [M] of the whole distribution, detached; empty unless the inputs have kept sets
 
     def stacked(self) -> torch.Tensor:
-        """Those that are there as one tensor [2 to 4, M]: what a module may return whose outputs ZeRO-3 hooks."""
+        """The facts that are present as one tensor [2 to 4, M], as a module must return if ZeRO-3 hooks its outputs."""
         return torch.stack([fact for fact in self if len(fact)])
 
     @classmethod
     def unstacked(cls, facts: torch.Tensor, truncated: bool) -> TokenFacts:
-        """What :meth:`stacked` made; ``truncated``: the inputs have kept sets."""
+        """The inverse of :meth:`stacked`; ``truncated``: the inputs have kept sets."""
         logprobs, entropies, *rest = facts.unbind(0)
         none = logprobs.new_empty(0)
         mass = rest.pop().detach() if truncated else none
@@ -176,7 +176,7 @@ class PackedPolicy(nn.Module):
         )
 
     def alone(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
-        """``forward`` without any other rank."""
+        """``forward`` on this rank only."""
         small = len(inputs.rows) * self._vocabulary <= MAX_LOGITS
         if not self._plain_head and (small or not self._chunks):
             return self._facts(self._full_logits(inputs), inputs.targets, temperature, inputs.kept)
@@ -186,7 +186,7 @@ class PackedPolicy(nn.Module):
     def of_hidden(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptSets | None = None
     ) -> TokenFacts:
-        """Of ``targets`` [M], by the last hidden states [M, H] that predict them."""
+        """The facts of ``targets`` [M], from the last hidden states [M, H] that predict them."""
         if len(hidden) * self._vocabulary <= MAX_LOGITS:
             return self._facts(self._head(hidden), targets, temperature, kept)
         if not self._plain_head:
@@ -262,7 +262,7 @@ class PackedPolicy(nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """Whether the output layer alone gives the model's logits: asked of the model, whatever its family."""
+        """Whether the output layer alone computes the model's logits; tried on the model, whatever its family."""
         head = self.model.get_output_embeddings()
         if head is None:
             return False
@@ -278,7 +278,7 @@ class PackedPolicy(nn.Module):
 
 
 class _Operations(TorchDispatchMode):
-    """The names of all that torch computes while it lasts."""
+    """Records the names of torch's operations while the context lasts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """``module`` does ``forward`` when it is called, its hooks around it."""
+    """Calls of ``module`` run ``forward`` inside the module's hooks."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

@@ -1,4 +1,4 @@
-"""Which ways of laying the learner out over its ranks go together."""
+"""Checks which layouts of the learner over its ranks can be combined."""
 
 from __future__ import annotations
 

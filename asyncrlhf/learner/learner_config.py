@@ -1,5 +1,5 @@
-"""Settings of the learner and of the services beside it: ``learner.*``, ``reference.*``, ``critic.*``; what a learner
-rank is built from, and what a learner step gives."""
+"""Settings of the learner and of the services beside it: ``learner.*``, ``reference.*``, ``critic.*``; the
+spec of a learner rank, and the result of a learner step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHERE = ("learner", "service")
 
 @dataclass(frozen=True)
 class WorkersConfig:
-    """Where a model beside the policy is asked: in the learner, or by workers of its own."""
+    """Where a model beside the policy runs: in the learner, or in workers of its own."""
 
     where: str = setting(
         "learner",
@@ -82,7 +82,7 @@ REDUCTIONS = ("microbatch", "update")
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """What trains: its backend and ranks, its optimizer, its memory."""
+    """The learner: its backend and ranks, its optimizer, its memory."""
 
     backend: str = setting("torch", "What holds and updates the weights.", choices=("torch", "deepspeed"))
     ranks: int = setting(1, "Learner processes; each trains its share of every batch.", low=1, high=10**4)
@@ -208,7 +208,7 @@ class LearnerConfig:
 
     @property
     def dealt_out(self) -> str:
-        """The settings that deal the weights out, as a user would write them."""
+        """The settings that divide the weights over ranks, as a user would write them."""
         found = [f"learner.{key}={getattr(self, key)}" for key in PARALLEL if getattr(self, key) > 1]
         return " ".join(found if self.sharding == "none" else [f"learner.sharding={self.sharding}", *found])
 
@@ -282,7 +282,7 @@ class LearnerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """What a backend is built from, beside its models and its place among the ranks.
+    """The settings of a backend, beside its models and its place among the ranks.
 
     Args:
         steps: learner steps of the whole run, for the learning-rate schedule.
@@ -305,7 +305,7 @@ class BackendSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one learner step did. ``skipped``: the gradient was not finite and the weights did not move."""
+    """The outcome of one learner step. ``skipped``: the gradient was not finite and the weights did not move."""
 
     metrics: dict[str, float]
     skipped: bool = False

@@ -1,4 +1,4 @@
-"""Weights out of files into what a rank holds of them: no rank ever has the whole model."""
+"""Loads a rank's part of the weights from files; no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def read_shards(
 
 
 def name_in_files(name: str, model: transformers.PreTrainedModel, files: WeightFiles) -> str | None:
-    """Of a parameter of a policy (``model.*``) or a critic (``trunk.*``)."""
+    """The name in the files of a parameter of a policy (``model.*``) or a critic (``trunk.*``)."""
     part, _, rest = name.partition(".")
     known = f"{model.base_model_prefix}.{rest}" if part == "trunk" else rest
     return known if known in files.names else None
 
 
 def _names(module: nn.Module) -> dict[int, list[str]]:
-    """Of each parameter."""
+    """The name in the files of each parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

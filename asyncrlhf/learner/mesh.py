@@ -12,7 +12,7 @@ from asyncrlhf.learner.distributed import Peers, init_single_process_group
 
 
 class Mesh:
-    """The ranks by ``LearnerConfig.mesh``. All ranks make it together."""
+    """The ranks arranged by ``LearnerConfig.mesh``. All ranks build it together."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         init_single_process_group(device)

@@ -33,7 +33,7 @@ def figures(parts: Iterable[Found]) -> dict[str, float]:
 
 @torch.inference_mode()
 def step_statistics(plan: StepPlan, config: AlgorithmConfig) -> Found:
-    """Everything that this rank's tokens and rewards say."""
+    """The statistics of this rank's tokens and rewards."""
     tokens = plan.tokens
     mask, ids, advantages = tokens.loss_mask, tokens.sequence_ids, tokens.advantages
     policy, behavior, proximal = tokens.policy_logprobs, tokens.behavior_logprobs, tokens.proximal_logprobs

@@ -1,5 +1,5 @@
-"""Whether a model can be dealt out over the learner's ranks, read from its config alone: before any actor starts, and
-again where it is dealt out."""
+"""Checks from a model's config whether it can be divided over the learner's ranks: before any actor starts, and again
+when it is divided."""
 
 from __future__ import annotations
 

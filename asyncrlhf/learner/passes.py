@@ -29,7 +29,7 @@ class ForwardPasses:
         self._dummy = PackedInputs.dummy(device)
 
     def facts(self, policy: Any, microbatch: Microbatch | None) -> TokenFacts:
-        """Of the microbatch's response tokens; of a dummy for None."""
+        """The facts of the microbatch's response tokens; of a dummy for None."""
         with self._autocast():
             return policy(self._dummy if microbatch is None else microbatch.inputs, self._temperature)
 
@@ -39,14 +39,14 @@ class ForwardPasses:
 
     @torch.no_grad()
     def look(self, microbatches: Sequence[Microbatch], tokens: ResponseTokens) -> None:
-        """Put what the present policy says of the microbatches on record."""
+        """Record the present policy's log-probs of the microbatches."""
         for microbatch in self._updater.looks(self._updater.policy, microbatches):
             facts = self.facts(self._updater.policy, microbatch)
             if microbatch is not None:
                 tokens.part([microbatch]).keep(facts)
 
     def all_logprobs(self, plan: StepPlan, policy: Any) -> torch.Tensor:
-        """What a frozen policy says of the rank's response tokens: [M]."""
+        """A frozen policy's log-probs of the rank's response tokens: [M]."""
         return self._all(
             policy, plan.microbatches, len(plan.tokens.loss_mask), lambda part: self.facts(policy, part).logprobs
         )
@@ -72,7 +72,7 @@ class ForwardPasses:
         count: int,
         said: Callable[[Microbatch | None], torch.Tensor],
     ) -> torch.Tensor:
-        """What is said of each microbatch in its place: [count]."""
+        """The values of all microbatches, each in its place: [count]."""
         result = torch.zeros(count, device=self._device)
         for microbatch in self._updater.looks(module, microbatches):
             found = said(microbatch)

@@ -28,7 +28,7 @@ Bounds = tuple[int, int]  # the first layer of a stage, and the one behind its l
 
 
 class _Elsewhere(nn.Module):
-    """A decoder layer, or a norm, of another stage: what comes goes on as it is."""
+    """Stands for a decoder layer, or a norm, of another stage: returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Stage(nn.Module):
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def begin(self, inputs: PackedInputs) -> None:
-        """The layers of this stage; what follows is :meth:`forward`'s."""
+        """Run the layers of this stage; :meth:`forward` does the rest."""
         self._begun[id(inputs)] = self._through(inputs)
 
     def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
@@ -132,7 +132,7 @@ class Stage(nn.Module):
             self._send(torch.zeros_like(passed.came) if grad is None else grad, self.peers.rank - 1, self._up)
 
     def settle(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until everything sent has left."""
         while self._sent:
             self._sent.popleft()[0].wait()
 

@@ -90,7 +90,7 @@ class PipelineUpdater(TorchUpdater):
         return norm
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
-        """As one plain rank has it: what of the states lies elsewhere comes through host memory."""
+        """Write the state as one plain rank would: other stages' parts come through host memory."""
         mine = {
             self._names[id(parameter)]: {
                 key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

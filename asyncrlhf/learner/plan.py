@@ -19,7 +19,7 @@ from asyncrlhf.types import IntArray, TrainBatch
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass holds: a run of sequences, whose response tokens are ``span`` of the rank's M."""
+    """The content of one forward pass: a run of sequences, whose response tokens are ``span`` of the rank's M."""
 
     inputs: PackedInputs
     span: slice
@@ -33,8 +33,7 @@ PER_SEQUENCE = frozenset(("rewards", "weights", "group_ids", "truncated", "criti
 
 @dataclass
 class ResponseTokens:
-    """What a step knows of the M response tokens and N sequences of this rank, packed one behind the other; prompts are
-    gone.
+    """A step's facts about the M response tokens and N sequences of this rank, packed without their prompts.
 
     A token whose behavior log-prob is NaN or infinite is no evidence: it is out of the loss mask, so that normalisers
     do not count it, and a sequence's product or mean of ratios is that of its other tokens. Its own is 0 here.
@@ -68,7 +67,7 @@ class ResponseTokens:
     head_losses: torch.Tensor | None = None  # [N]
 
     def part(self, microbatches: Sequence[Microbatch]) -> ResponseTokens:
-        """Those of neighbouring microbatches, or of none: views, whose sequences are counted from 0."""
+        """The tokens of neighbouring microbatches, or of none: views, whose sequences are counted from 0."""
         span = sequences = slice(0, 0)
         if microbatches:
             span = slice(microbatches[0].span.start, microbatches[-1].span.stop)
@@ -80,7 +79,7 @@ class ResponseTokens:
         return ResponseTokens(**views | {"sequence_ids": self.sequence_ids[span] - sequences.start})
 
     def keep(self, facts: TokenFacts) -> None:
-        """Put what a pass says of these tokens on record, without its gradient."""
+        """Record a pass's facts about these tokens, without gradient."""
         self.policy_logprobs.copy_(facts.logprobs.detach())
         self.entropy.copy_(facts.entropies.detach())
         if len(facts.collision):

@@ -25,7 +25,7 @@ VARLEN_TYPES = (torch.bfloat16, torch.float16)  # of torch's varlen kernel
 
 @dataclass
 class _Arriving:
-    """What comes with a hop. ``sent`` is what went the other way, which must not change before it has gone."""
+    """A tensor on its way to this rank. ``sent`` goes the other way and must not change before it has left."""
 
     room: torch.Tensor
     sent: torch.Tensor
@@ -56,7 +56,7 @@ class _Kernel(ABC):
         self.plan, self.scale, self.window = plan, scale, window
 
     def type(self, value: torch.Tensor) -> torch.dtype:
-        """In which it takes queries, keys and values."""
+        """The dtype of queries, keys and values."""
         return value.dtype
 
     def first(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ class _Kernel(ABC):
     def add(
         self, source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """Put what the queries see of rank ``source`` to what they saw before, in place."""
+        """Merge the attention to rank ``source``'s keys into that to the earlier ones, in place."""
         for part in self.plan.blocks[source]:
             for mine, found, sums in self.partial(source, part, q, k, v):
                 before = lse[:, mine]

@@ -39,7 +39,7 @@ class Rectangles:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What one rank must know of the others."""
+    """One rank's view of the others."""
 
     rank: int
     rows: IntArray  # [T] its packed tokens

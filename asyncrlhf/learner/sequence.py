@@ -1,4 +1,4 @@
-"""Ranks that share one batch: each passes a part of its tokens, and all have the answers to all."""
+"""Ranks that share one batch: each computes a part of its tokens, and all get the results of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrlhf.learner.ring_plan import RingPlan, plan_ring
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the group. All ranks make the same of it, so that the gradient of one is that of all."""
+    """The sum over the group. All ranks compute the same from it, so that the gradient on one rank is that on all."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

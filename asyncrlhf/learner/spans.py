@@ -15,7 +15,7 @@ Slices = tuple[slice, ...]
 
 
 def local_spans(tensor: DTensor) -> Spans:
-    """Of this rank's part. Nothing is sent."""
+    """The spans of this rank's part; no communication."""
     return [_runs(tensor, dim) for dim in range(tensor.ndim)]
 
 
@@ -40,7 +40,7 @@ def _along_first(placement: Any, dim: int) -> Any:
 
 
 def overlaps(own: Spans, other: Spans) -> Iterator[tuple[Slices, Slices]]:
-    """What two parts of one tensor have in common, block by block: its place in ``own`` and in ``other``."""
+    """The blocks that two parts of one tensor share: the place of each in ``own`` and in ``other``."""
     along = [list(_common(a, b)) for a, b in zip(own, other, strict=True)]
     for blocks in itertools.product(*along):
         yield tuple(here for here, _ in blocks), tuple(there for _, there in blocks)

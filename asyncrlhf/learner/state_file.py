@@ -178,7 +178,7 @@ def _fill_part(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) ->
 
 
 def _spans(part: Plain, shape: Sequence[int]) -> Spans:
-    """Where a part lies; files of older versions tell the first row alone."""
+    """The place of a part; files of older versions give only its first row."""
     if "spans" in part:
         spans: Spans = part["spans"]
         return spans

@@ -89,13 +89,13 @@ class StateWriter:
         self.submit(write)
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Have ``action`` run in the writer's thread, behind what was asked before."""
+        """Run ``action`` in the writer's thread, after everything submitted before."""
         if not self.rehearsing:
             self._pending.append(self._pool.submit(action))  # type: ignore[arg-type]
 
     @property
     def idle(self) -> bool:
-        """Whether all that was asked for is on disk, or has failed."""
+        """Whether all writes have ended, on disk or with an error."""
         return all(future.done() for future in self._pending)
 
     def end(self) -> Seals:

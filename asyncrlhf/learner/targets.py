@@ -1,4 +1,4 @@
-"""What a step aims at: advantages, value targets, the policy between theta and mu, behavior weights.
+"""The targets of a step: advantages, value targets, the policy between theta and mu, behavior weights.
 
 Some algorithms must know the whole of an optimizer update, with the present policy, before its backward pass. Gates
 look at all tokens of the update on all ranks; the minimum-variance baseline and the heads look at whole groups, which
@@ -150,7 +150,7 @@ def fills(config: AlgorithmConfig) -> bool:
 
 
 def needs_policy(config: AlgorithmConfig) -> bool:
-    """Whether these depend on the present policy; who is the best of a group does not."""
+    """Whether these targets depend on the present policy; the best rollout of a group does not."""
     return fills(config) and not (config.head == "pair" and config.pair_loss == "best")
 
 

@@ -63,7 +63,7 @@ def add_up(parameters: list[nn.Parameter], peers: Peers) -> None:
 
 
 def _plan(model: transformers.PreTrainedModel, size: int, name: str) -> dict[str, str]:
-    """The family's plan, by module or parameter with ``*`` for numbers; empty where the dimension is 1."""
+    """The family's plan, by module or parameter with ``*`` for numbers; empty if the dimension is 1."""
     if size == 1:
         return {}
     check_plan(model.config, size, name)
@@ -87,7 +87,7 @@ def _tied_input(model: transformers.PreTrainedModel) -> str | None:
 
 
 def _vocabulary(model: transformers.PreTrainedModel) -> set[str]:
-    """The names of the modules with a row a token, which every rank holds whole where the rows cannot be shared out."""
+    """The names of the modules with a row per token; every rank holds them whole if the rows do not divide evenly."""
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     return {name for name, module in model.named_modules() if any(module is table for table in tables)}
 

@@ -1,4 +1,4 @@
-"""What a learner step knew of single rollouts, token by token: the loss's own log-probs, weights and masks."""
+"""Token-by-token records of single rollouts in a learner step: the loss's own log-probs, weights and masks."""
 
 from __future__ import annotations
 

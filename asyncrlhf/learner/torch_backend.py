@@ -1,4 +1,4 @@
-"""One learner rank: the train step, whatever lays the weights out over the ranks."""
+"""One learner rank: the train step, independent of how the weights lie on the ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TorchBackend:
         return self.updater.parameters()
 
     def critic_parameters(self) -> Mapping[str, torch.Tensor]:
-        """What training changes of the critic, by name, for a critic service; empty without a critic. Whole only where
+        """The critic's trained tensors by name, for a critic service; empty without a critic. Whole only where
         the learner is not sharded."""
         return {} if self.critic is None else trained_tensors(self.critic)
 
@@ -201,7 +201,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def _look_first(self, plan: StepPlan) -> None:
-        """Everything that must be known before the first update."""
+        """Compute what must be known before the first update."""
         tokens = plan.tokens
         if self.algorithm.looks_first:
             self._passes.look(plan.microbatches, tokens)
@@ -245,7 +245,7 @@ class TorchBackend:
         return all_sum(torch.stack(counts).view(2, -1), self._peers)
 
     def _set_rate(self, tokens: ResponseTokens) -> dict[str, float]:
-        """The schedule's rate, and what is used of it: less when few sequences carry the step (lr=sqrt_ess)."""
+        """The schedule's learning rate, and the rate used: lower if few sequences carry the step (lr=sqrt_ess)."""
         factor = schedule_factor(self.config, self.policy_version, self.steps)
         scheduled = self.updater.set_rate(factor)
         if self.algorithm.lr == "none":

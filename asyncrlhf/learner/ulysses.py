@@ -43,7 +43,7 @@ class Ulysses(SequenceParallel):
     """
 
     def __init__(self, model: transformers.PreTrainedModel, peers: Peers) -> None:
-        """DeepSpeed's communication must be set up."""
+        """DeepSpeed's communication must be initialised."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # takes seconds
 
         super().__init__(peers)

@@ -1,4 +1,4 @@
-"""How a gradient becomes an update: optimizer, schedule, and the ways in which weights lie on the ranks."""
+"""Turns gradients into updates: optimizer, schedule, and the layouts of weights over the ranks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Updater(ABC):
 
     @property
     def shards(self) -> Shards | None:
-        """The policy's tensors where no rank holds them whole; None where each does."""
+        """The policy's tensors if no rank holds them whole; else None."""
         return None
 
     def frozen(self, module: nn.Module) -> Any:
@@ -125,11 +125,11 @@ class Updater(ABC):
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def settings(self) -> list[dict[str, Any]]:
-        """Of each group of the optimizers, the settings that a checkpoint's state would replace by its own."""
+        """The settings of each optimizer group that a checkpoint's state would overwrite."""
         return [{key: group[key] for key in OWN_SETTINGS if key in group} for group in self._groups()]
 
     def set_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Put back what :meth:`settings` gave."""
+        """Restore the settings that :meth:`settings` returned."""
         for group, own in zip(self._groups(), settings, strict=True):
             group.update(own)
 
@@ -220,7 +220,7 @@ class TorchUpdater(Updater):
         return math.nan if skip else float(norms[0])
 
     def _complete_gradients(self) -> None:
-        """Add up, once an update, what the backward passes leave in parts on several ranks."""
+        """Add up, once an update, gradients whose terms lie on several ranks."""
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         return {
@@ -247,11 +247,11 @@ class TorchUpdater(Updater):
         self._scaler.load_state_dict(state["scaler"])
 
     def _own_weights(self, saved: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Of a whole model's tensors those that this rank has."""
+        """The tensors of a whole model that this rank holds."""
         return saved
 
     def _own_states(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of a plain rank's optimizer the state of this one's."""
+        """This rank's part of a plain rank's optimizer state."""
         return saved
 
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:

@@ -1,4 +1,4 @@
-"""The user's own loss: what ``algorithm.loss.target`` is given, what it must return, and how both are checked."""
+"""The user's own loss: the argument of ``algorithm.loss.target``, its return value, and the checks of both."""
 
 from __future__ import annotations
 

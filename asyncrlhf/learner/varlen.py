@@ -169,7 +169,7 @@ class _Grid:
             target.transpose(0, 1).index_copy_(0, call.own, found)
 
     def add_copies(self, target: torch.Tensor, grid: torch.Tensor) -> None:
-        """What belongs to prompts that lie with other sequences, onto packed rows."""
+        """Add the gradients of prompts that lie with other sequences to their packed rows."""
         call = self.call
         if call.copies is not None and call.rows is not None:
             found = self._flat(grid).index_select(0, call.copies).to(target.dtype)
