@@ -1,4 +1,4 @@
-"""Measures the costs of a run's parts on this machine, on the parts themselves: the actors, engine and learner of a run,
+"""Measures the costs of a run's parts on this machine, on the parts themselves: actors, engine and learner of a run,
 one side at a time and then both at once. ``asyncrlhf profile`` writes it, ``simulate`` and ``plan`` read it."""
 
 from __future__ import annotations
