@@ -161,7 +161,7 @@ async def test_a_rollback_awaits_the_checkpoint_that_is_about_to_get_its_name() 
     state: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), progressed=lambda: None)
     runtime: Any = SimpleNamespace(learner=SimpleNamespace(saved=nothing))
     runtime.save_rollouts = lambda *_: SimpleNamespace(result=lambda: None)
-    log: Any = SimpleNamespace(flush=nothing)
+    log: Any = SimpleNamespace(flush=nothing, written=lambda files: nothing())
     writer: Any = SimpleNamespace(rollouts=Path(), folder=Path(), commit=commit)
     rest: Any = [None] * 7
     bookkeeping = Bookkeeping(state, runtime, rest[0], rest[1], rest[2], rest[3], rest[4], log, rest[5], rest[6])
