@@ -33,6 +33,7 @@ class RayRecords:
         self.actor: Any = None
         self._seconds, self._start_seconds = seconds, start_seconds
         self._unanswered: set[Future[None]] = set()
+        self._looking = asyncio.Lock()
 
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         """As :meth:`~asyncrlhf.cluster.handles.Runtime.write_part`."""
@@ -50,21 +51,24 @@ class RayRecords:
         """Wait for the files, and replace the actor if it freezes meanwhile; ``tell`` is then told so."""
         waiting = [asyncio.wrap_future(file) for file in files]
         while (await asyncio.wait(waiting, timeout=self._seconds))[1]:
-            if self.actor is None:
-                continue
-            try:
-                alive = self.actor.ping.options(concurrency_group=PING, max_task_retries=0).remote()
-                await within(self._seconds, RECORD_WRITER, PING, alive)
-                continue
-            except ReplicaError:
-                tell(f"{RECORD_WRITER.capitalize()} gave no sign of life for {self._seconds:g} s. Replacing it.")
-                ray.kill(self.actor, no_restart=False)
-            except RayActorError:
-                pass  # it died, and Ray starts it again
-            with suppress(ReplicaError):  # not again: then the calls fail, too
-                await ask_to_start(RECORD_WRITER, self.actor.ping.remote(), self._start_seconds)
+            if self.actor is not None:
+                async with self._looking:  # of several that wait, one replaces it
+                    await self._look(tell)
         for file in waiting:
             file.exception()  # which the recorder raises; asyncio would say that nobody looked at it
+
+    async def _look(self, tell: Callable[[str], None]) -> None:
+        """Ask the actor for a sign of life; without one, end its process and wait until Ray has started another."""
+        try:
+            alive = self.actor.ping.options(concurrency_group=PING, max_task_retries=0).remote()
+            return await within(self._seconds, RECORD_WRITER, PING, alive)
+        except ReplicaError:
+            tell(f"{RECORD_WRITER.capitalize()} gave no sign of life for {self._seconds:g} s. Replacing it.")
+            ray.kill(self.actor, no_restart=False)
+        except RayActorError:
+            pass  # it died, and Ray starts it again
+        with suppress(ReplicaError):  # not again: then the calls fail, too
+            await ask_to_start(RECORD_WRITER, self.actor.ping.remote(), self._start_seconds)
 
     def close(self) -> None:
         """End the actor. Files that it has not written fail: nobody may wait for a Ray that is gone."""

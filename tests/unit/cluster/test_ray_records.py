@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from asyncrlhf.cluster import ray_records
+from asyncrlhf.cluster.calls import keep_calls
 from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.errors import ReplicaError
 
@@ -47,3 +49,37 @@ def test_its_death_for_good_is_told_as_such(asked: tuple[RayRecords, list[Future
     calls[0].set_exception(RayActorError())
     with pytest.raises(ReplicaError, match="the record writer died: The actor"):
         lost.result(0)
+
+
+def test_of_several_that_wait_for_a_frozen_one_one_replaces_it(
+    asked: tuple[RayRecords, list[Future[None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replacement counts as a restart, of which it has few."""
+    records, calls = asked
+    killed: list[Any] = []
+    said: list[str] = []
+
+    async def ping() -> bool:
+        if not killed:
+            await asyncio.sleep(3600)
+        return True
+
+    def replace(actor: Any, *, no_restart: bool) -> None:
+        assert not no_restart, "Ray repeats its calls only where it starts it again"
+        killed.append(actor)
+        for call in calls:
+            call.set_result(None)
+
+    async def wait_for(file: Future[None]) -> None:
+        await records.written([file], said.append)
+
+    async def both() -> None:
+        keep_calls()
+        files = [records.write_part(Path("part"), [], []) for _ in range(2)]
+        await asyncio.wait_for(asyncio.gather(*map(wait_for, files)), 60)
+
+    records._seconds = 0.05
+    records.actor.ping = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=ping), remote=ping)
+    monkeypatch.setattr(ray_records.ray, "kill", replace)
+    asyncio.run(both())
+    assert len(killed) == 1 and said == ["The record writer gave no sign of life for 0.05 s. Replacing it."]
