@@ -55,7 +55,7 @@ class RayRecords:
                 async with self._looking:  # of several that wait, one replaces it
                     await self._look(tell)
         for file in waiting:
-            file.exception()  # which the recorder raises; asyncio would say that nobody looked at it
+            file.exception()  # marks it as seen for asyncio; the recorder raises it
 
     async def _look(self, tell: Callable[[str], None]) -> None:
         """Ask the actor for a sign of life; without one, end its process and wait until Ray has started another."""
@@ -71,7 +71,7 @@ class RayRecords:
             await ask_to_start(RECORD_WRITER, self.actor.ping.remote(), self._start_seconds)
 
     def close(self) -> None:
-        """End the actor. Files that it has not written fail: nobody may wait for a Ray that is gone."""
+        """End the actor. Files not yet written fail, so that no thread waits for a Ray that has ended."""
         if self.actor is not None:
             ray.kill(self.actor)
         for answer in list(self._unanswered):

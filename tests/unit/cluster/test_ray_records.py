@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[RayRecords, list[Future[None
     return records, calls
 
 
-def test_nobody_waits_for_a_file_when_the_run_has_ended(asked: tuple[RayRecords, list[Future[None]]]) -> None:
+def test_no_wait_for_a_file_outlives_the_run(asked: tuple[RayRecords, list[Future[None]]]) -> None:
     records, calls = asked
     written, lost = (records.write_part(Path("part"), [], []) for _ in range(2))
     calls[0].set_result(None)
