@@ -103,25 +103,21 @@ def tiny_model_path() -> Path:
 
 @pytest.fixture(scope="session")
 def ray_local() -> Iterator[Any]:
-    """The ``ray`` module, started once: 4 logical CPUs, a small object store, a temporary folder of its own."""
+    """The ``ray`` module, started once: 4 logical CPUs, a small object store, a temporary folder of its own; as a run
+    starts it, so that its workers are forks and an actor costs no imports."""
     import ray
+
+    from asyncrlhf.cluster.own_ray import OwnRay
 
     # Ray puts Unix sockets below this folder, and their paths may have 107 characters: pytest's own are too long.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(folder),
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    own = OwnRay(4, OBJECT_STORE_BYTES, _temp_dir=str(folder), configure_logging=False)
     processes = psutil.Process().children(recursive=True)
     try:
         yield ray
     finally:
         processes += psutil.Process().children(recursive=True)
-        ray.shutdown()
+        own.stop()
         end_leftovers(processes, str(folder))
         shutil.rmtree(folder, ignore_errors=True)
 

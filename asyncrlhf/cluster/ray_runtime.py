@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -24,6 +25,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
+from asyncrlhf.cluster.own_ray import MALLOC, OwnRay
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
@@ -35,22 +37,9 @@ from asyncrlhf.records.rollout_rows import RolloutRow
 from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
 from asyncrlhf.types import Payload, Rollout
 
-# glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
-# the actors of a local run keep it (measured: a fifth more samples/s on the tiny model). Read when a process starts.
-MALLOC = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(10**9),
-    "MALLOC_TRIM_THRESHOLD_": str(2 * 10**9),
-    "MALLOC_TOP_PAD_": str(10**8),
-}
-
 # libgomp's threads spin for their next kernel, and where others wait for their core that stops both: two threads beside
 # one busy process made a third of their tokens. With this they spin as briefly as where libgomp sees the crowd itself.
 BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
-# What an actor starts (an engine's processes) ends with it, however it ends. Read when Ray starts.
-END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
-# Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray has not.
-NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
 ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
 
 
@@ -67,7 +56,8 @@ class RayRuntime(Runtime):
         self._run_dir = run_dir
         self._parts = parts_of(specs)
         self._placer: Placer
-        self._owns_ray = False
+        self._own_ray: OwnRay | None = None
+        self._joined = False
         self._cores_before: frozenset[int] = frozenset()
         self._rank_cores: Sequence[Collection[int]] = ()  # where the ranks have cores of their own
         self.records = RayRecords(stall_seconds / 2, cluster.start_timeout_seconds)
@@ -87,18 +77,14 @@ class RayRuntime(Runtime):
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        own = [END_WITH_ACTORS] if self._config.cluster else [END_WITH_ACTORS, NO_TASK_EVENTS]
-        for name, value in (*own, *MALLOC.items()):
-            os.environ.setdefault(name, value)  # inherited by Ray's processes, and by nothing else that matters
         terminate = signal.getsignal(signal.SIGTERM)
-        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         address = self._config.cluster
         if address:
             # Ray's processes of other nodes inherit nothing from this one.
-            common["runtime_env"] = {"env_vars": {name: os.environ[name] for name in MALLOC}}
+            inherited = {"env_vars": {name: os.environ.get(name, value) for name, value in MALLOC.items()}}
             try:
                 knock(address)
-                ray.init(address=address, **common)
+                ray.init(address=address, runtime_env=inherited, log_to_driver=False, logging_level=logging.ERROR)
             except (OSError, ValueError, RuntimeError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise ConfigError(
@@ -108,24 +94,18 @@ class RayRuntime(Runtime):
             plan = make_plan(self._cluster.placement, self._parts, nodes=1)
             if sum(part.cpus for part in self._parts) > (os.cpu_count() or 1):
                 os.environ.setdefault(*BRIEF_SPINS)
-            ray.init(
-                address="local",  # never a cluster that happens to run here
-                num_cpus=int(this_machine(plan, gpus=0).total["CPU"]),
-                include_dashboard=False,
-                object_store_memory=self._config.object_store_mb * 2**20,
-                **common,
-            )
+            cpus, store = int(this_machine(plan, gpus=0).total["CPU"]), self._config.object_store_mb * 2**20
+            self._own_ray = OwnRay(cpus, store, forks=not plan.total("GPU"))
         # Ray puts its own handler there, which ends the process on the spot; a run ends with a checkpoint.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)
-        self._owns_ray = True
+        self._joined = True
 
     async def _set_cores_aside(self) -> None:
         """After start-up, pin this process and all others that Ray started off the learner's cores. Not on a Ray that
         others started, not if GPUs do the work, and not for parts that take turns with the learner."""
         learner = self._specs.learner.learner
-        alone = self._owns_ray and not self._config.cluster
-        if not (alone and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
+        if not (self._own_ray and self._config.dedicated_learner_cores) or self.plan.sharing or self.plan.total("GPU"):
             return
         others = sum(part.cpus for part in self._parts if part.kind != "learner")
         before = available_cores()
@@ -330,6 +310,8 @@ class RayRuntime(Runtime):
         self.records.close()
         if hasattr(self, "_placer"):
             self._placer.close()
-        if self._owns_ray:
+        if self._own_ray:
+            self._own_ray.stop()
+        elif self._joined:
             ray.shutdown()
         keep_to(self._cores_before)

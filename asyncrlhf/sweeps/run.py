@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections import deque
@@ -154,26 +153,15 @@ class Sweeper:
         """The address of one Ray for all jobs that run in parallel, started with the first of them. An exclusive job
         starts its own, as ``train`` does, so that its measured time is that of ``train``."""
         if self._ray is None:
-            import ray
+            from asyncrlhf.cluster.own_ray import OwnRay
 
-            from asyncrlhf.cluster.ray_runtime import MALLOC
-
-            for name, value in MALLOC.items():
-                os.environ.setdefault(name, value)  # inherited by Ray's processes
-            ray.init(
-                address="local",
-                num_cpus=math.ceil(self._cores),
-                include_dashboard=False,
-                object_store_memory=max(config.ray.object_store_mb for config in self._plan.configs) * 2**20,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-            self._ray = ray
-        return str(self._ray.get_runtime_context().gcs_address)
+            store = max(config.ray.object_store_mb for config in self._plan.configs) * 2**20
+            self._ray = OwnRay(math.ceil(self._cores), store, forks=not self._gpus)
+        return self._ray.address
 
     def _stop_ray(self) -> None:
         if self._ray is not None:
-            self._ray.shutdown()
+            self._ray.stop()
             self._ray = None
 
 

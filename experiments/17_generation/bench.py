@@ -20,8 +20,8 @@ import ray
 from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
+from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.cluster.ray_handles import RayGenerator
-from asyncrlhf.cluster.ray_runtime import MALLOC
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.vllm_core import engine_arguments, sampling_arguments
@@ -112,18 +112,11 @@ def work_rounds(config: RunConfig, prepared: Prepared, size: int) -> Iterator[li
 @contextmanager
 def our_replica(config: RunConfig) -> Iterator[Any]:
     """Tokens a second of a round on the replica of a run: its actor, through its handle."""
-    owns = not ray.is_initialized()
-    if owns:
-        for name, value in MALLOC.items():
-            os.environ.setdefault(name, value)  # as the parts of a run have it; bare vLLM has started before
-        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-        ray.init(
-            address="local",  # never a cluster that happens to run here
-            num_cpus=max(config.generator.threads, os.cpu_count() or 1),
-            num_gpus=None if config.generator.gpus else 0,
-            object_store_memory=config.ray.object_store_mb * 2**20,
-            **quiet,
-        )
+    own = None
+    if not ray.is_initialized():
+        gpus = None if config.generator.gpus else 0
+        cpus = max(config.generator.threads, os.cpu_count() or 1)
+        own = OwnRay(cpus, config.ray.object_store_mb * 2**20, forks=gpus == 0, num_gpus=gpus)
     loop = asyncio.new_event_loop()
     try:
         generator = RayGenerator(GeneratorSpec("generator-0", config.generator, config.model, "ray", config.weights))
@@ -132,8 +125,8 @@ def our_replica(config: RunConfig) -> Iterator[Any]:
         loop.run_until_complete(generator.close())
     finally:
         loop.close()
-        if owns:
-            ray.shutdown()
+        if own is not None:
+            own.stop()
 
 
 async def _generate(generator: RayGenerator, items: Sequence[GenerationRequest]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +24,9 @@ from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET
 from asyncrlhf.cluster.handles import LONG_SECONDS
+from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.cluster.ray_calls import START_SECONDS, ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, addressed
-from asyncrlhf.cluster.ray_runtime import MALLOC
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
@@ -184,13 +183,7 @@ class _Pair:
 
 async def _measure(config: RunConfig, lengths: Sequence[int], repeats: int) -> list[dict[str, Batch]]:
     prepared = prepare(config)
-    owns = not ray.is_initialized()
-    if owns:
-        for name, value in MALLOC.items():
-            os.environ.setdefault(name, value)
-        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-        memory = config.ray.object_store_mb * 2**20
-        ray.init(address="local", num_cpus=4, num_gpus=0, object_store_memory=memory, **quiet)
+    own = None if ray.is_initialized() else OwnRay(4, config.ray.object_store_mb * 2**20, num_gpus=0)
     try:
         # Only a generator that is told so looks for chunks: those that do not send them are others.
         pairs = {chunks: await _start(config, chunks) for chunks in (False, True)}
@@ -209,8 +202,8 @@ async def _measure(config: RunConfig, lengths: Sequence[int], repeats: int) -> l
             await pair.reward.close()
         return rounds[1:]
     finally:
-        if owns:
-            ray.shutdown()
+        if own is not None:
+            own.stop()
 
 
 async def _start(config: RunConfig, chunks: bool) -> _Pair:

@@ -33,8 +33,8 @@ os.environ.update(
 )  # fmt: skip
 
 import psutil
-import ray
 
+from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.records.checkpoint import list_checkpoints
 from asyncrlhf.records.journal import JOURNAL_FILE
 from tests.chaos.injection import Case, child, draw_case
@@ -56,20 +56,16 @@ def one_ray() -> Iterator[tuple[str, psutil.Process]]:
     folder = tempfile.mkdtemp(prefix="ray-")
     for tries_left in reversed(range(RAY_STARTS)):  # Ray gives its node 30 s, which a crowded machine exceeds
         try:
-            ray.init(
-                address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20,
-                _temp_dir=folder, log_to_driver=False, logging_level="error",
-            )  # fmt: skip
+            own = OwnRay(4, 256 * 2**20, _temp_dir=folder)
             break
         except Exception as error:
             print(f"Ray did not start: {error}", flush=True)
-            ray.shutdown()
             if not tries_left:
                 raise
     try:
-        yield ray.get_runtime_context().gcs_address, psutil.Process()
+        yield own.address, psutil.Process()
     finally:
-        ray.shutdown()
+        own.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 

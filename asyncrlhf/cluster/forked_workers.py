@@ -1,0 +1,167 @@
+"""Ray workers forked from one process that has imported the stack.
+
+An actor imports torch, transformers and this package: four seconds of a processor, for each of five actors or more. A
+Ray that starts under :meth:`ForkedWorkers.serving` gets a command in place of the Python interpreter. For a worker, the
+command passes its arguments, environment and output files to a server, which forks; the child runs Ray's own worker
+script, unchanged. For anything else, or without a server, the command becomes the interpreter.
+
+Only for runs without a GPU: a library that touches CUDA while it is imported makes CUDA unusable in every fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+WORKER = "default_worker.py"
+# Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it.
+FIRST = (
+    "torch",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "pyarrow.parquet",
+)
+# With the environment of the first call: Ray's extension reads its settings once, at its import.
+THEN = tuple(f"asyncrlhf.actors.{name}" for name in ("generator", "learner", "annotator", "model_annotators"))
+# Isolated and without site-packages, so that it takes milliseconds.
+COMMAND = """#!{python} -IS
+import json, os, socket, sys
+if any(word.endswith({worker!r}) for word in sys.argv[1:4]):
+    try:
+        server = socket.socket(socket.AF_UNIX)
+        server.settimeout({patience})
+        server.connect({path!r})
+        socket.send_fds(server, [b"-"], [0, 1, 2])
+        with server.makefile("rw") as stream:
+            json.dump([sys.argv[1:], dict(os.environ), os.getcwd(), os.getpgid(0)], stream)
+            stream.write("\\n")
+            stream.flush()
+            if stream.readline():
+                os._exit(0)
+    except OSError:
+        pass
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+"""
+PATIENCE_SECONDS = 60.0  # for a fork, of which the first waits for the imports
+
+
+class ForkedWorkers:
+    """A server of forks, and the command for Ray, which lie in a temporary folder until :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="asyncrlhf-"))
+        self._command, path = self._folder / "python", str(self._folder / "forks")
+        words = {"python": sys.executable, "worker": WORKER, "path": path, "patience": PATIENCE_SECONDS}
+        self._command.write_text(COMMAND.format(**words))
+        self._command.chmod(0o755)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        line = [sys.executable, "-m", __name__, path]
+        self.server = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert self.server.stdout is not None
+        self.server.stdout.readline()  # it listens, and imports while Ray starts
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """A Ray that is started while this holds forks its workers."""
+        python, sys.executable = sys.executable, str(self._command)
+        try:
+            yield
+        finally:
+            sys.executable = python
+
+    def close(self) -> None:
+        """End the server, as the end of this process does; workers live on."""
+        assert self.server.stdin is not None and self.server.stdout is not None
+        self.server.stdin.close()
+        self.server.stdout.close()
+        self.server.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def serve(path: str) -> Call | None:
+    """Fork a worker for each call at the socket ``path``, until standard input is closed. In the worker, returns the call,
+    so that nothing of the server is left below it on the stack."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(128)
+    print("listening", flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
+    for name in FIRST:
+        importlib.import_module(name)
+    while sys.stdin not in select.select([sys.stdin, listening], [], [])[0]:
+        caller, _ = listening.accept()
+        with contextlib.suppress(OSError, ValueError):  # the caller has gone, or Ray has ended it
+            _, files, _, _ = socket.recv_fds(caller, 1, 3)
+            words, environment, folder, group = json.loads(caller.makefile().readline())
+            if THEN[0] not in sys.modules:
+                _import_rest(environment)
+            if os.fork() == 0:
+                listening.close()
+                return Call(words, environment, folder, group, files, caller)
+            for file in files:
+                os.close(file)
+        caller.close()
+    return None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A worker that Ray asks for. ``words``: arguments of Python; ``group``: the process group that Ray ends with it;
+    ``files``: its standard input, output and error; ``caller``: the socket of the command, which waits for a line."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    group: int
+    files: list[int]
+    caller: socket.socket
+
+
+def _import_rest(environment: dict[str, str]) -> None:
+    assert "ray" not in sys.modules
+    os.environ.update(environment)
+    for name in THEN:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the collector would write to every page that forks share
+
+
+def work(call: Call) -> None:
+    """Become the process that Ray asked for, in a fork of the server."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setpgid(0, call.group)
+    for number, file in enumerate(call.files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(call.environment)
+    os.chdir(call.folder)
+    call.caller.sendall(b"forked\n")
+    call.caller.close()
+    random.seed()
+    script = next(number for number, word in enumerate(call.words) if word.endswith(WORKER))
+    sys.argv = call.words[script:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__" and (asked := serve(sys.argv[1])):
+    work(asked)

@@ -1,0 +1,84 @@
+"""The server that forks Ray's workers, called as Ray's node calls it; a script of that name stands for Ray's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrlhf.cluster.forked_workers import WORKER, ForkedWorkers
+from tests.ray_run import wait_until
+
+ANSWER = """
+import json, os, sys
+facts = {"words": sys.argv[1:], "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0)}
+facts |= {"cwd": os.getcwd(), "GIVEN": os.environ.get("GIVEN"), "name": __name__}
+facts["imported"] = "torch" in sys.modules and "ray" in sys.modules
+facts["seconds"] = os.times().user + os.times().system
+print(json.dumps(facts), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[ForkedWorkers]:
+    workers = ForkedWorkers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / WORKER).write_text(ANSWER)
+    (tmp_path / "other.py").write_text(ANSWER)
+    return tmp_path
+
+
+def call(workers: ForkedWorkers, folder: Path, script: str = WORKER) -> dict[str, Any]:
+    """What the script says of its process, and the process group that Ray's node would end with it."""
+    environment = {"PATH": os.environ["PATH"], "GIVEN": "by the caller"}
+    with workers.serving():
+        line = [sys.executable, "-u", str(folder / script), "--worker-id=7"]
+    process = subprocess.Popen(line, cwd=folder, env=environment, stdout=subprocess.PIPE, process_group=0)
+    out, _ = process.communicate(timeout=100)
+    return {**json.loads(out), "started": process.pid}
+
+
+def test_a_worker_is_a_fork_that_has_the_imports_and_all_that_ray_gave_it(workers: ForkedWorkers, folder: Path) -> None:
+    first, second = call(workers, folder), call(workers, folder)
+    for facts in (first, second):
+        assert facts["imported"] and facts["name"] == "__main__" and facts["words"] == ["--worker-id=7"]
+        assert facts["parent"] == workers.server.pid and facts["pid"] != facts["started"]
+        assert facts["group"] == facts["started"], "Ray would not end this worker's children with it"
+        assert facts["GIVEN"] == "by the caller" and facts["cwd"] == str(folder)
+        assert facts["seconds"] < 1, "a fork took as long as the imports"
+    assert first["pid"] != second["pid"]
+
+
+def test_anything_but_a_worker_is_run_by_the_interpreter(workers: ForkedWorkers, folder: Path) -> None:
+    facts = call(workers, folder, "other.py")
+    assert facts["pid"] == facts["started"] and not facts["imported"] and facts["words"] == ["--worker-id=7"]
+
+
+def test_a_worker_without_a_server_is_run_by_the_interpreter(folder: Path) -> None:
+    workers = ForkedWorkers()
+    workers.server.kill()
+    facts = call(workers, folder)
+    workers.close()
+    assert facts["pid"] == facts["started"] and facts["GIVEN"] == "by the caller"
+
+
+def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = (
+        "from asyncrlhf.cluster.forked_workers import ForkedWorkers; import os, signal; w = ForkedWorkers();"
+        "print(w.server.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    server = int(done.stdout)
+    wait_until(lambda: not psutil.pid_exists(server), "the end of a server whose starter was killed")
