@@ -95,8 +95,8 @@ class ForkedWorkers:
 
 
 def serve(path: str) -> Call | None:
-    """Fork a worker for each call at the socket ``path``, until standard input is closed. In the worker, returns the call,
-    so that nothing of the server is left below it on the stack."""
+    """Fork a worker for each call at the socket ``path``, until standard input is closed. In the worker, returns the
+    call, so that nothing of the server is left below it on the stack."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(128)
