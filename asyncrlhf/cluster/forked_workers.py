@@ -39,10 +39,22 @@ FIRST = (
 )
 # With the environment of the first call: Ray's extension reads its settings once, at its import.
 THEN = tuple(f"asyncrlhf.actors.{name}" for name in ("generator", "learner", "annotator", "model_annotators"))
+# An argument of Ray's other script, which stands before the worker's where an actor has a runtime environment: it sets the
+# variables named there and becomes the worker. A fork sets them, too, but for those that count when a process starts.
+CONTEXT = "--serialized-runtime-env-context="
+EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_", "MALLOC_")
 # Isolated and without site-packages, so that it takes milliseconds.
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
-if any(word.endswith({worker!r}) for word in sys.argv[1:4]):
+def forks():
+    if not any(word.endswith({worker!r}) for word in sys.argv[1:4]):
+        return False
+    context = [word[len({context!r}):] for word in sys.argv if word.startswith({context!r})]
+    asked = json.loads(context[0]) if context else dict()
+    other = asked.get("command_prefix") or asked.get("override_worker_entrypoint")
+    late = any(n.startswith({early!r}) and os.environ.get(n) != v for n, v in asked.get("env_vars", dict()).items())
+    return not (other or late) and asked.get("py_executable") in (None, "", {python!r})
+if forks():
     try:
         server = socket.socket(socket.AF_UNIX)
         server.settimeout({patience})
@@ -68,6 +80,7 @@ class ForkedWorkers:
         self._folder = Path(tempfile.mkdtemp(prefix="asyncrlhf-"))
         self._command, path = self._folder / "python", str(self._folder / "forks")
         words = {"python": sys.executable, "worker": WORKER, "path": path, "patience": PATIENCE_SECONDS}
+        words |= {"context": CONTEXT, "early": EARLY}
         self._command.write_text(COMMAND.format(**words))
         self._command.chmod(0o755)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -158,7 +171,9 @@ def work(call: Call) -> None:
     call.caller.close()
     random.seed()
     script = next(number for number, word in enumerate(call.words) if word.endswith(WORKER))
-    sys.argv = call.words[script:]
+    for context in [word.removeprefix(CONTEXT) for word in call.words if word.startswith(CONTEXT)]:
+        importlib.import_module("ray._private.utils").update_envs(json.loads(context).get("env_vars", {}))
+    sys.argv = [word for word in call.words[script:] if not word.startswith((CONTEXT, "--language="))]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -95,7 +95,7 @@ class RayRuntime(Runtime):
             if sum(part.cpus for part in self._parts) > (os.cpu_count() or 1):
                 os.environ.setdefault(*BRIEF_SPINS)
             cpus, store = int(this_machine(plan, gpus=0).total["CPU"]), self._config.object_store_mb * 2**20
-            self._own_ray = OwnRay(cpus, store, forks=not plan.total("GPU"))
+            self._own_ray = OwnRay(cpus, store, forks=self._config.fork_workers and not plan.total("GPU"))
         # Ray puts its own handler there, which ends the process on the spot; a run ends with a checkpoint.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)

@@ -156,7 +156,8 @@ class Sweeper:
             from asyncrlhf.cluster.own_ray import OwnRay
 
             store = max(config.ray.object_store_mb for config in self._plan.configs) * 2**20
-            self._ray = OwnRay(math.ceil(self._cores), store, forks=not self._gpus)
+            forks = not self._gpus and all(config.ray.fork_workers for config in self._plan.configs)
+            self._ray = OwnRay(math.ceil(self._cores), store, forks=forks)
         return self._ray.address
 
     def _stop_ray(self) -> None:

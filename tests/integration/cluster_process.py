@@ -16,6 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
+from asyncrlhf.cluster.forked_workers import ForkedWorkers
 from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.errors import AsyncRLHFError
 from tests import loop
@@ -77,9 +78,11 @@ def run_beside_others(folder: Path, address: str) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     node = {"num_cpus": CPUS, "object_store_memory": STORE}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    for _ in range(NODES - 1):
-        cluster.add_node(wait=False, **node)
+    workers = ForkedWorkers()
+    with workers.serving():
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        for _ in range(NODES - 1):
+            cluster.add_node(wait=False, **node)
     cluster.wait_for_nodes()
     try:
         jobs = {
@@ -95,6 +98,7 @@ def main(folder: Path) -> None:
             print(json.dumps({"name": name, **job(folder / name)}), flush=True)
     finally:
         cluster.shutdown()
+        workers.close()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray._private.workers import setup_worker
 
 from asyncrlhf.cluster.forked_workers import WORKER, ForkedWorkers
 from tests.ray_run import wait_until
@@ -40,11 +41,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def call(workers: ForkedWorkers, folder: Path, script: str = WORKER) -> dict[str, Any]:
+def call(workers: ForkedWorkers, folder: Path, script: str = WORKER, **context: Any) -> dict[str, Any]:
     """What the script says of its process, and the process group that Ray's node would end with it."""
+    words_before, words_after = ["-u"], []
+    if context:
+        words_before = [setup_worker.__file__]
+        words_after = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(context)}"]
     environment = {"PATH": os.environ["PATH"], "GIVEN": "by the caller"}
     with workers.serving():
-        line = [sys.executable, "-u", str(folder / script), "--worker-id=7"]
+        line = [sys.executable, *words_before, str(folder / script), "--worker-id=7", *words_after]
     process = subprocess.Popen(line, cwd=folder, env=environment, stdout=subprocess.PIPE, process_group=0)
     out, _ = process.communicate(timeout=100)
     return {**json.loads(out), "started": process.pid}
@@ -59,6 +64,22 @@ def test_a_worker_is_a_fork_that_has_the_imports_and_all_that_ray_gave_it(worker
         assert facts["GIVEN"] == "by the caller" and facts["cwd"] == str(folder)
         assert facts["seconds"] < 1, "a fork took as long as the imports"
     assert first["pid"] != second["pid"]
+
+
+def test_the_variables_of_a_runtime_environment_are_set(workers: ForkedWorkers, folder: Path) -> None:
+    facts = call(workers, folder, env_vars={"GIVEN": "by the runtime environment"})
+    assert facts["parent"] == workers.server.pid and facts["GIVEN"] == "by the runtime environment"
+    assert facts["words"] == ["--worker-id=7"]
+
+
+@pytest.mark.parametrize(
+    "context", [{"env_vars": {"PYTHONPATH": "/elsewhere"}}, {"command_prefix": ["env", "GIVEN=prefix", "&&"]}]
+)
+def test_what_counts_when_a_process_starts_needs_a_process(
+    workers: ForkedWorkers, folder: Path, context: dict[str, Any]
+) -> None:
+    facts = call(workers, folder, **context)
+    assert facts["pid"] == facts["started"] and not facts["imported"] and facts["words"] == ["--worker-id=7"]
 
 
 def test_anything_but_a_worker_is_run_by_the_interpreter(workers: ForkedWorkers, folder: Path) -> None:
