@@ -22,9 +22,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("cluster")
     command = [sys.executable, "-m", "tests.integration.cluster_process", str(folder)]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env |= {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**env, "PYTHONPATH": str(ROOT)}, stdout=pipe, stderr=pipe, text=True,
+        command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:

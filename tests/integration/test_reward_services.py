@@ -72,7 +72,8 @@ def test_an_endpoint_that_misbehaves_now_and_then_costs_single_rollouts(
     with serving() as server:
         misbehave = {"hang": server.hang, "nonsense": lambda _: b"hello", "short": lambda _: {"rewards": []}}
         now_and_then(server, misbehave[misbehaviour], every=10 if misbehaviour == "hang" else 5)
-        done = loop.run(tmp_path, *SHORT, *HTTP, f"reward.http.url={server.url}")
+        patience = "reward.timeout_seconds=0.3" if misbehaviour == "hang" else "reward.timeout_seconds=30"
+        done = loop.run(tmp_path, *SHORT, *HTTP, patience, f"reward.http.url={server.url}")
     done.assert_ledger_whole()
     assert done.summary["exit_reason"] == "done"
     assert failed_rows(done, cause) < 15 * 16 / 2
