@@ -81,7 +81,10 @@ def evaluate(
     from asyncrlhf.report.frames import Evaluation, Run
 
     given = {**settings, **(overrides or {})}
-    check(isinstance(dataset, str | Path | None), "evaluate(dataset=...) takes a preset's name or a path; save rows.")
+    check(
+        isinstance(dataset, str | Path | None),
+        "evaluate(dataset=...) takes a preset's name or a path; save the rows to a file.",
+    )
     check(isinstance(reward, str | None), "evaluate(reward=...) takes package.module:function.")
     rest = [*_dataset(dataset, given), *_reward(reward, given), *_overrides(given)]
     if isinstance(model, Run):
@@ -219,7 +222,7 @@ def _overrides(given: Mapping[str, Any]) -> list[str]:
 
 
 def _choices(key: str, value: Any) -> list[Any]:
-    check(not callable(value), f"{key}: a sweep takes package.module:function, for its jobs are other processes.")
+    check(not callable(value), f"{key}: a sweep takes package.module:function, because its jobs are other processes.")
     if isinstance(value, list):
         return value
     return [list(value) if isinstance(value, tuple) else value]
@@ -242,7 +245,9 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_text, value)) + "]"
     number = value.item() if hasattr(value, "item") else value
-    check(isinstance(number, int | float), f"{value!r} is no setting's value; allowed: text, numbers, lists and dicts.")
+    check(
+        isinstance(number, int | float), f"{value!r} is not a setting's value; allowed: text, numbers, lists and dicts."
+    )
     return repr(number)
 
 

@@ -125,7 +125,7 @@ def check_path(key: str, path: str) -> None:
     longest = max((len(part.encode("utf-8", "replace")) for part in path.split("/")), default=0)
     check(
         path.isprintable() and longest <= 255 and len(path) <= 4000,
-        f"{key}={shown!r} is no path; allowed: printable characters, at most 255 between two slashes.",
+        f"{key}={shown!r} is not a path; allowed: printable characters, at most 255 between two slashes.",
     )
 
 
@@ -133,7 +133,7 @@ def check_keywords(key: str, value: Any) -> None:
     """Raise unless ``value`` is None or keywords by name."""
     check(
         value is None or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)),
-        f"{key}={value} are no keywords by name; allowed: null, or such as {{NAME:VALUE}}.",
+        f"{key}={value} does not map names to values; allowed: null, or such as {{NAME:VALUE}}.",
     )
 
 

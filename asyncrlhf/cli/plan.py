@@ -64,24 +64,33 @@ def plan(arguments: Sequence[str]) -> int:
 def plan_parser() -> Parser:
     """Options of the command itself; all other words are overrides."""
     parser = Parser(prog="asyncrlhf plan", description="The best layout for devices, simulated before it is run.")
-    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan for this machine, by a run's costs")
-    parser.add_argument("--profile", type=Path, help="plan for this machine, by costs of `asyncrlhf profile`")
-    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="of this machine that a plan may use")
-    parser.add_argument("--gpus", help="devices of the catalogue, such as 16; of several groups: 8,16")
-    parser.add_argument("--device", help="their names, such as H100; of several groups: H100,L4")
-    parser.add_argument("--per-node", type=int, default=0, help="devices of a node (those of the catalogue)")
-    parser.add_argument("--prompt-length", type=float, default=None, help="tokens a prompt")
-    parser.add_argument("--mean-length", type=float, default=None, help="tokens a response, log-normal")
-    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of these lengths")
     parser.add_argument(
-        "--keep", action="append", default=[], help="[WHY=]NAME<=VALUE of a decision, as max_staleness<=2"
+        "--from", dest="run", type=Path, metavar="RUN", help="plan for this machine with the costs of a run"
     )
-    parser.add_argument("--free", action="append", default=[], choices=["batch_size"], help="what else may be changed")
-    parser.add_argument("--simulate", type=int, default=32, help="layouts that are simulated")
+    parser.add_argument("--profile", type=Path, help="plan for this machine with the costs of `asyncrlhf profile`")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="cores of this machine that the plan may use")
+    parser.add_argument("--gpus", help="number of catalogue devices, such as 16; for several groups: 8,16")
+    parser.add_argument("--device", help="their name, such as H100; for several groups: H100,L4")
+    parser.add_argument("--per-node", type=int, default=0, help="devices per node (default: the catalogue's)")
+    parser.add_argument("--prompt-length", type=float, default=None, help="mean tokens per prompt")
+    parser.add_argument("--mean-length", type=float, default=None, help="mean tokens per response, log-normal")
+    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of the response lengths")
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        help="condition on a decision, [WHY=]NAME<=VALUE, such as max_staleness<=2",
+    )
+    parser.add_argument(
+        "--free", action="append", default=[], choices=["batch_size"], help="further setting that the plan may change"
+    )
+    parser.add_argument("--simulate", type=int, default=32, help="number of layouts to simulate")
     parser.add_argument("--out", type=Path, default=Path("plans/plan"), help="FOLDER/NAME of the files (plans/plan)")
-    parser.add_argument("--compare-templates", action="store_true", help="the field's templates at equal devices")
-    parser.add_argument("--what-if", action="store_true", help="plans of other systems, which train cannot run")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("PLAN", "RUN"), help="predicted beside measured")
+    parser.add_argument("--compare-templates", action="store_true", help="compare common templates on equal devices")
+    parser.add_argument("--what-if", action="store_true", help="plan like other systems; train cannot run these plans")
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("PLAN", "RUN"), help="compare predicted with measured figures"
+    )
     return parser
 
 

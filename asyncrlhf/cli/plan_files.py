@@ -150,12 +150,12 @@ def compare(plan: Path, run: Path) -> None:
         if given["format"] != FORMAT:
             raise ValueError(f"format {given['format']}; this version reads {FORMAT}")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{plan} is no plan of `asyncrlhf plan`: {error}.") from error
+        raise ConfigError(f"{plan} is not a plan written by `asyncrlhf plan`: {error}.") from error
     check_run(run)
     settings_of_run(run, ())
     rows = read_metrics(run / METRICS_FILE)
     if len(rows) < 4:
-        raise ConfigError(f"{run} has {len(rows)} learner steps; 4 at least are compared.")
+        raise ConfigError(f"{run} has {len(rows)} learner steps; a comparison needs at least 4.")
     measured = figures(rows, bound)
     table = Table("", *(Column(name, justify="right") for name in ("predicted", "measured", "error")))
     for name, want, have, apart in compared(predicted, measured):

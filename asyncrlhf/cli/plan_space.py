@@ -30,7 +30,7 @@ def shape_of(config: RunConfig) -> Any:
     path = Path(resolve(config.model.path))
     check(
         path.is_dir(),
-        f"plan: model.path={config.model.path} is no folder here; give one that holds the model's config.json "
+        f"plan: model.path={config.model.path} is not a folder here; give one that holds the model's config.json "
         "(its weights are not needed).",
     )
     try:
@@ -48,8 +48,8 @@ def clusters_of(options: argparse.Namespace) -> tuple[Any, ...]:
     counts, names = options.gpus.split(","), options.device.split(",")
     if len(counts) != len(names) or not all(count.isdigit() and int(count) > 0 for count in counts):
         raise ValueError(
-            f"plan: --gpus {options.gpus} --device {options.device} are no groups; write as many numbers "
-            "of at least 1 as names, such as --gpus 8,16 --device H100,L4."
+            f"plan: --gpus {options.gpus} --device {options.device} do not describe groups; write one number >= 1 "
+            "per name, such as --gpus 8,16 --device H100,L4."
         )
     return tuple(nodes_for(name, int(count), options.per_node) for count, name in zip(counts, names, strict=True))
 

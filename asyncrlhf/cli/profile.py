@@ -25,16 +25,18 @@ QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.
 
 
 def profile(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="asyncrlhf profile", description="What this machine and model cost.")
-    parser.add_argument("--from", dest="run", type=Path, default=None, metavar="RUN", help="out of a run's records")
-    parser.add_argument("--seconds", type=float, default=120.0, help="limit of the measurements, beside the start")
+    parser = Parser(prog="asyncrlhf profile", description="Measures the costs of this machine and model.")
+    parser.add_argument(
+        "--from", dest="run", type=Path, default=None, metavar="RUN", help="take the costs from a run's records"
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the measurements, without start-up")
     parser.add_argument(
         "--out", type=Path, default=None, help="file to write (profile.json, of a run RUN/profile.json)"
     )
     options, overrides = parser.parse_known_args(list(arguments))
     if options.run is not None:
         more: dict[str, Any] = {}
-        check(not overrides, f"profile --from takes the run as it was, and no {' '.join(overrides)}.")
+        check(not overrides, f"profile --from takes no overrides such as {' '.join(overrides)}.")
         costs, made = fitted_costs(options.run)
         target = options.out or options.run / "profile.json"
     else:
@@ -62,7 +64,7 @@ def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dic
     config = load_config([*overrides, *QUIET])
     check(
         config.generator.engine != "fake",
-        "generator.engine=fake makes tokens by the clock, so that there is nothing to measure; allowed: hf, vllm.",
+        "generator.engine=fake computes nothing, so there is nothing to measure; allowed: hf, vllm.",
     )
     if config.generator.vllm.workers > 1:  # whose workers take weights themselves, which needs a run's publisher
         config = replace(config, weights=config.weights.beside_the_policy(config.runtime))
@@ -79,7 +81,7 @@ def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dic
     found = asyncio.run(main())
     for name, off in found.misfit.items():
         if off > 0.15:
-            say(f"{name}: a straight line lies up to {off:.0%} off the measured medians (tables.{name}).")
+            say(f"{name}: the linear fit deviates by up to {off:.0%} from the measured medians (tables.{name}).")
     return found.costs, facts_of(config, overrides), found.facts()
 
 
@@ -112,7 +114,7 @@ def read_profile(path: Path, config: RunConfig) -> tuple[Fitted, Workload | None
     """Costs, lengths and interference of a profile's file; of a run's costs, which hold the interference, (costs, None,
     (1, 1)). A step's tokens cost what a rank's share of ``config.learner.ranks`` does.
 
-    Raises ConfigError for a file that is no profile, or one of another model than ``config``'s.
+    Raises ConfigError for a file that is not a profile, or one of another model than ``config``'s.
     """
     try:
         costs = Fitted.read(path)

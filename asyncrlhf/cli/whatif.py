@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(prog: str, about: str) -> _Parser:
     parser = _Parser(prog=prog, description=about)
-    parser.add_argument("--device", default="H100", help=f"one of the catalogue's: {', '.join(catalogue())}")
+    parser.add_argument("--device", default="H100", help=f"device of the catalogue: {', '.join(catalogue())}")
     parser.add_argument("--model", default="llama-3-8b", help=f"{', '.join(MODELS)}, or a folder with a config.json")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--seed", type=int, default=0)
@@ -66,7 +66,7 @@ def what_if_parser() -> _Parser:
     parser.add_argument("--devices", type=int, default=16)
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--batch", type=int, default=256, help="prompts an iteration")
-    parser.add_argument("--steps", type=int, default=300, help="moves of a walk at each temperature")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the search at each temperature")
     return parser
 
 
@@ -125,12 +125,14 @@ def _beside(graph: Graph) -> list[str]:
 
 
 def templates_parser() -> _Parser:
-    parser = _parser("asyncrlhf plan --compare-templates", "The field's templates on equal devices.")
-    parser.add_argument("--devices", default="8", help="counts, with commas between them")
+    parser = _parser("asyncrlhf plan --compare-templates", "Compares common templates on equal devices.")
+    parser.add_argument("--devices", default="8", help="numbers of devices, separated by commas")
     parser.add_argument("--response", type=float, default=1024, help="mean tokens of a response, log-normal")
     parser.add_argument("--cv", type=float, default=0.6, help="coefficient of variation of these lengths")
-    parser.add_argument("--longest", type=int, default=4096, help="most tokens of a response")
-    parser.add_argument("--batch", type=int, default=None, help="rollouts a step (32 a device, at most 16,384)")
+    parser.add_argument("--longest", type=int, default=4096, help="longest response in tokens")
+    parser.add_argument(
+        "--batch", type=int, default=None, help="rollouts per step (default: 32 per device, at most 16,384)"
+    )
     parser.add_argument("--steps", type=int, default=8, help="steps to simulate, and 2 more for each version of lag")
     parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
     return parser

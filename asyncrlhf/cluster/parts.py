@@ -36,7 +36,7 @@ def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"weights.disk_path={folder} cannot be made: {error}.") from error
+        raise ConfigError(f"weights.disk_path={folder} cannot be created: {error}.") from error
     check(os.access(folder, os.W_OK | os.X_OK), f"weights.disk_path={folder} cannot be written.")
     return replace(weights, disk_path=str(folder))
 

@@ -63,7 +63,7 @@ class RayRecords:
             alive = self.actor.ping.options(concurrency_group=PING, max_task_retries=0).remote()
             return await within(self._seconds, RECORD_WRITER, PING, alive)
         except ReplicaError:
-            tell(f"{RECORD_WRITER.capitalize()} gave no sign of life for {self._seconds:g} s. Replacing it.")
+            tell(f"{RECORD_WRITER.capitalize()} did not respond for {self._seconds:g} s. Replacing it.")
             ray.kill(self.actor, no_restart=False)
         except RayActorError:
             pass  # it died, and Ray starts it again
@@ -76,7 +76,7 @@ class RayRecords:
             ray.kill(self.actor)
         for answer in list(self._unanswered):
             with suppress(InvalidStateError):  # it came just now
-                answer.set_exception(ReplicaError(f"{RECORD_WRITER} was ended before it had written a file."))
+                answer.set_exception(ReplicaError(f"{RECORD_WRITER} ended before it wrote a file."))
 
     def _there(self) -> Any:
         if self.actor is None:

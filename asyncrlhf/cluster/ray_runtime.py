@@ -102,7 +102,7 @@ class RayRuntime(Runtime):
             except (OSError, ValueError, RuntimeError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise ConfigError(
-                    f"ray.address={address} leads to no cluster: {reason}; allowed: auto, or HOST:PORT of its head."
+                    f"ray.address={address} reaches no cluster: {reason}; allowed: auto, or HOST:PORT of its head."
                 ) from error
         else:
             plan = make_plan(self._cluster.placement, self._parts, nodes=1)
@@ -268,8 +268,8 @@ class RayRuntime(Runtime):
             if time.monotonic() > deadline:
                 seat = self.plan.seats[name]
                 raise ReplicaError(
-                    f"{name} has no machine to start on again: it asks for {seat.cpus:g} CPUs and {seat.gpus:g} GPUs; "
-                    f"free in Ray: {free_in_ray()}"
+                    f"{name} cannot be restarted anywhere: it needs {seat.cpus:g} CPUs and {seat.gpus:g} GPUs; free "
+                    f"in Ray: {free_in_ray()}"
                 )
             await asyncio.sleep(ROOM_SECONDS / 40)
 

@@ -78,7 +78,7 @@ def check_weights(folder: str, key: str) -> None:
                 header = json.loads(opened.read(min(size, file.stat().st_size)))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{key}={folder}: {file.name} is no whole safetensors file ({error}).") from error
+            raise ConfigError(f"{key}={folder}: {file.name} is not a complete safetensors file ({error}).") from error
         wanted, there = 8 + size + max(ends, default=0), file.stat().st_size
         check(there >= wanted, f"{key}={folder}: {file.name} is cut off: it has {there:,} of {wanted:,} bytes.")
 

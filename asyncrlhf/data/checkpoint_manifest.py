@@ -46,11 +46,11 @@ def check_manifest(folder: Path) -> None:
     """
     found = _plain_files(folder)
     if found.pop(MANIFEST, None) is None:
-        raise CheckpointError(f"the checkpoint {folder} has no {MANIFEST}, which is written last: it is not whole.")
+        raise CheckpointError(f"the checkpoint {folder} has no {MANIFEST}, which is written last: it is incomplete.")
     seals = _read(folder / MANIFEST)
     missing, extra = sorted(seals.keys() - found.keys()), sorted(found.keys() - seals.keys())
     if missing or extra:
-        what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}, which is not of it"
+        what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}, which does not belong to it"
         raise CheckpointError(f"the checkpoint {folder} {what} (by its {MANIFEST}).")
     for name, size in found.items():
         if size != seals[name].get("bytes"):
@@ -66,7 +66,7 @@ def check_manifest(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}.") from error
     if damaged:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {damaged[0]} is not as it was written.")
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {damaged[0]} has changed since it was written.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _hash(file: Path) -> str:
 
 def _plain_files(folder: Path) -> dict[str, int]:
     """The size of each file below ``folder``, by its path within; raises CheckpointError for a link and for anything
-    else that is no plain file."""
+    else that is not a plain file."""
     found = {}
 
     def fail(error: OSError) -> None:
@@ -120,5 +120,5 @@ def _plain_files(folder: Path) -> dict[str, int]:
             if stat.S_ISREG(facts.st_mode):
                 found[name] = facts.st_size
             elif not stat.S_ISDIR(facts.st_mode):
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is no plain file.")
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not a plain file.")
     return found

@@ -38,7 +38,7 @@ def check_model(config: ModelConfig) -> None:
     own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
     check(
         own_code or type(shape) in transformers.AutoModelForCausalLM._model_mapping,
-        f"model.path={config.path} is a model of the kind {shape.model_type}, which generates no text; allowed: a "
+        f"model.path={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
         "causal language model.",
     )
     load_tokenizer(config)

@@ -70,7 +70,7 @@ def _rows_of(found: Any, path: str, split: str) -> Iterator[Row]:
     """The rows of a Dataset, an IterableDataset, splits of them, or a plain list of mappings."""
     table = pick_split(found, split, "task.path", path)
     if not isinstance(table, Iterable):
-        raise ConfigError(f"task.path={path} gave {type(table).__name__}; needed is a dataset, or a list of rows.")
+        raise ConfigError(f"task.path={path} gave {type(table).__name__}; it must give a dataset or a list of rows.")
     for number, row in enumerate(table, start=1):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{path} row {number} is {type(row).__name__}, not a mapping of columns.")
@@ -119,7 +119,7 @@ def read_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return None, "has half a surrogate pair (such as \\ud800), which is no character"
+            return None, "has half a surrogate pair (such as \\ud800), which is not a character"
     return row, ""
 
 
@@ -141,7 +141,7 @@ def _load_dataset(config: TaskConfig, split: str) -> Any:
         return datasets.load_dataset(config.path, config.subset or None, split=split, **streaming)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"task.path={config.path} is no local file, and no dataset that loads: {_reason(error)}."
+            f"task.path={config.path} is neither a local file nor a dataset that loads: {_reason(error)}."
         ) from error
 
 

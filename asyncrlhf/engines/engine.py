@@ -92,7 +92,7 @@ class Engine(ABC):
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
             return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
         if request.sampling.stop and self.decode is None:
-            return "The engine was given no tokenizer, so that it cannot look for stop texts."
+            return "The engine has no tokenizer, so it cannot find stop texts."
         return None
 
     def ends_at_stop(self, request: GenerationRequest, sampled: Sequence[int] | IntArray) -> bool:
@@ -182,7 +182,7 @@ class AdapterMerge:
     """Computes each version's whole weights from the checkpoint's weights and the adapter that the learner sent.
 
     The base stays once in the host's memory, in the engine's dtype: a version is computed from it and not from the
-    previous version, whose rounding would add up. Weights that are no adapter pass unchanged.
+    previous version, whose rounding would add up. Weights that are not an adapter pass unchanged.
     """
 
     def __init__(self, config: LoraConfig, base: Mapping[str, torch.Tensor]) -> None:

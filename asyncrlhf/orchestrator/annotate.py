@@ -175,7 +175,7 @@ class Annotator:
             return False
         except ReplicaError as error:
             self._ahead.lost(worker)
-            self._state.message(f"{error} So what it read ahead is lost.")
+            self._state.message(f"{error} Its read-ahead is lost.")
         return True
 
     def _file(self, batch: Sequence[RolloutInfo], annotations: Sequence[Annotation]) -> None:

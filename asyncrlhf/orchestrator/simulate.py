@@ -110,8 +110,8 @@ def in_cohorts(config: RunConfig, cohort: int) -> RunConfig:
         return config
     check(
         given.groups is None and given.replicas % cohort == 0,
-        f"A cohort of {cohort} replicas does not divide generator.replicas={given.replicas}; replicas of a cohort are "
-        "alike, and allowed are its divisors.",
+        f"A cohort of {cohort} replicas does not divide generator.replicas={given.replicas}; allowed: its divisors, "
+        "because the replicas of a cohort are equal.",
     )
     merged = replace(given, replicas=given.replicas // cohort, slots=given.slots * cohort)
     return replace(config, generator=merged)

@@ -82,7 +82,7 @@ class Supervisor:
             return
         self._say()
         if self.state.stopping:
-            raise StallError(f"The run did not come to its end: {self._blame()}")
+            raise StallError(f"The run did not end: {self._blame()}")
         if self.still > 2 * self.limit and not self._replace_standing():
             raise StallError(f"Nothing moved for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
 
@@ -122,7 +122,7 @@ class Supervisor:
                 return  # replaced meanwhile
             if self.still > self.limit / 2:
                 self._say()
-            why = f"gave no sign of life for {self.limit / 2:g} s{self._of(part.name)}."
+            why = f"did not respond for {self.limit / 2:g} s{self._of(part.name)}."
             self._end(part.name, replica, calls, why)
 
     def _end(self, name: str, replica: Replica | None, calls: Sequence[Call], why: str) -> None:
@@ -144,29 +144,29 @@ class Supervisor:
             since = self._beats[replica.name][1]
             if now - since > self.limit:
                 found = True
-                why = f"made no token for {now - since:.0f} s with {_in_flight(sorted(replica.in_flight))}."
+                why = f"generated no token for {now - since:.0f} s with {_in_flight(sorted(replica.in_flight))}."
                 self._end(replica.name, replica, self.calls.of(replica.name), why)
         for name in {worker.name for worker in self._annotating()}:
             standing = [call for call in self.calls.of(name) if now - call.since > self.limit]
             found = found or bool(standing)
             if standing:
-                self._end(name, None, standing, f"lives and gave no answer{self._of(name)}.")
+                self._end(name, None, standing, f"is alive but did not answer{self._of(name)}.")
         return found
 
     def _say(self) -> None:
         """Report the stall to the user, once for each stall."""
         if self._said != self.state.last_progress:
             self._said = self.state.last_progress
-            self.state.message(f"Nothing has moved for {self.still:.0f} s. {' '.join(self.sentences())}")
+            self.state.message(f"No progress for {self.still:.0f} s. {' '.join(self.sentences())}")
 
     def _blame(self) -> str:
         """A sentence that names the part whose answer has been awaited for longest."""
         now = self.state.now()
         asked = [call for call in self.calls if call.verb != "ping" and now - call.since > self.limit / 2]
         if not asked:
-            return "every part answers, and none has anything to do."
+            return "every part answers, and none has work."
         name = min(asked, key=lambda call: call.since).name
-        return f"{name} is waited for{self._of(name)}."
+        return f"{name} has not answered{self._of(name)}."
 
     def _of(self, name: str) -> str:
         """The oldest call to the part: its verb, its age in seconds, and its rollout ids; empty if there is none."""

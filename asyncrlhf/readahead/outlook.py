@@ -51,12 +51,12 @@ def reward_outlook(reward: RewardConfig, policy: transformers.PreTrainedTokenize
 
 def _refusal(part: RewardPart, key: str, policy: transformers.PreTrainedTokenizerBase) -> str | None:
     if build_encoder(part.model, key, policy) is not policy_ids:
-        return "reads the text in tokens of its own, which do not begin and end where the policy's chunks do"
+        return "has its own tokenizer, whose tokens do not align with the policy's chunks"
     shape = load(transformers.AutoConfig, part.model, key)
     with torch.device("meta"):
         build = transformers.AutoModelForSequenceClassification.from_config
         model = build(shape, trust_remote_code=part.model.trust_remote_code)
-    return reading_refusal(model) if is_causal(model) else "is no causal model with a linear head"
+    return reading_refusal(model) if is_causal(model) else "is not a causal model with a linear head"
 
 
 def reference_note(config: RunConfig) -> str | None:

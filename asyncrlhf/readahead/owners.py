@@ -167,7 +167,9 @@ class ReadAhead:
         if not answer.taken:
             self._refusing.add(worker)
             self.lost(worker)
-            self.message(f"{self.who} reads a text in pieces otherwise than as a whole: it gets whole rollouts.")
+            self.message(
+                f"{self.who} scores a text read in chunks differently from the whole text: it now gets whole rollouts."
+            )
             return
         # Without a clock that runs meanwhile (runtime=local) there is no reason to hold back.
         rate = sum(chunk.length for chunk in chunks) / max(seconds, 1e-9)

@@ -251,7 +251,7 @@ class Readings:
         self.release(text.rollout_id for text in texts)
         self._cache_tokens = room
         bound = (1e-4 if exact else 0.1) * np.abs(one).clip(min=1.0)
-        # Written so that a result that is no number is refused too.
+        # Written so that a result that is not a number is refused too.
         return kept and one.shape == other.shape and bool((np.abs(one - other) <= bound).all())
 
 

@@ -29,7 +29,7 @@ from asyncrlhf.rewards.reward import (
 from asyncrlhf.rewards.reward_config import HttpConfig
 from asyncrlhf.types import Rollout
 
-# Answers that another try may change; any other that is no success says that the request itself was refused.
+# Answers that another try may change; any other that is not a success says that the request itself was refused.
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 ANSWER_BYTES = 64 << 20
 REDIRECTS = 3
@@ -60,8 +60,8 @@ class Breaker:
                 return
             if self._clock() < self._open_until:
                 raise ServiceError(
-                    f"{who} is not asked for {self._seconds:g} s after {self._failures} failures in a row, "
-                    f"the last one: {self._cause}"
+                    f"{who} is not called for {self._seconds:g} s after {self._failures} failures in a row, the last "
+                    f"one: {self._cause}"
                 )
             self._open_until = self._clock() + self._seconds
 
@@ -173,8 +173,8 @@ class Endpoint:
         if 300 <= response.status_code < 400:
             to = redact(response.headers.get("Location", "no address"))
             raise ServiceError(
-                f"{self.who} answered {response.status_code} {response.reason} and redirects to {to[:SHOWN]}; rollouts "
-                "are sent on within one origin alone, by 307 and 308; give the address that answers as the url."
+                f"{self.who} answered {response.status_code} {response.reason} and redirects to {to[:SHOWN]}; only "
+                "307 and 308 within one origin are followed; give the final address as the url."
             )
         if not response.ok:
             raise RewardError(f"{self.who} answered {_status(response)}.")

@@ -50,12 +50,12 @@ class CallLog:
         """Names are cut to their letters, digits and ``_.+-``; values that are not finite are left out."""
         name = re.sub(r"[^\w.+-]", "_", str(name))[:MAX_NAME]
         if math.isfinite(number := float(value)):
-            _room(self._values, name, MAX_METRICS, "log_metric takes at most {} names a call").append(number)
+            _room(self._values, name, MAX_METRICS, "log_metric takes at most {} names per call").append(number)
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
         """One value a completion."""
         name = str(column)[:MAX_NAME]
-        told = _room(self._columns, name, MAX_COLUMNS, "log_extra takes at most {} columns a call")
+        told = _room(self._columns, name, MAX_COLUMNS, "log_extra takes at most {} columns per call")
         told.extend(map(_cell, values))
         if len(told) != self._completions:
             raise ValueError(f"log_extra({name!r}) got {len(told)} values for {self._completions} completions")

@@ -62,7 +62,7 @@ class JudgeSource(RewardSource):
         try:
             score = float(found[-1])
         except ValueError:
-            return RewardError(f"The judge's score {found[-1][:SHOWN]!r} is no number.")
+            return RewardError(f"The judge's score {found[-1][:SHOWN]!r} is not a number.")
         if not self._config.low <= score <= self._config.high:
             return RewardError(
                 f"The judge's score {score:g} lies outside {self._config.low:g} to {self._config.high:g}."
@@ -100,7 +100,7 @@ class ChatEndpoint(JudgeSource):
         except (KeyError, IndexError, TypeError) as error:
             raise RewardError(f"{self._endpoint.who} answered no choices[0].message.content.") from error
         if not isinstance(text, str):
-            raise RewardError(f"{self._endpoint.who} answered {type(text).__name__} where the judge's text belongs.")
+            raise RewardError(f"{self._endpoint.who} answered {type(text).__name__} instead of the judge's text.")
         return text
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ def _leave_network() -> None:
     if libc.unshare(NEW_USER | NEW_NET) != 0:
         reason = os.strerror(ctypes.get_errno())
         raise ConfigError(
-            f"{NO_NETWORK} cannot be had on this machine, whose kernel gives no network namespace ({reason}); "
+            f"{NO_NETWORK} is not possible on this machine, whose kernel provides no network namespace ({reason}); "
             "allowed here: true."
         )
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):

@@ -32,7 +32,7 @@ def _equal(reference: str | None, completion: str) -> bool:
         raise ValueError("the prompt has no answer to compare with")
     gold = _gold(str(reference))  # a dataset's column may hold numbers
     if not gold:
-        raise ValueError(f"the reference {str(reference)[-40:]!r} is no number and no LaTeX expression")
+        raise ValueError(f"the reference {str(reference)[-40:]!r} is neither a number nor a LaTeX expression")
     return verify(list(gold), parse(_final(completion), TARGETS))
 
 

@@ -50,8 +50,8 @@ def load_reward_model(config: RewardModelConfig, key: str, device: str) -> trans
     missing = sorted(report["missing_keys"]) + [str(entry) for entry in report.get("mismatched_keys", ())]
     if missing:
         raise ConfigError(
-            f"{key}.model.path={config.path} lacks {len(missing)} of its model's weights, such as {missing[0]}; "
-            "they would be random."
+            f"{key}.model.path={config.path} lacks {len(missing)} of its model's weights, such as {missing[0]}; they "
+            "would be initialised randomly."
         )
     loaded: transformers.PreTrainedModel = model.to(device).eval()
     return loaded
@@ -63,7 +63,7 @@ def load(auto: Any, config: RewardModelConfig, key: str, **options: Any) -> Any:
     local = path.is_dir()
     looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1 or config.path.endswith("/")
     if not local and (looks_local or path.exists()):
-        raise ConfigError(f"{key}.model.path={config.path} is no folder; give a checkpoint's folder or a hub name.")
+        raise ConfigError(f"{key}.model.path={config.path} is not a folder; give a checkpoint's folder or a hub name.")
     if local:
         refuse_pickled_weights(path, f"{key}.model.path={config.path}")
     name = str(path) if local else config.path

@@ -63,7 +63,7 @@ class ModelThread:
         self._calls.put(call)
         if not wait(call.begun, seconds):
             call.given_up = True
-            raise StuckError(f"{who} did not begin within {SETTING}={seconds:g}: an earlier one hangs.")
+            raise StuckError(f"{who} did not begin within {SETTING}={seconds:g}: an earlier call hangs.")
         if not wait(call.ended, seconds):
             assert seconds is not None
             raise StuckError(f"{late(who, seconds, SETTING)} {remedy}".strip())

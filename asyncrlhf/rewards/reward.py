@@ -130,8 +130,8 @@ class Scorer:
     def __init__(self, sources: dict[str, WeightedSource], config: RewardConfig, max_completion_length: int) -> None:
         if config.overlong_buffer > max_completion_length:
             raise ConfigError(
-                f"reward.overlong_buffer={config.overlong_buffer} is wider than a response can be; "
-                f"allowed: at most generator.max_completion_length={max_completion_length}."
+                f"reward.overlong_buffer={config.overlong_buffer} is longer than any response; allowed: at most "
+                f"generator.max_completion_length={max_completion_length}."
             )
         self.sources = sources
         self._refused: Counter[str] = Counter()  # by part: batches in a row that it did not take, but their rollouts

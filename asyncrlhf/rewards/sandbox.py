@@ -43,7 +43,7 @@ MOST_ENDED = 10_000  # processes looked for at an end; a function that starts th
 class SandboxSource(RewardSource):
     """Starts its process at once, and again after each call that had to be ended.
 
-    Raises ConfigError with one sentence when the target cannot be imported, is no function or takes other arguments.
+    Raises ConfigError with one sentence when the target cannot be imported, is not a function or takes other arguments.
     """
 
     in_process = True

@@ -50,7 +50,7 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
             table = datasets.load_dataset(path, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = _broken_line(files) or _innermost(error)
-        kind = "could not be read" if files or saved else "is no local file, and no dataset that loads"
+        kind = "could not be read" if files or saved else "is neither a local file nor a dataset that loads"
         raise ConfigError(f"{key}={path} {kind}: {reason}.") from error
     # Of a column that is text in one file and lists in another `datasets` makes text, without a word.
     broken = _broken_line(files) if len(files) > 1 else ""
@@ -133,7 +133,7 @@ def check_columns(table: Dataset, wanted: Sequence[Sequence[str]], key: str, pat
         if set(columns) <= set(table.column_names):
             return tuple(columns)
     allowed = ", or ".join(" and ".join(columns) for columns in wanted)
-    raise ConfigError(f"{key}={path} has the columns {', '.join(table.column_names) or 'none'}; needed are: {allowed}.")
+    raise ConfigError(f"{key}={path} has the columns {', '.join(table.column_names) or 'none'}; needed: {allowed}.")
 
 
 def check_rows(table: Dataset, columns: Sequence[str], key: str, path: str) -> bool:

@@ -21,7 +21,7 @@ EXPLICIT, IMPLICIT = ("prompt", "chosen", "rejected"), ("chosen", "rejected")
 def read_pairs(path: str, split: str) -> tuple[Dataset, bool]:
     """The pairs, and whether they are conversations; a column ``prompt`` remains only if the answers do not contain it.
 
-    Raises ConfigError, naming the row, for a row that is no pair. In some published sets a text prompt stands beside
+    Raises ConfigError, naming the row, for a row that is not a pair. In some published sets a text prompt stands beside
     answers of messages and repeats one of their turns; it is removed, and refused if it repeats none. Answers that
     repeat a prompt of their own kind are refused: trainers put the prompt in front, so it would be read twice.
     """
@@ -57,8 +57,8 @@ def _check_beside(table: Dataset, path: str) -> None:
         shared = [turn["content"].strip() for turn in _shared(row["chosen"], row["rejected"])]
         if not isinstance(row["prompt"], str) or row["prompt"].strip() not in shared:
             raise ConfigError(
-                f"{KEY}={path} {row_place(path, number)} has a prompt as text, which is no turn of its answers; "
-                "give it as messages."
+                f"{KEY}={path} {row_place(path, number)} has its prompt as text, but its answers as messages; "
+                "give both as messages."
             )
 
 

@@ -64,8 +64,8 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
     key, found = stage.replace("-", "_"), torch.cuda.device_count()
     check(
         found <= 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1,
-        f"{found} GPUs are visible to one process, which trains on one; start it by accelerate launch "
-        f"-m asyncrlhf {stage}, or make one visible by CUDA_VISIBLE_DEVICES.",
+        f"{found} GPUs are visible to one process, which trains on one; start it with accelerate launch -m asyncrlhf "
+        f"{stage}, or make one visible with CUDA_VISIBLE_DEVICES.",
     )
     check(
         settings.mixed_precision != "float16" or found,

@@ -139,7 +139,7 @@ def _search(fixed: list[str], axes: list[Axis], folder: Path | None, first: RunC
         all(axis.key != "seed" for axis in axes), "sweep.search=optuna chooses no seeds; give seeds=N for each trial."
     )
     goal = settings.objective
-    check(find_metric(goal), f"sweep.objective={goal} is no metric; docs/reference/metrics.md lists them.")
+    check(find_metric(goal), f"sweep.objective={goal} is not a metric; docs/reference/metrics.md lists them.")
     swept = {axis.key for axis in axes}
     kept = [override for override in fixed if not _key(override).startswith("sweep.")]
     facts = [asdict(axis) for axis in sorted(axes, key=lambda axis: axis.key)]

@@ -147,7 +147,7 @@ class Sweeper:
         for worker in self._running():
             with suppress(KeyboardInterrupt):
                 wait(worker.waits, timeout=END_SECONDS)
-            self._file(worker, worker.answer() or Answer("interrupted", 0.0, "it was ended before it had finished"))
+            self._file(worker, worker.answer() or Answer("interrupted", 0.0, "it was stopped before it finished"))
             worker.close(0.0)
 
     def _ray_address(self) -> str:

@@ -148,7 +148,9 @@ class PromptsTask:
         if self._conversational is None:
             self._conversational = isinstance(given, list)
         if self._conversational != isinstance(given, list):
-            raise ConfigError(f"{where} and those before it are texts and conversations; a dataset has one kind alone.")
+            raise ConfigError(
+                f"{where} and the rows before it are texts and conversations; a dataset must have one kind."
+            )
         answer = fields.get(self._config.answer_key)
         columns = {name: value for name, value in fields.items() if name != key and self._can_be_kept(name, value)}
         self._columns.update(dict.fromkeys(columns))
@@ -191,7 +193,7 @@ class MixedPrompts:
         kinds = {name: "conversations" if part.conversational else "texts" for name, part in self._parts.items()}
         if len(set(kinds.values())) > 1:
             said = ", ".join(f"{kind} in {name}" for name, kind in kinds.items())
-            raise ConfigError(f"task.mixture has {said}; reward functions are given one kind alone.")
+            raise ConfigError(f"task.mixture has {said}; reward functions take only one kind.")
         self._heldout = list({p.text: p for part in self._parts.values() for p in part.heldout()}.values())
         for name, source in self._parts.items():
             try:

@@ -164,7 +164,7 @@ class DiskSender(WeightSender):
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         """Wait until each receiver has written its answer."""
         if self._claim is None:
-            raise WeightSyncError("The weight sender does not listen: call listen before connect.")
+            raise WeightSyncError("The weight sender is not listening: call listen before connect.")
         absent = set(receivers)
 
         def look() -> bool | None:

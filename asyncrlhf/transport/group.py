@@ -151,7 +151,7 @@ Message = dict[str, Any]
 
 
 class LineClosedError(Exception):
-    """The other process ended, dropped the connection, or sent something that is no message."""
+    """The other process ended, dropped the connection, or sent something that is not a message."""
 
 
 class Line:
@@ -301,7 +301,7 @@ def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, s
                 lost[name] = "died or dropped the connection"
                 continue
             if message is None or kind not in message:
-                reason = "nothing that makes sense" if message is None else message.get("error", message)
+                reason = "an invalid message" if message is None else message.get("error", message)
                 lost[name] = f"answered {reason!r}"
         if lost:
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
