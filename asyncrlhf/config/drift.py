@@ -198,8 +198,8 @@ def told(changes: Sequence[Change], folder: object) -> str:
     said = "; ".join(f"{titles[d]}: {', '.join(found)}" for d, found in groups.items() if found)
     if groups[REFUSE]:
         raise ConfigError(
-            f"The checkpoint {folder} belongs to a run with other settings ({said}); restore the refused ones, or start "
-            "another run, with model.path=CHECKPOINT/learner/model to begin with these weights."
+            f"The checkpoint {folder} belongs to a run with other settings ({said}); restore the refused ones, or "
+            "start another run, with model.path=CHECKPOINT/learner/model to begin with these weights."
         )
     return f"Settings that differ from the checkpoint's: {said}." if said else ""
 
