@@ -16,7 +16,7 @@ def validate_flow(
     publish_every: int,
     purge_on_publish: bool = False,
 ) -> None:
-    """Raise ConfigError for settings under which the loop would stop for ever, or that contradict each other."""
+    """Raise ConfigError for settings with which the loop would stop forever, or that contradict each other."""
     check_range("num_generations", num_generations, low=1)
     check_range("batch_size", batch_size, low=1)
     check(

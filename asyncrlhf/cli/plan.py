@@ -1,4 +1,4 @@
-"""``asyncrlhf plan``: the best layout for so many devices, and a file that ``train`` runs."""
+"""``asyncrlhf plan``: the best layout for given devices, and an experiment file for ``train``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from asyncrlhf.planner.layout import Layout
     from asyncrlhf.planner.ranking import Subject
 
-MEASURED_STEPS = 12  # of a simulated run, after its beginning and before its end
-HANDLES = 16  # simulated replicas at least; more stand for several each
-# What the user may write in an override, and what of a layout it decides; such a decision is kept.
+MEASURED_STEPS = 12  # of a simulated run, without its beginning and its end
+HANDLES = 16  # least number of simulated replicas; each may represent several
+# Overrides of the user that fix a field of the layout.
 DECIDES = {
     "cluster": "placement", "cluster.placement": "placement", "generator.replicas": "replicas",
     "generator.vllm.tensor_parallel_size": "tensor", "generator.vllm.pipeline_parallel_size": "pipeline",
@@ -37,7 +37,7 @@ DECIDES = {
 }  # fmt: skip
 
 
-OTHER_SYSTEMS = {"--what-if": "what_if", "--compare-templates": "compare_templates"}  # with options of their own
+OTHER_SYSTEMS = {"--what-if": "what_if", "--compare-templates": "compare_templates"}  # with their own options
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -62,7 +62,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def plan_parser() -> Parser:
-    """Options of the command itself; all other words are overrides."""
+    """Options of the command; all other words are overrides."""
     parser = Parser(prog="asyncrlhf plan", description="The best layout for devices, simulated before it is run.")
     parser.add_argument(
         "--from", dest="run", type=Path, metavar="RUN", help="plan for this machine with the costs of a run"
@@ -96,7 +96,7 @@ def plan_parser() -> Parser:
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned: the settings that stay, the space of layouts, and what they cost."""
+    """The planning task: fixed settings, the space of layouts, and their costs."""
 
     settings: DictConfig
     subject: Subject
@@ -113,7 +113,7 @@ class Task:
 
 
 def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | None) -> Task:
-    """Raises ConfigError with one sentence for input from which nothing can be planned."""
+    """Raises ConfigError with one sentence for invalid input."""
     from asyncrlhf.cli.profile import read_profile
     from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
     from asyncrlhf.planner.ranking import Subject
@@ -191,7 +191,7 @@ def _choose(task: Task, simulated: int) -> Chosen:
 
 
 def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[str, float]:
-    """The figures of a run of this layout, whose records are written to ``folder``."""
+    """The figures of a simulated run with this layout; its records are written to ``folder``."""
     from asyncrlhf.cluster.cost_parts import Conditions
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
     from asyncrlhf.planner.ranking import costs_of

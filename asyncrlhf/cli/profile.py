@@ -1,4 +1,4 @@
-"""``asyncrlhf profile``: what a run's parts cost on this machine, measured, or out of a run's records; and its file."""
+"""``asyncrlhf profile``: the costs of a run's parts on this machine, measured or from a run's records; their file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.validation import check
 
-# No part of the run itself: nothing is shown, audited or evaluated; rates of the schedule do not matter.
+# Settings irrelevant to the measurement: no display, audit or evaluation; the schedule's rates do not matter.
 QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "weights.audit_every=0",
          "task.heldout_size=8", "generator.virtual_step_seconds=0", "learner.virtual_step_seconds=0")  # fmt: skip
 
@@ -56,7 +56,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dict[str, Any], dict[str, Any]]:
-    """Costs, what they were measured of, and the tables."""
+    """The costs, the conditions of the measurement, and the tables."""
     from asyncrlhf.bench.profile import measure, say
     from asyncrlhf.cluster.parts import build_runtime
     from asyncrlhf.orchestrator.run import prepare
@@ -66,7 +66,7 @@ def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dic
         config.generator.engine != "fake",
         "generator.engine=fake computes nothing, so there is nothing to measure; allowed: hf, vllm.",
     )
-    if config.generator.vllm.workers > 1:  # whose workers take weights themselves, which needs a run's publisher
+    if config.generator.vllm.workers > 1:  # its workers would receive weights themselves, which needs a run's publisher
         config = replace(config, weights=config.weights.beside_the_policy(config.runtime))
 
     async def main() -> Any:
@@ -86,7 +86,7 @@ def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dic
 
 
 def facts_of(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Under what the costs were measured."""
+    """The conditions of the measurement."""
     import platform
 
     import torch
@@ -111,10 +111,10 @@ def facts_of(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_profile(path: Path, config: RunConfig) -> tuple[Fitted, Workload | None, tuple[float, float]]:
-    """Costs, lengths and interference of a profile's file; of a run's costs, which hold the interference, (costs, None,
-    (1, 1)). A step's tokens cost what a rank's share of ``config.learner.ranks`` does.
+    """Costs, lengths and interference of a profile's file; for a run's costs, which include interference, (costs, None,
+    (1, 1)). A step's tokens are divided among ``config.learner.ranks``.
 
-    Raises ConfigError for a file that is not a profile, or one of another model than ``config``'s.
+    Raises ConfigError for a file that is not a profile, or a profile of another model than ``config``'s.
     """
     try:
         costs = Fitted.read(path)

@@ -1,4 +1,4 @@
-"""``asyncrlhf simulate``: a run that only lets time pass, over costs of a run or of a profile."""
+"""``asyncrlhf simulate``: simulates a run on the virtual clock with the costs of a run or a profile."""
 
 from __future__ import annotations
 

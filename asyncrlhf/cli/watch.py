@@ -18,7 +18,7 @@ HELP = """asyncrlhf watch [RUN]: a live dashboard of a run or a sweep, running, 
   asyncrlhf watch                                        the newest below runs/
 
 It only reads files. Keys: q quits, arrows and Tab move, r reads again at once."""
-SECONDS = 1.0  # between two looks
+SECONDS = 1.0  # between two updates
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""``asyncrlhf plan --what-if`` and ``--compare-templates``: plans of published systems, and the field's templates on
+"""``asyncrlhf plan --what-if`` and ``--compare-templates``: plans of published systems, and common templates on
 equal devices."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dro
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one sentence instead of a usage text."""
+        """Print one sentence about the error instead of a usage text."""
         raise ConfigError(f"{self.prog.removeprefix('asyncrlhf ')}: {message}.")
 
 
@@ -71,7 +71,7 @@ def what_if_parser() -> _Parser:
 
 
 def what_if(arguments: Sequence[str]) -> int:
-    """Seconds an iteration of synchronous PPO under each placement, by the call graph."""
+    """Seconds per iteration of synchronous PPO with each placement, by the call graph."""
     parser = what_if_parser()
     options = parser.parse_args(list(arguments))
     _positive(parser, options, "devices", "response", "batch", "prompt", "steps")
@@ -105,7 +105,7 @@ def what_if(arguments: Sequence[str]) -> int:
 
 
 def _beside(graph: Graph) -> list[str]:
-    """What resharding moves between training and generation, and what fused training of actor and critic gains, for
+    """The bytes of resharding between training and generation, and the gain of fused training of actor and critic, for
     training that is tensor parallel in a node and pipeline parallel between nodes."""
     cluster, shape = graph.cluster, graph.shapes["actor"]
     stages, tensor = cluster.nodes, cluster.per_node
@@ -139,7 +139,7 @@ def templates_parser() -> _Parser:
 
 
 def compare_templates(arguments: Sequence[str]) -> int:
-    """Simulate each template on equal devices, by the real controller; print and write what it would do."""
+    """Simulate each template on equal devices with the real controller; print and write the results."""
     parser = templates_parser()
     options = parser.parse_args(list(arguments))
     _positive(parser, options, "prompt", "response", "longest", "batch", "steps")
@@ -174,7 +174,7 @@ def _scene(options: argparse.Namespace, devices: int) -> Scene:
 
 
 def _row(scene: Scene, template: Template, options: argparse.Namespace) -> dict[str, Any]:
-    """One template's figures; those of a run that does not fit are missing."""
+    """One template's figures; missing if it does not fit."""
     empty = dict.fromkeys(FIGURES, float("nan"))
     row: dict[str, Any] = {"devices": scene.cluster.devices, "batch": scene.batch, "template": template.name}
     try:

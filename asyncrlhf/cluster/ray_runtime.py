@@ -44,12 +44,12 @@ MALLOC = {
     "MALLOC_TOP_PAD_": str(10**8),
 }
 
-# libgomp's threads spin for their next kernel, and where others wait for their core that stops both: two threads beside
-# one busy process made a third of their tokens. With this they spin as briefly as where libgomp sees the crowd itself.
+# libgomp's threads spin for their next kernel, which stops all threads on a shared core: two threads beside
+# one busy process made a third of their tokens. With this they spin as briefly as if libgomp knew of the other process.
 BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
 # What an actor starts (an engine's processes) ends with it, however it ends. Read when Ray starts.
 END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
-# Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray has not.
+# Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray lacks.
 NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
 ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
 

@@ -139,7 +139,7 @@ def drift(
     Args:
         before: the checkpoint's settings as ``to_plain`` gives them; missing ones have their default.
         step: learner steps of the checkpoint.
-        held: digests of the files that settings name, as the run began; see ``config.inputs``.
+        held: digests of the files that settings name, at the start of the run; see ``config.inputs``.
         found: the same of today.
     """
     old, new = dict(_leaves(_json(to_plain(RunConfig())))), dict(_leaves(_json(to_plain(now))))
@@ -211,7 +211,7 @@ def shown(value: Any) -> str:
 
 
 def _json(value: Any) -> Any:
-    """As a checkpoint's document has it after reading: lists for tuples."""
+    """The value as read from a checkpoint's document: lists instead of tuples."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -67,9 +67,8 @@ class RunConfig:
         low=0,
     )
     stall_timeout_seconds: float = setting(
-        600.0, 
-            "Seconds without progress after which the run reports what it waits for and replaces hanging parts; "
-            "after twice as many it fails.",
+        600.0, "Seconds without progress after which the run reports what it waits for and replaces hanging parts; "
+        "after twice as many it fails.",
         low=0, exclusive_low=True,
     )  # fmt: skip
     max_failure_fraction: float = setting(

@@ -11,7 +11,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Of from_pretrained, what follows from other settings.
+# Arguments of from_pretrained that follow from other settings.
 OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map", "use_safetensors")
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
@@ -19,7 +19,7 @@ TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """A LoRA adapter that is trained in the model's stead, under PEFT's names; without dropout, as the policy is."""
+    """A LoRA adapter that is trained instead of the model, under PEFT's names; without dropout, like the policy."""
 
     r: int = setting(0, "The adapter's rank; 0 trains the whole model.", low=0)
     alpha: int = setting(32, "Scales the adapter's output by alpha / r.", low=1)
@@ -36,7 +36,7 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """What the adapter's product is multiplied with."""
+        """The factor on the adapter's output."""
         return self.alpha / self.r
 
 
@@ -67,7 +67,7 @@ class ModelConfig:
 
 
 def refuse_pickled_weights(folder: Path, setting_and_value: str) -> None:
-    """Raise ConfigError for a checkpoint's folder without safetensors and with weights whose reading can run code."""
+    """Raise ConfigError for a checkpoint's folder that has only weights whose reading can run code, no safetensors."""
     pickled = sorted(file.name for pattern in PICKLED_WEIGHTS for file in folder.glob(pattern))
     check(
         not pickled or any(folder.glob("*.safetensors")),
@@ -77,7 +77,7 @@ def refuse_pickled_weights(folder: Path, setting_and_value: str) -> None:
 
 
 def refuse_missing_model(path: str) -> None:
-    """Raise ConfigError for a ``model.path`` that looks like a local folder and is none."""
+    """Raise ConfigError for a ``model.path`` that looks like a local folder but does not exist."""
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -93,7 +93,7 @@ def refuse_missing_model(path: str) -> None:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where prompts come from. Each kind reads the keys that name it, and those that name none."""
+    """Where prompts come from. Each kind uses the keys that name it, and those that name no kind."""
 
     kind: str = setting(
         "arithmetic",

@@ -12,15 +12,15 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
 MAX_REPLICAS, MAX_SLOTS, MAX_THREADS = 10**4, 10**5, 1024
-VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
+VLLM_MAX_TOP_K = 128  # vLLM creates a Python object for the log-prob of each kept token
 ENGINES = ("hf", "vllm", "fake")
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Of vLLM's SamplingParams, what follows from other settings.
+# Fields of vLLM's SamplingParams that follow from other settings.
 OWN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
     "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
 )  # fmt: skip
-# Of vLLM's EngineArgs likewise.
+# The same for vLLM's EngineArgs.
 OWN_ENGINE = (
     "model", "skip_tokenizer_init", "trust_remote_code", "dtype", "generation_config", "logprobs_mode", "max_logprobs",
     "max_num_seqs", "max_model_len", "block_size", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
@@ -28,8 +28,8 @@ OWN_ENGINE = (
     "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
     "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes",
 )  # fmt: skip
-# Of vLLM's EngineArgs, what would break the promise that a token's version is that of the weights that sampled it, or
-# that engine and learner hold one model; and why.
+# Fields of vLLM's EngineArgs that would break the guarantee that a token's version is that of its weights, or
+# that engine and learner hold the same model; with the reason.
 _OTHER_MODEL = "makes the engine's model differ from the learner's"
 _PLACED = "is set by the run, which starts and places every worker"
 REFUSED_ENGINE = {
@@ -160,7 +160,7 @@ class GeneratorConfig:
         "The engine: continuous batching on transformers models (hf), vLLM, or random latencies (fake).",
         choices=ENGINES,
     )
-    # Any: replica_kinds says what is wrong with a value that is not a number
+    # Any: replica_kinds reports a value that is not a number
     replicas: Any = setting(1, "Number of equal replicas; a whole number from 1 to 10,000.")
     max_replicas: int = setting(
         0, "Most replicas on a Ray cluster that grows; 0: no more than at the start.", low=0, high=MAX_REPLICAS
@@ -196,7 +196,7 @@ class GeneratorConfig:
     vllm: VllmConfig = group(VllmConfig, "engine=vllm: settings passed to vLLM, under vLLM's names.")
 
     def _check_engine(self) -> None:
-        """Refuse settings that the engine does not support, and keywords for which a setting exists."""
+        """Refuse settings that the engine does not support, and arguments that have their own setting."""
         check_keywords("generator.generation_kwargs", self.generation_kwargs)
         check(all(self.stop), "generator.stop holds an empty text; allowed: texts of at least one character.")
         check(

@@ -6,7 +6,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.validation import check
 
-# Of vLLM's SamplingParams, those that leave every token a chance.
+# Fields of vLLM's SamplingParams that leave every token a positive probability.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
 
@@ -23,8 +23,8 @@ def check_truncation(generator: GeneratorConfig) -> None:
 
 
 def check_penalties(config: RunConfig) -> None:
-    """Refuse penalties under an algorithm that does not correct for them. A penalty makes the sampler another policy
-    than the model's; the sampler's log-probs are recorded, so that training is right if the loss weighs by pi / mu."""
+    """Refuse penalties under an algorithm that does not correct for them. A penalty makes the sampler differ from the
+    model's policy; the sampler's log-probs are recorded, so that training is right if the loss weighs by pi / mu."""
     generator, algorithm = config.generator, config.algorithm
     asked = {"repetition_penalty": generator.repetition_penalty} if generator.repetition_penalty != 1 else {}
     more = generator.generation_kwargs or {}

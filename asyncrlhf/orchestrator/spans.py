@@ -8,7 +8,7 @@ from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.spans import Span, SpanBatch, SpanRow, host
 
-DRIFT = 50e-6  # seconds a second by which two machines' clocks may come apart
+DRIFT = 50e-6  # drift of two machines' clocks, seconds per second
 
 
 @dataclass

@@ -3,14 +3,14 @@ the run only if that does not help.
 
     after                       what happens
     --------------------------  -----------------------------------------------------------------------------------
-    half the limit in one call  the part is asked for a sign of life (``ping``) and has the other half to answer; a
+    half the limit in one call  the part is pinged and has the other half to answer; a
                                 part that does not is frozen: generators, reward, reference and critic workers are
                                 replaced like dead ones, a learner rank ends the run under its name
-    the limit without movement  a message says what each part waits for
+    the limit without progress  a message says what each part waits for
     twice the limit             parts that live but have been in the same call all the time are replaced; StallError
                                 if there is none
 
-The limit is ``stall_timeout_seconds``. Movement is an answer that moves a rollout or a version on, and any token that a
+The limit is ``stall_timeout_seconds``. Progress is an answer that advances a rollout or a version, and any token that a
 generator makes, also for an evaluation: a slow part is never replaced. Starts have a limit of their own.
 """
 
@@ -45,9 +45,9 @@ class Supervisor:
     learn: LearnLoop | None = None
     doing: str = "starts"
     _beats: dict[str, tuple[float, float]] = field(default_factory=dict)  # by generator: its beat, and since when
-    _asked: dict[str, float] = field(default_factory=dict)  # by part: when it was last asked for a sign of life
+    _asked: dict[str, float] = field(default_factory=dict)  # by part: time of its last ping
     _checks: set[asyncio.Task[None]] = field(default_factory=set)
-    _said: float = -1.0  # of which movement it was said that none followed
+    _said: float = -1.0  # the last progress before the reported stall
     _looked: float = 0.0
 
     @property
@@ -56,7 +56,7 @@ class Supervisor:
 
     @property
     def still(self) -> float:
-        """Seconds since the last movement."""
+        """Seconds since the last progress."""
         return self.state.now() - self.state.last_progress
 
     async def watch(self) -> None:
@@ -87,7 +87,7 @@ class Supervisor:
             raise StallError(f"Nothing moved for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
 
     def _feel_beats(self) -> None:
-        """Count new tokens of any generator as movement, also those of an evaluation."""
+        """Count new tokens of any generator as progress, also those of an evaluation."""
         now = self.state.now()
         for replica in self.state.replicas:
             beat = replica.handle.beat
@@ -96,7 +96,7 @@ class Supervisor:
                 self.state.last_progress = now
 
     def _long_asked(self) -> set[str]:
-        """Parts in a call for over half the limit that have not been asked for a sign of life meanwhile."""
+        """Parts in a call for over half the limit that have not been pinged meanwhile."""
         now = self.state.now()
         held = {call.name for call in self.calls if now - call.since > self.limit / 2}
         if self.still > self.limit / 2:
@@ -105,7 +105,7 @@ class Supervisor:
 
     def _ask(self, name: str) -> None:
         part = next((part for part in self.runtime.parts() if part.name == name), None)
-        if part is None:  # no part of ours that could be asked, such as the object store
+        if part is None:  # not one of our parts, such as the object store
             return
         self._asked[name] = self.state.now()
         check = asyncio.create_task(self._check(part), name=f"sign of life of {name}")

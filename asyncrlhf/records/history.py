@@ -18,7 +18,7 @@ LIVE = (ADMITTED, GENERATING, SCORING, BUFFERED)
 
 
 class Findings:
-    """Broken promises. A finding about many rollouts is one sentence that names the first of them."""
+    """Broken guarantees. A finding about many rollouts is one sentence that names the first of them."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}

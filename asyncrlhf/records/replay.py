@@ -260,7 +260,7 @@ class Replay:
             self._found.add(f"journal.jsonl: version {version} was published after version {before}.")
         elif not self._resumed_at <= version <= self._version:
             self._found.add(f"journal.jsonl: version {version} was published when it was {self._version}.")
-        # A free run may put a publish off; then the next one makes up for it, whatever its version.
+        # A free run may delay a publish; the next one then replaces it, at any version.
         every = rules.publish_every
         due = before < 0 or version in (rules.steps, self._rested) or version // every > before // every
         if not due or (

@@ -69,7 +69,7 @@ class SpanBatch(NamedTuple):
     asked: float
     told: float
     host: str
-    lost: int = 0  # spans that found no room
+    lost: int = 0  # spans that did not fit
 
 
 @cache

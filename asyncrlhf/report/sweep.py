@@ -76,7 +76,7 @@ def _quality(
 
 
 def front(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells that no other one beats in both: quicker first, each better than all before."""
+    """The Pareto front: fastest cell first, each better than all before."""
     kept: list[Cell] = []
     for cell in sorted(cells, key=lambda c: (c.seconds.mean, -c.quality.mean)):
         if not kept or cell.quality.mean > kept[-1].quality.mean:

@@ -1,4 +1,4 @@
-"""Remote endpoints: one POST a batch, retries and limits; a reward that asks one for a number a rollout."""
+"""Remote endpoints: one POST per batch, retries and limits; a reward from an endpoint, one number per rollout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncrlhf.rewards.reward import (
 from asyncrlhf.rewards.reward_config import HttpConfig
 from asyncrlhf.types import Rollout
 
-# Answers that another try may change; any other that is not a success says that the request itself was refused.
+# Answers that a retry may change; any other failure means that the request itself was refused.
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 ANSWER_BYTES = 64 << 20
 REDIRECTS = 3
@@ -79,7 +79,7 @@ class Breaker:
 
 
 class Endpoint:
-    """POSTs JSON to ``config.url`` + ``path``; ``timeout_seconds`` limits one whole try, however slow the answer."""
+    """POSTs JSON to ``config.url`` + ``path``; ``timeout_seconds`` limits one whole try."""
 
     def __init__(self, config: HttpConfig, timeout_seconds: float, path: str = "") -> None:
         self._config = config
@@ -199,7 +199,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _retry_after(response: requests.Response) -> float:
-    """Seconds that the service asks for; its other form, a date, is left to the back-off."""
+    """The seconds of Retry-After; its other form, a date, is ignored."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "0")))
     except ValueError:
@@ -220,7 +220,7 @@ class HttpSource(RewardSource):
             scores = checked_scores(answer.get("rewards") if isinstance(answer, dict) else answer, count, who)
             causes = [score for score in scores if isinstance(score, RewardError)]
             if len(causes) == count:
-                raise causes[0]  # all nonsense: a failure of the service, which its breaker should count
+                raise causes[0]  # no usable answer: a failure of the service, which its breaker should count
             return scores
 
         scores: list[Score] = self._endpoint.ask(texts_of(rollouts), parse)

@@ -57,7 +57,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """A generative model that is asked for a score: under vLLM in the worker, or behind an OpenAI-compatible server.
+    """A generative model that scores rollouts: with vLLM in the worker, or behind an OpenAI-compatible server.
 
     A text without a match of ``pattern``, or with a number outside ``low`` to ``high``, is a failed rollout.
     """
@@ -85,7 +85,7 @@ class JudgeConfig:
     concurrency: int = setting(8, "engine=http: questions asked at once.", low=1, high=10**4)
 
     def check(self, key: str) -> None:
-        """Raise ConfigError, naming settings under ``key``; for a judge that is in use."""
+        """Raise ConfigError, naming settings under ``key``; only for a judge in use."""
         check_settings(key, self)
         check(self.model, f"{key}.model is empty; give a checkpoint (engine=vllm) or a model's name (engine=http).")
         for name in ("low", "high"):
@@ -112,8 +112,8 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """A remote service and the patience with it. A call that meets no answer, a time-out, a 408, a 429 or a 5xx is
-    tried again, within ``reward.timeout_seconds``."""
+    """A remote service and its retries. A call without an answer, or with a timeout, a 408, a 429 or a 5xx, is
+    repeated, within ``reward.timeout_seconds``."""
 
     url: str = setting("", "The service's address, http or https.")
     retries: int = setting(3, "Retries of a failed call.", low=0)
@@ -125,7 +125,7 @@ class HttpConfig:
     token_env: str = setting("", "Environment variable of the worker that holds a bearer token.")
 
     def check(self, key: str) -> None:
-        """Raise ConfigError, naming settings under ``key``; for a service that is in use."""
+        """Raise ConfigError, naming settings under ``key``; only for a service in use."""
         try:
             parts = urlsplit(self.url)
             known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -140,7 +140,7 @@ class HttpConfig:
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """What the process of a reward function (kind=python) may use. Each process that it starts has the same limits."""
+    """Limits of the process of a reward function (kind=python). Each process that it starts has the same limits."""
 
     cpu_seconds: float = setting(600.0, "CPU seconds of one call; 0: no limit.", low=0)
     memory_gb: float = setting(
@@ -159,7 +159,7 @@ class SandboxConfig:
 GRANULARITIES = ("batch", "group", "rollout", "chunk")
 KINDS = ("task", "python", "model", "judge", "http")
 NORMALIZATIONS = ("none", "running", "batch", "group")
-# Names that Annotation.parts gives to the penalties, so no part of the user's may have them.
+# Annotation.parts uses these names for the penalties, so no user-defined part may have them.
 PENALTIES = ("missing_eos", "overlong")
 
 
@@ -175,7 +175,7 @@ class RewardPart:
     http: HttpConfig = group(HttpConfig, "As reward.http.")
 
     def check(self, key: str, kinds: tuple[str, ...]) -> None:
-        """Raise ConfigError, naming settings under ``key``, unless what ``kind`` reads is there."""
+        """Raise ConfigError, naming settings under ``key``, unless the settings of ``kind`` are given."""
         check_choice(f"{key}.kind", self.kind, kinds)
         check_range(f"{key}.weight", self.weight)
         check(
@@ -194,7 +194,7 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Where rewards come from, and what becomes of a score that fails."""
+    """Where rewards come from, and what happens if a score fails."""
 
     kind: str = setting(
         "task",
@@ -280,7 +280,7 @@ class RewardConfig:
     def sources(self) -> dict[str, RewardPart]:
         """The parts of the reward by name: those of ``kind=sum``, the functions of ``reward_funcs``, or one ``score``.
 
-        A function goes by its own name, and by its whole target where another has the same name.
+        A function's name is its own, or its whole target if another has the same name.
         """
         if self.reward_funcs:
             short = [target.rpartition(":")[2] for target in self.reward_funcs]
@@ -296,7 +296,7 @@ class RewardConfig:
         return {"score": RewardPart(self.kind, 1.0, self.target, self.model, self.judge, self.http)}
 
     def key(self, name: str) -> str:
-        """Where a part's settings stand, for messages."""
+        """The key of a part's settings, for messages."""
         if self.reward_funcs:
             return f"reward.reward_funcs={self.sources[name].target}"
         return f"reward.parts.{name}" if self.kind == "sum" else "reward"

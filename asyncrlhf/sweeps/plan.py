@@ -124,7 +124,7 @@ def _first(overrides: list[str], folder: Path | None) -> RunConfig:
     composed = compose_config(overrides, folder)
     with suppress(ContradictionError):
         return from_hydra(composed)
-    composed["async"].update({"max_staleness": None, "lag": None})  # a grid may bring the mode that they belong to
+    composed["async"].update({"max_staleness": None, "lag": None})  # a grid may set the mode that they belong to
     return from_hydra(composed)
 
 

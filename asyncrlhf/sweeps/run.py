@@ -22,7 +22,7 @@ from asyncrlhf.sweeps.table import SweepTable
 from asyncrlhf.sweeps.worker import END_SECONDS, LOG_FILE, Answer, Order, Worker
 from asyncrlhf.validation import check_package
 
-LOOK_SECONDS = 1.0  # between two looks at the jobs' metrics, for the table
+LOOK_SECONDS = 1.0  # between two readings of the jobs' metrics, for the table
 QUIET = ("logging.progress=plain", "logging.report=false")
 
 

@@ -68,7 +68,7 @@ def take_over(root: Path) -> IO[str]:
         claim.close()
         raise WeightSyncError(f"weights.disk_path={root} is in use by another run; give each run its own.") from None
     except OSError:
-        pass  # a file system without locks: the folder is taken on trust
+        pass  # a file system without locks: the folder is not checked
     for left in root.iterdir():
         if _OURS.fullmatch(left.name):
             shutil.rmtree(left, ignore_errors=True)
@@ -140,7 +140,7 @@ def wait_for(look: Callable[[], T | None], seconds: float) -> T | None:
 
 
 class DiskSender(WeightSender):
-    """Writes its snapshot in ``transfer``, beside the learner's next step; receivers read it when it is complete.
+    """Writes its snapshot in ``transfer``, during the learner's next step; receivers read it when it is complete.
 
     Its folder holds the newest version, the previous one while a receiver may still read it, and the receivers'
     answers.

@@ -35,7 +35,7 @@ def choose_tolerance(asked: float, exact: bool) -> Tolerance:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """How weights travel from the learner to the generators."""
+    """How weights are sent from the learner to the generators."""
 
     transport: str = setting(
         "auto",
@@ -51,7 +51,7 @@ class WeightsConfig:
         "Number format in transfer; auto: that of the engines if all are equal, else the learner's.",
         choices=DTYPES,
     )
-    # Between two cores, passes of XXH3 over the bytes cost a quarter of a publish's bandwidth.
+    # On two cores, XXH3 passes over the bytes cost a quarter of a publish's bandwidth.
     checksum: bool | None = setting(
         None, "A checksum per bucket, verified by every receiver; null: between machines, on a disk, and with delta."
     )
