@@ -19,7 +19,7 @@ WHOLE = "as with fusion.granularity=rollout"
 
 def fusion_in_force(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[RunConfig, list[str]]:
     """``config``, with ``fusion.granularity=rollout`` if no model can read ahead, and a sentence for each that cannot
-    although asked to. The rewards are already checked; ``tokenizer`` is the policy's."""
+    although configured to. The rewards are already checked; ``tokenizer`` is the policy's."""
     if not config.fusion.reads_ahead:
         return config, []
     possible, notes = reward_outlook(config.reward, tokenizer)
