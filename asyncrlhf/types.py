@@ -97,7 +97,7 @@ class Rollout:
     response_text: str = ""
     generator_id: str = ""
     ref_logprobs: FloatArray | None = None  # [L] log pi_ref, once a reference service has computed it
-    values: FloatArray | None = None  # [L] of the state in which each token was chosen, once a critic service has computed them
+    values: FloatArray | None = None  # [L] of the state in which each token was chosen, from a critic service
     critic_version: int | None = None  # of the critic that computed the values
     kept_ids: IdArray | None = None  # [K] in total; None without truncation
     kept_counts: IdArray | None = None  # [L]
