@@ -1,15 +1,15 @@
-# Targets: install train rlhf test test-numeric chaos lint bench docs docs-full docs-site reference clean. Settings that a user may give on the command line:
+# Targets: install train rlhf test test-numeric chaos lint bench docs docs-full docs-site reference clean. Settings on the command line:
 #   PYTHON=python3.11        the interpreter that makes the environment (3.11 is the tested one)
-#   DEVICE=cpu|gpu           which builds to install; found out by nvidia-smi when not given
-#   TORCH_INDEX=<url>        an index that holds the CPU build of torch, such as PyTorch's own
+#   DEVICE=cpu|gpu           which builds to install; by default detected with nvidia-smi
+#   TORCH_INDEX=<url>        an index with the CPU build of torch, such as PyTorch's own
 #   ARGS="..."               passed to `asyncrlhf train`, pytest or `asyncrlhf bench`
 #   RUNTIME=ray|local SEEDS=0-199 SIMULATED=0-1999   of chaos: real runs, and simulated schedules of faults before them
-#   SETTINGS="default avx2"  the settings of test-numeric to run; all of tests/numeric_settings.py when not given
+#   SETTINGS="default avx2"  the settings of test-numeric to run; default: all of tests/numeric_settings.py
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-# Some images forbid byte code. Every Ray actor would then compile its imports anew: eight seconds of its start on one core.
+# Some images disable byte code. Every Ray actor would then compile its imports again: eight seconds of its start on one core.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
@@ -25,8 +25,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(DEVICE)
 # --no-compile: byte code is written when a module is first used, not for the tens of thousands that never are.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-input
-# A lock needs no resolver: uv installs it in a tenth of pip's time. Where uv cannot (an index or a proxy that only pip's
-# settings know), pip does; see requirements/locked.sh.
+# A lock needs no resolver: uv installs it in a tenth of pip's time. If uv fails (an index or a proxy known only to pip's
+# settings), pip does it; see requirements/locked.sh.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 # In three processes, also on two cores: one of them runs all tests that share Ray (tests/conftest.py), which wait a lot.
 # In the order of their names, so that the short files of tests/unit come last and fill the processes evenly.
@@ -65,11 +65,11 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-# The comparisons of floating-point numbers, on five kinds of CPU that this one can stand for.
+# The comparisons of floating-point numbers, on five kinds of CPU that this one can emulate.
 test-numeric: install
 	$(BIN)/python tests/numeric_settings.py "$(SETTINGS)" $(PARALLEL) --maxprocesses=2 $(ARGS)
 
-# Faults of every kind for every kind of part, one run a seed; rows in experiments/24_chaos, which a second call goes on with.
+# Faults of every kind for every kind of part, one run per seed; rows in experiments/24_chaos, which a second call continues.
 chaos: install
 	$(BIN)/python -m tests.chaos.run --runtime $(RUNTIME) --seeds "$(SEEDS)" --simulated "$(SIMULATED)" $(ARGS)
 
@@ -89,7 +89,7 @@ bench: install
 docs: install
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_reference.py tests/test_commands.py -m "not thorough"
 
-# Every command of README and docs that this machine can run, shortened where it would take long: some ten minutes.
+# Every command of README and docs that this machine can run, shortened if it would take long: some ten minutes.
 docs-full: install
 	$(BIN)/python -m pytest tests/test_commands.py $(ARGS)
 
@@ -97,7 +97,7 @@ docs-site: install
 	$(PIP) "mkdocs-material>=9.6"
 	$(BIN)/mkdocs build --site-dir site
 
-# The pages that are made from the code: settings and metrics.
+# The pages generated from the code: settings and metrics.
 reference: install
 	$(BIN)/python -m asyncrlhf.cli.reference docs/reference
 

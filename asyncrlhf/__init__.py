@@ -12,7 +12,7 @@ __all__ = ["__version__", *_OF_THE_API]
 
 
 def __getattr__(name: str) -> _Any:
-    """The Python API, loaded when it is first asked for: every process of a run imports this package."""
+    """The Python API, loaded at its first use: every process of a run imports this package."""
     if name in _OF_THE_API:
         return getattr(_import_module(_OF_THE_API[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,12 +40,12 @@ def train(
 
     ``model``: a preset (``tiny``), a local folder or a hub name. ``dataset``: a preset of tasks (``arithmetic``), a
     file, folder or name that ``task.path`` takes, or rows: a list of dictionaries, a pandas data frame or a
-    ``datasets.Dataset``. ``reward``: a function under TRL's signature, wherever it is defined, the name
-    ``package.module:function``, or a list of those, whose sum it is. ``callbacks``:
-    :class:`~asyncrlhf.records.callbacks.Callbacks` says what they hear. ``settings`` are the top-level settings and
+    ``datasets.Dataset``. ``reward``: any function with TRL's signature, the name
+    ``package.module:function``, or a list of those, which are summed. ``callbacks``:
+    see :class:`~asyncrlhf.records.callbacks.Callbacks`. ``settings`` are the top-level settings and
     groups (``steps=20, algorithm="tis"``), ``overrides`` those with a dot (``{"async.max_staleness": 4}``).
 
-    Raises ConfigError with one sentence for a wrong setting or input, or what made the run fail. In a notebook the
+    Raises ConfigError with one sentence for a wrong setting or input, or the error of a failed run. In a notebook the
     first interrupt ends the run in order after its step, with a checkpoint.
     """
     given = {**settings, **(overrides or {})}
@@ -81,7 +81,10 @@ def evaluate(
     from asyncrlhf.report.frames import Evaluation, Run
 
     given = {**settings, **(overrides or {})}
-    check(isinstance(dataset, str | Path | None), "evaluate(dataset=...) takes a preset's name or a path; save rows.")
+    check(
+        isinstance(dataset, str | Path | None),
+        "evaluate(dataset=...) takes a preset's name or a path; save the rows to a file.",
+    )
     check(isinstance(reward, str | None), "evaluate(reward=...) takes package.module:function.")
     rest = [*_dataset(dataset, given), *_reward(reward, given), *_overrides(given)]
     if isinstance(model, Run):
@@ -108,10 +111,10 @@ def sweep(
     **settings: Any,
 ) -> Sweep:
     """A grid of runs, as ``asyncrlhf sweep``: a list is a choice (``algorithm=["grpo", "tis"]``), a tuple one value.
-    ``seeds=3`` trains every configuration with seeds 0, 1 and 2. The same call goes on with what an earlier one left.
+    ``seeds=3`` trains every configuration with seeds 0, 1 and 2. The same call continues an interrupted sweep.
 
-    Jobs run in processes that import the calling script: keep the call under ``if __name__ == "__main__":`` there.
-    Raises ConfigError for a wrong setting, KeyboardInterrupt after an interrupt, with every job under way recorded.
+    Jobs run in processes that import the calling script: put the call under ``if __name__ == "__main__":`` there.
+    Raises ConfigError for a wrong setting, KeyboardInterrupt after an interrupt, with every running job recorded.
     """
     from asyncrlhf.cli.sweep import RUNS, run_plan
     from asyncrlhf.report.frames import Sweep
@@ -143,7 +146,7 @@ def _dataset(dataset: Any, given: Mapping[str, Any]) -> list[str]:
 
 
 def _written(rows: Any, folder: Path) -> Path:
-    """The rows as a file of the run's own, which a resumed run reads again."""
+    """The rows as a file in the run's folder, which a resumed run reads again."""
     if hasattr(rows, "to_parquet"):  # a data frame, or a dataset of the library of that name
         path = folder / f"{DATA_STEM}.parquet"
         rows.to_parquet(str(path))
@@ -181,7 +184,7 @@ def _reward_name(part: Reward, number: int) -> str:
 
 def _target(part: Reward, given: Mapping[str, Any], name: str) -> str:
     """The function's name for ``reward.target``; a function itself is pickled by value into the run's folder, so that
-    one of a notebook or a closure travels to the workers, and a resumed run finds it."""
+    workers and resumed runs can load functions of a notebook and closures."""
     if isinstance(part, str):
         return part
     import cloudpickle
@@ -190,13 +193,13 @@ def _target(part: Reward, given: Mapping[str, Any], name: str) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.write_bytes(cloudpickle.dumps(part))
-    except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # what pickling says of what it cannot take
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:  # errors of pickling
         raise ConfigError(f"reward={name} cannot be sent to the reward workers: {error}.") from error
     return f"pickle:{path.absolute()}"
 
 
 def _own_folder(given: Mapping[str, Any]) -> Path:
-    """The run directory, made here where something must lie in it before the run starts."""
+    """The run directory, created here if files must be in it before the run starts."""
     from asyncrlhf.orchestrator.run import new_run_dir
     from asyncrlhf.records.record_marker import refuse_used_folder
     from asyncrlhf.records.recorder import writing_to
@@ -214,19 +217,19 @@ def _is_preset(group: str, name: str | Path) -> bool:
 
 
 def _overrides(given: Mapping[str, Any]) -> list[str]:
-    """Dictionaries may bring keys of their own, which Hydra takes with two plus signs alone."""
+    """Dictionaries may add keys, which Hydra accepts only with two plus signs."""
     return [f"{'++' if isinstance(value, Mapping) else ''}{key}={_text(value)}" for key, value in given.items()]
 
 
 def _choices(key: str, value: Any) -> list[Any]:
-    check(not callable(value), f"{key}: a sweep takes package.module:function, for its jobs are other processes.")
+    check(not callable(value), f"{key}: a sweep takes package.module:function, because its jobs are other processes.")
     if isinstance(value, list):
         return value
     return [list(value) if isinstance(value, tuple) else value]
 
 
 def _text_of_choice(value: Any) -> str:
-    """As Hydra's grammar has it: ``interval(0,1)`` and its kin stay what they are."""
+    """In Hydra's grammar; ``interval(0,1)`` and similar functions stay unchanged."""
     return value if isinstance(value, str) and _RANGE.fullmatch(value) else _text(value)
 
 
@@ -242,16 +245,18 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_text, value)) + "]"
     number = value.item() if hasattr(value, "item") else value
-    check(isinstance(number, int | float), f"{value!r} is no setting's value; allowed: text, numbers, lists and dicts.")
+    check(
+        isinstance(number, int | float), f"{value!r} is not a setting's value; allowed: text, numbers, lists and dicts."
+    )
     return repr(number)
 
 
 _RANGE = re.compile(r"(interval|range|tag|int|float|choice|glob)\(.*\)")
-_WORDS = ("null", "true", "false", "nan", "inf", "none")  # what Hydra would read as something other than a text
+_WORDS = ("null", "true", "false", "nan", "inf", "none")  # texts that Hydra would not read as text
 
 
 def _beside_a_running_loop(run: Callable[[], T], callbacks: Callbacks) -> T:
-    """What ``run`` returns. A notebook's thread has an event loop already, so that the run gets a thread of its own
+    """The result of ``run``. A notebook's thread already has an event loop, so the run gets its own thread
     there; an interrupt then asks it to end after its step."""
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Exception types: what went wrong, and which exit code the command line gives it."""
+"""Exception types, with their exit codes on the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConfigError(AsyncRLHFError):
 
 
 class ContradictionError(ConfigError):
-    """Two settings that exclude each other: a sweep that crosses them leaves the cell out."""
+    """Two settings that exclude each other: a sweep leaves out their combinations."""
 
 
 class StaleBatchError(AsyncRLHFError):
@@ -31,7 +31,7 @@ class LedgerError(AsyncRLHFError):
 
 
 class WeightSyncError(AsyncRLHFError):
-    """Weights did not arrive, or arrived wrong; names the receiver or the tensor."""
+    """Weights did not arrive, or arrived damaged; names the receiver or the tensor."""
 
 
 class ReplicaError(AsyncRLHFError):
@@ -39,7 +39,7 @@ class ReplicaError(AsyncRLHFError):
 
 
 class LearnerLostError(ReplicaError):
-    """A learner rank died or stopped answering: the group is started again from the newest checkpoint."""
+    """A learner rank died or stopped answering: the group is restarted from the newest checkpoint."""
 
 
 class CheckpointError(AsyncRLHFError):
@@ -47,14 +47,14 @@ class CheckpointError(AsyncRLHFError):
 
 
 class RewardError(AsyncRLHFError):
-    """A reward could not be computed for one rollout; the rollout fails, the run goes on."""
+    """A reward could not be computed for one rollout; the rollout fails, the run continues."""
 
 
 class StallError(AsyncRLHFError):
-    """Nothing moved for too long; names the waiting part and the rollout ids it waits for."""
+    """No progress for too long; names the waiting part and the rollout ids that it waits for."""
 
 
-# As Python, Arrow, and Rust (safetensors) say it; torch says nothing of it.
+# The messages of Python, Arrow, and Rust (safetensors); torch has none.
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|StorageFull")
 
 
@@ -63,15 +63,15 @@ class DiskFullError(AsyncRLHFError):
 
 
 def full_disk(error: BaseException | None, folder: object = None) -> str:
-    """The sentence for an error that a full disk caused, however other errors are wrapped around it; else empty. It
-    names ``folder`` where the error does not know its file."""
+    """The sentence for an error caused by a full disk, also if other errors wrap it; else empty. It
+    names ``folder`` if the error does not name its file."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, DiskFullError):
             return str(error)
         code = error.errno if isinstance(error, OSError) else None
-        # Others of ours may quote a reward function, whose disk is not the run's.
+        # Our other errors may quote a reward function, whose disk is not the run's.
         quotes = isinstance(error, AsyncRLHFError) and not isinstance(error, CheckpointError)
         if code in (errno.ENOSPC, errno.EDQUOT) or (not quotes and _FULL.search(str(error))):
             file = error.filename if isinstance(error, OSError) else None

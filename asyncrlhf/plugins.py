@@ -1,5 +1,5 @@
 """The user's own objects, named ``package.module:name`` in the config: reward functions, losses, optimizers, data,
-sinks; and functions of a notebook, which travel as a file."""
+sinks; and functions of a notebook, which are stored in a file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PICKLED = "pickle:"
 
 
 def load_function(key: str, target: str) -> Callable[..., Any]:
-    """The object that ``target`` names; the working directory is searched too. ``pickle:FILE`` is a function that the
+    """The object named ``target``; the working directory is searched too. ``pickle:FILE`` is a function that the
     Python API was given.
 
-    Raises ConfigError, in one sentence that begins with ``key=target``, when it cannot be imported, does not exist or
+    Raises ConfigError, in one sentence that begins with ``key=target``, if it cannot be imported, does not exist or
     cannot be called.
     """
     function = load_object(key, target)
@@ -29,7 +29,7 @@ def load_function(key: str, target: str) -> Callable[..., Any]:
 
 
 def load_object(key: str, target: str) -> Any:
-    """As :func:`load_function`, of anything that a module holds."""
+    """As :func:`load_function`, for any object of a module."""
     where = f"{key}={target}"
     if target.startswith(PICKLED):
         file = Path(target.removeprefix(PICKLED))
@@ -52,7 +52,7 @@ def guarded(what: str, call: Callable[[], Any]) -> Any:
     ``what``."""
     try:
         return call()
-    except ConfigError:  # a module of ours that lacks a package says so in a sentence of its own
+    except ConfigError:  # one of our modules reports a missing package in its own sentence
         raise
     # The user's own code may raise anything, and may try to end the process.
     except (Exception, SystemExit) as error:

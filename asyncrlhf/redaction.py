@@ -14,15 +14,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 HIDDEN = "***"
-# A word that makes a setting secret; those that name a variable, a column, a tokenizer or one of its tokens are none.
+# A word that makes a setting secret; except those that name a variable, a column, a tokenizer or one of its tokens.
 _NAMES = "key|token|secret|passwo?r?d|credential"
 _SECRET_NAME = re.compile(_NAMES, re.I)
 _HARMLESS_NAME = re.compile(
     r"_env$|^(prompt|answer)_key$|tokeniz|^(pad|eos|bos|unk|sep|cls|mask|stop|end)_token$", re.I
 )
-# Settings that say where a thing lies or what it is called: every record repeats them, wherever they come from.
+# Settings with places and names: every record shows them, even if they come from the environment.
 _PLACES = re.compile(r"(^|_)(name|dir|path|resume|folder)$")
-_SHORTEST = 4  # characters; what is shorter, or a word of YAML, stands in too many texts by chance
+_SHORTEST = 4  # characters; shorter texts, or words of YAML, occur in too many texts by chance
 _WORDS = frozenset({"true", "false", "null", "none", "auto"})
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?([^,}'\"\s]+)")
 _IN_TEXTS = (
@@ -31,7 +31,7 @@ _IN_TEXTS = (
     (re.compile(r"(\bBearer\s+)[\w.~+/=-]{4,}", re.I), rf"\1{HIDDEN}"),
 )  # fmt: skip
 
-_known: dict[str, str] = {}  # a secret, and what stands in its place
+_known: dict[str, str] = {}  # a secret and its replacement
 
 
 def hide(secret: str, shown: str = HIDDEN) -> None:
@@ -43,7 +43,7 @@ def hide(secret: str, shown: str = HIDDEN) -> None:
 
 def redact(text: str) -> str:
     """``text`` without secrets."""
-    for secret in sorted(_known, key=len, reverse=True):  # one may hold another
+    for secret in sorted(_known, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, _known[secret])
     for pattern, shown in _IN_TEXTS:
         text = pattern.sub(shown, text)
@@ -78,7 +78,7 @@ def learn_secrets(config: DictConfig) -> None:
 
 
 def hidden_settings(tree: Any, key: str = "") -> list[str]:
-    """Keys of settings whose true values a config that was read back does not contain."""
+    """Keys of settings whose true values are missing from a config read from a file."""
     if isinstance(tree, Mapping):
         return [k for name, value in tree.items() for k in hidden_settings(value, f"{key}.{name}".lstrip("."))]
     values = tree if isinstance(tree, list) else [tree]

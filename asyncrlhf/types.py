@@ -1,4 +1,4 @@
-"""The values that travel between the parts: prompts, rollouts, packed batches, weight manifests.
+"""The data passed between the parts: prompts, rollouts, packed batches, weight manifests.
 
 Shape legend, here and in every docstring: N rollouts (sequences), L tokens of one response, P tokens of one prompt,
 T packed tokens of a batch, G rollouts of one group, V vocabulary. Token arrays are NumPy so that they cross process
@@ -52,8 +52,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to be sampled. ``seed`` alone decides its random draws, whatever shares the engine's batch.
-    ``epoch``: of the run when it was given out; what answers it says the same one."""
+    """One response to be sampled. Its random draws depend only on ``seed``, not on the engine's batch.
+    ``epoch``: the run's when the request was sent; its answer has the same one."""
 
     rollout_id: int
     group_id: int
@@ -80,10 +80,10 @@ class GenerationFailure:
 @dataclass(frozen=True)
 class Rollout:
     """One finished response with everything that training or a record needs; the payload of the object store. The
-    engine makes it, its worker adds text and name.
+    engine creates it, its worker adds text and name.
 
-    Where sampling was truncated, the tokens that had a chance at each position come along as ragged ids: those of
-    response token t are the ``kept_counts[t]`` ids behind those of the tokens before it. A count of 0 stands for the
+    With truncated sampling, the tokens allowed at each position are included as ragged ids: those of
+    response token t are the ``kept_counts[t]`` ids after those of the previous tokens. A count of 0 means the
     whole vocabulary.
     """
 
@@ -97,9 +97,9 @@ class Rollout:
     response_text: str = ""
     generator_id: str = ""
     ref_logprobs: FloatArray | None = None  # [L] log pi_ref, once a reference service has computed it
-    values: FloatArray | None = None  # [L] of the state in which each token was chosen, once a critic service gave them
-    critic_version: int | None = None  # of the critic that gave the values
-    kept_ids: IdArray | None = None  # [K] in total; None where nothing was truncated
+    values: FloatArray | None = None  # [L] of the state in which each token was chosen, from a critic service
+    critic_version: int | None = None  # of the critic that computed the values
+    kept_ids: IdArray | None = None  # [K] in total; None without truncation
     kept_counts: IdArray | None = None  # [L]
     epoch: int = 0  # of the request
 
@@ -116,9 +116,9 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Payload:
-    """Where a rollout's arrays lie: ``ref`` is an object reference (Ray) or the list itself (local).
+    """The place of a rollout's arrays: ``ref`` is an object reference (Ray) or the list itself (local).
 
-    ``annotations``: where the arrays lie that services computed of the rollout (reference log-probs, values).
+    ``annotations``: the places of the arrays that services computed (reference log-probs, values).
     """
 
     ref: Any
@@ -128,8 +128,8 @@ class Payload:
 
 @dataclass
 class RolloutInfo:
-    """What the controller knows of a finished rollout; its token arrays stay behind ``payload``. The assembly fills in
-    times and reward, and nothing changes it any more once it is in the buffer: a batch has copies.
+    """The controller's data of a finished rollout; its token arrays stay behind ``payload``. The assembly fills in
+    times and reward; in the buffer it no longer changes: a batch has copies.
 
     ``finished_at_version`` is the learner's version when the rollout left its generator; it splits staleness into the
     part in flight and the part in the queue. ``weight`` and ``masked_before_version`` are those of the batch.
@@ -152,15 +152,15 @@ class RolloutInfo:
     logged: Mapping[str, float] = field(default_factory=dict)
     extra: str = ""
     scored_at: float | None = None  # None: not all kinds of workers have annotated it
-    referenced_at: float | None = None  # where a reference service is asked
-    valued_at: float | None = None  # where a critic service is asked
+    referenced_at: float | None = None  # if there is a reference service
+    valued_at: float | None = None  # if there is a critic service
     weight: float = 1.0  # of its loss: down-weighting and replay correction
     masked_before_version: int = 0  # tokens older than this leave the loss (over_stale=mask)
-    epoch: int = 0  # of the run when it was given to its generator
+    epoch: int = 0  # of the run when it was sent to its generator
 
     @property
     def tokens(self) -> int:
-        """Of prompt and response."""
+        """Tokens of prompt and response."""
         return self.prompt_length + self.response_length
 
     def staleness(self, version: int) -> int:
@@ -173,11 +173,11 @@ class RolloutInfo:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The finished siblings of one prompt; whole, unless a sibling failed.
+    """The finished siblings of one prompt; complete, unless a sibling failed.
 
-    ``scheduled_step``: the step that it is made for, in the scheduled modes. ``uses``: trainings so far, with the batch
-    that took it. ``uses_left``, as the buffer hands it out: those that may follow; of an evicted group those that the
-    gate counted on.
+    ``scheduled_step``: the step that it is generated for, in the scheduled modes. ``uses``: trainings so far, with the
+    batch that took it. ``uses_left``, as returned by the buffer: those that may follow; for an evicted group those that
+    the gate had counted.
     """
 
     group_id: int
@@ -219,7 +219,7 @@ class BatchFault:
 @dataclass(frozen=True)
 class Annotation:
     """A worker's result for one rollout: its reward, or the place of the arrays that it computed (reference log-probs,
-    values), or one sentence that says why there is neither (never a silent zero).
+    values), or one sentence with the reason if there is neither (never a silent zero).
 
     ``logged``, ``extra``: what the reward functions logged: numbers by name, and an object in JSON.
     """
@@ -229,7 +229,7 @@ class Annotation:
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     arrays: Payload | None = None
-    abstained: bool = False  # no part of the reward had an opinion: no failure, and nothing to train on
+    abstained: bool = False  # no part of the reward gave a score: not a failure, but nothing to train on
     logged: Mapping[str, float] = field(default_factory=dict)
     extra: str = ""
     faults: tuple[BatchFault, ...] = ()  # of the call, on its first rollout's annotation
@@ -264,11 +264,11 @@ class TrainBatch:
     group_ids: IntArray  # [N]
     rollout_ids: IntArray  # [N]
     truncated: NDArray[np.bool_]  # [N] finish_reason == "length"
-    ref_logprobs: FloatArray | None = None  # [T] 0 on prompts; None where no reference service was asked
-    values: FloatArray | None = None  # [T] 0 on prompts; None where no critic service was asked
-    critic_versions: IntArray | None = None  # [N] of the critic that gave each sequence its values
-    kept_ids: IdArray | None = None  # [K] the tokens that truncated sampling allowed; None where it never truncated
-    kept_counts: IdArray | None = None  # [T] how many of them are each token's; 0: the whole vocabulary, and on prompts
+    ref_logprobs: FloatArray | None = None  # [T] 0 on prompts; None without a reference service
+    values: FloatArray | None = None  # [T] 0 on prompts; None without a critic service
+    critic_versions: IntArray | None = None  # [N] of the critic that computed each sequence's values
+    kept_ids: IdArray | None = None  # [K] the tokens that truncated sampling allowed; None without truncation
+    kept_counts: IdArray | None = None  # [T] number of them for each token; 0: the whole vocabulary, and on prompts
 
     @property
     def num_sequences(self) -> int:
@@ -292,7 +292,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """What a weight transfer carries; the same on the sender and on every receiver."""
+    """The content of a weight transfer; the same on the sender and on every receiver."""
 
     tensors: tuple[TensorEntry, ...]
     bucket_bytes: tuple[int, ...]

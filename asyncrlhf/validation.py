@@ -1,5 +1,5 @@
-"""How a setting is declared, with its description and what it allows; and the checks, each of which raises one sentence
-that names the key, the value and what is allowed."""
+"""Declarations of settings, with their descriptions and allowed values; and checks, each of which raises one sentence
+that names the key, the value and the allowed values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from asyncrlhf.errors import ConfigError
 
 MOST = 2**31 - 1  # of any whole number
-MOST_NAME = 120  # characters of a name of the user's
+MOST_NAME = 120  # characters of a user-defined name
 Settings = TypeVar("Settings")
 Group = TypeVar("Group")
 
@@ -24,11 +24,11 @@ Group = TypeVar("Group")
 def setting(
     default: Any, about: str, *, choices: Sequence[str] = (), entries: type | None = None, **bounds: float | bool
 ) -> Any:
-    """A field of a dataclass of settings. ``about``, one sentence with the unit, is what ``asyncrlhf train --help``,
-    docs/reference/settings.md and the schema for editors say of it.
+    """A field of a dataclass of settings. ``about``, one sentence with the unit, is its description in
+    ``asyncrlhf train --help``, docs/reference/settings.md and the schema for editors.
 
-    ``choices`` and ``bounds`` (those of :func:`check_range`) are what :func:`check_settings` allows; ``entries`` is the
-    dataclass of what a mapping holds by name.
+    :func:`check_settings` enforces ``choices`` and ``bounds`` (those of :func:`check_range`); ``entries`` is the
+    dataclass of a mapping's entries.
     """
     metadata = {"about": about, "choices": tuple(choices), "entries": entries, "bounds": bounds}
     if isinstance(default, list | dict):
@@ -37,13 +37,13 @@ def setting(
 
 
 def group(schema: type[Group], about: str) -> Group:
-    """A field that holds settings of its own, all at their defaults."""
+    """A field for a group of settings, all at their defaults."""
     made: Any = field(default_factory=schema, metadata={"about": about})
     return cast(Group, made)
 
 
 def check_settings(where: str, settings: object) -> None:
-    """Raise ConfigError for the first setting under ``where`` that is not what its field allows. None passes."""
+    """Raise ConfigError for the first setting under ``where`` whose value its field does not allow. None passes."""
     for declared in fields(settings):  # type: ignore[arg-type]
         key, value = f"{where}.{declared.name}" if where else declared.name, getattr(settings, declared.name)
         if choices := declared.metadata.get("choices"):
@@ -61,7 +61,7 @@ def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
-    """`` (did you mean X?)`` with what is nearest to ``word``, to put into a sentence; empty where nothing is near."""
+    """`` (did you mean X?)`` with the name nearest to ``word``, as a part of a sentence; empty if none is near."""
     close = difflib.get_close_matches(word, list(allowed), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -93,7 +93,7 @@ def bounds_in_words(
     exclusive_low: bool = False,
     exclusive_high: bool = False,
 ) -> list[str]:
-    """``>= 0`` and ``< 1``, such as they are."""
+    """The bounds in words: ``>= 0`` and ``< 1``."""
     found = [] if low is None else [f"{'>' if exclusive_low else '>='} {low}"]
     return found if high is None else [*found, f"{'<' if exclusive_high else '<='} {high}"]
 
@@ -110,7 +110,7 @@ def check(condition: Any, sentence: str) -> None:
 
 
 def check_folder_name(key: str, name: str) -> None:
-    """Raise unless ``name`` can be a folder's on any file system, beside other files that a run adds to it."""
+    """Raise unless ``name`` is a valid folder name on any file system, with room for suffixes that a run adds."""
     fine = name.isprintable() and "/" not in name and name.strip() and name not in (".", "..")
     shown = name if len(name) <= 60 else f"{name[:57]}..."
     check(
@@ -120,25 +120,25 @@ def check_folder_name(key: str, name: str) -> None:
 
 
 def check_path(key: str, path: str) -> None:
-    """Raise for a path that no file system takes: with NUL or other unprintable characters, or too long."""
+    """Raise for an invalid path: with NUL or other unprintable characters, or too long."""
     shown = path if len(path) <= 60 else f"{path[:57]}..."
     longest = max((len(part.encode("utf-8", "replace")) for part in path.split("/")), default=0)
     check(
         path.isprintable() and longest <= 255 and len(path) <= 4000,
-        f"{key}={shown!r} is no path; allowed: printable characters, at most 255 between two slashes.",
+        f"{key}={shown!r} is not a path; allowed: printable characters, at most 255 between two slashes.",
     )
 
 
 def check_keywords(key: str, value: Any) -> None:
-    """Raise unless ``value`` is None or keywords by name."""
+    """Raise unless ``value`` is None or maps names to values."""
     check(
         value is None or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)),
-        f"{key}={value} are no keywords by name; allowed: null, or such as {{NAME:VALUE}}.",
+        f"{key}={value} does not map names to values; allowed: null, or such as {{NAME:VALUE}}.",
     )
 
 
 def check_package(what: str, package: str, extra: str) -> None:
-    """Raise unless ``package`` (its name on PyPI) is installed: ``what`` needs it, and our ``extra`` brings it."""
+    """Raise unless ``package`` (its name on PyPI) is installed: ``what`` needs it, and our ``extra`` installs it."""
     check(
         importlib.util.find_spec(package.replace("-", "_")),
         f"{what} needs the package {package}, which is not installed: pip install 'asyncrlhf[{extra}]'.",
@@ -146,7 +146,7 @@ def check_package(what: str, package: str, extra: str) -> None:
 
 
 def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:
-    """``base``, a frozen dataclass of settings, with ``changes`` in it, at any depth; raises ConfigError naming the
+    """``base``, a frozen dataclass of settings, with ``changes`` applied at any depth; raises ConfigError naming the
     key."""
     names = [f.name for f in fields(base)]  # type: ignore[arg-type]
     for key, value in changes.items():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncrlhf.learner.learner_config import CriticConfig, ReferenceConfig
     from asyncrlhf.readahead.readers import ReadingModel
 
-ANSWER_SECONDS = 3000.0  # what the default of stall_timeout_seconds gives
+ANSWER_SECONDS = 3000.0  # with the default of stall_timeout_seconds
 
 
 class AnnotatorWorker(Protocol):
@@ -51,9 +51,9 @@ class AnnotatorWorker(Protocol):
 
 
 class AnnotatorSpec(Protocol):
-    """All that a worker needs to start on any machine. ``answer_seconds``: the deadline of one call to it."""
+    """Everything that a worker needs to start on any machine. ``answer_seconds``: the deadline of one call to it."""
 
-    kind: ClassVar[str]  # reward, reference or critic: the name of its settings, too
+    kind: ClassVar[str]  # reward, reference or critic: also the name of its settings
 
     @property
     def settings(self) -> RewardConfig | ReferenceConfig | CriticConfig: ...
@@ -94,7 +94,7 @@ class RewardWorker:
         self.readers = readers
 
     def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], None]:
-        """One reward per rollout, in order, or the reason why it has none. Scored and failed rollouts are forgotten."""
+        """One reward per rollout, in order, or the reason for a missing one. Answered rollouts are forgotten."""
         results = self.scorer.score(rollouts)
         for reader in self.readers:
             reader.release(rollout.rollout_id for rollout in rollouts)

@@ -22,8 +22,8 @@ from asyncrlhf.types import Rollout
 
 T = TypeVar("T")
 
-# On cores that it shares with the learner a generator gives way: a learner that waits is time lost for good, while the
-# generator only runs ahead as far as staleness lets it. Where generation is the slower side the learner is idle anyway.
+# On shared cores the generator has lower priority than the learner: a waiting learner loses time, while the generator
+# can run ahead within the staleness bound. If generation is the slower side, the learner is idle anyway.
 YIELD = 4
 
 
@@ -36,12 +36,12 @@ class GeneratorActor(PartActor):
 
     BESIDE = frozenset({"connect", "receive"})  # the worker's methods that run beside the engine's steps
     POLL_SECONDS = 0.5
-    COLLECT_SECONDS = 10.0  # the longest wait of a collect for news: an answer without any costs both sides
+    COLLECT_SECONDS = 10.0  # the longest wait of a collect for results: an empty answer costs both sides
     # Between two answers with results: a message costs both sides some milliseconds. A lone result is sent at once.
     RESULT_SECONDS = 0.03
-    LINGER_SECONDS = 0.003  # for what finishes at the same moment
-    SPAN_SECONDS = 0.5  # between two answers that tell what the replica did
-    CHUNK_SECONDS = 0.1  # between two looks for chunks: a hint may wait, and a message costs both sides
+    LINGER_SECONDS = 0.003  # for results that finish at the same moment
+    SPAN_SECONDS = 0.5  # between two answers that include the replica's spans
+    CHUNK_SECONDS = 0.1  # between two collections of chunks: a hint may wait, and a message costs both sides
 
     def __init__(self, spec: GeneratorSpec) -> None:
         if spec.generator.gpus == 0:
@@ -52,9 +52,9 @@ class GeneratorActor(PartActor):
         self._timed = False  # the engine makes tokens by the clock, and has no iterations (the fake one)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chunks = spec.chunk_tokens > 0
-        # A replica that is at work is heard of several times before the run counts as stalled.
+        # A working replica answers several times before the run counts as stalled.
         self._look_seconds = min(self.COLLECT_SECONDS, spec.stall_seconds / 5)
-        self._collected_at = -math.inf  # when results were last handed on
+        self._collected_at = -math.inf  # when results were last sent
         self._chunks_due = 0.0
         self._died: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -165,7 +165,7 @@ class GeneratorActor(PartActor):
         return (facts, rollouts, chunks) if self._chunks else (facts, rollouts)
 
     def _linger(self, now: float) -> float:
-        """Seconds that a finished rollout waits for others to be sent with; its score waits as long."""
+        """Seconds that a finished rollout waits to be sent with others; its score is delayed as long."""
         return max(self.LINGER_SECONDS, self._collected_at + self.RESULT_SECONDS - now)
 
     def answers(self, rollout_ids: Sequence[int]) -> tuple[list[Rollout] | None, float]:

@@ -36,23 +36,23 @@ from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import Rollout, RolloutInfo, TrainSample
 
 if TYPE_CHECKING:
-    # What trains costs seconds of imports, which the driver of a Ray run, where only names of this module are used, is
-    # spared: its learner's process imports them when the worker is built.
+    # Training imports take seconds. The driver of a Ray run uses only names of this module and does not need them: the
+    # learner's process imports them when it builds the worker.
     from asyncrlhf.learner.plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSpec(BackendSpec):
-    """All that a rank needs to start on any machine."""
+    """Everything that a rank needs to start on any machine."""
 
     model: ModelConfig
     runtime: str
     weights: WeightsConfig
     seed: int
     tokens_folder: Path | None = None  # of rollout_tokens/*.parquet; None: they are not written
-    tokens_sampled: int = 0  # rollouts a step that are written there, of all ranks together
-    makes_room: bool = False  # for checkpoints, which the run is sure to take
-    offloads: bool = False  # between its turns on devices that it shares with generators
+    tokens_sampled: int = 0  # rollouts per step written there, over all ranks
+    makes_room: bool = False  # for checkpoints; the run will write some
+    offloads: bool = False  # offload between turns on devices shared with generators
 
     def recorded(self, rollouts: Sequence[RolloutInfo]) -> dict[str, list[int]]:
         """The argument ``recorded`` of :meth:`LearnerWorker.train`, the same for every rank."""
@@ -88,7 +88,7 @@ class LearnerWorker:
 
         self.rank = rank
         self._model, self._weights = spec.model, spec.weights
-        # What a share without a rollout would have come with.
+        # Fields that an empty share would otherwise lack.
         self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served)
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
         if ranks > 1:
@@ -107,7 +107,7 @@ class LearnerWorker:
         self._fence_seconds = 0.0
         self._tokens: TokenRecord | None = None
         self._makes_room = spec.makes_room
-        self._token_parts: Sequence[Future[None]] = ()  # that belong to the newest checkpoint
+        self._token_parts: Sequence[Future[None]] = ()  # of the newest checkpoint
         if spec.tokens_folder is not None and self.backend.share_peers.rank == 0:
             self._tokens = TokenRecord(spec.tokens_folder, rank, partial(load_tokenizer, spec.model))
 
@@ -166,9 +166,9 @@ class LearnerWorker:
             take_part(lay_out(self._weights, params), params) if self.sender is None else self.sender.fence()
 
     def sleep(self) -> int:
-        """The learner's turn on a shared device is over: leave it what is needed for the next turn alone. Returns the
-        bytes that stay there; they are the copies that others still fetch. What needs the weights in between brings
-        them back for as long as it runs. Alone on each rank, without the others."""
+        """End the learner's turn on a shared device and offload its tensors. Returns the
+        bytes that stay there: copies that others still fetch. A call that needs the weights in between brings
+        them back for its duration. Each rank does this independently."""
         if self.sender is not None:
             self._fence()
         self._sleep.sleep()
@@ -176,7 +176,7 @@ class LearnerWorker:
         return self._sleep.kept_bytes(bucket for sender in senders for bucket in sender.buckets.tensors)
 
     def wake(self) -> None:
-        """Bring back what :meth:`sleep` took away, bit for bit."""
+        """Bring the offloaded tensors back, bit for bit."""
         self._sleep.wake()
 
     @contextmanager

@@ -22,7 +22,7 @@ from asyncrlhf.types import (
     RolloutInfo,
 )
 
-# The fields of a rollout: its arrays, of which it may lack the last four; what else it holds, but for its prompt.
+# The fields of a rollout: its arrays, of which the last four may be missing; its other fields without the prompt.
 ARRAYS = ("response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts")
 FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch")
 _facts = attrgetter(*FACTS)
@@ -40,7 +40,7 @@ class Collected:
     tokens: int = 0
     ages: list[float] = field(default_factory=list)
     chunks: list[ChunkInfo] = field(default_factory=list)
-    spans: SpanBatch | None = None  # of the replica, now and then
+    spans: SpanBatch | None = None  # of the replica, from time to time
 
 
 class RolloutBundle(Sequence[Rollout]):
@@ -100,7 +100,7 @@ class ArrayBundle:
         name: the field of a Rollout that the arrays fill: ``ref_logprobs`` or ``values``.
         flat: [sum of L] the arrays of all rollouts, concatenated.
         ends: [N] where the array of each rollout ends in ``flat``.
-        critic_version: the version of the critic that computed the values; None if the arrays are no values.
+        critic_version: the version of the critic that computed the values; None if the arrays are not values.
     """
 
     name: str
@@ -118,7 +118,7 @@ def annotated(
     name: str, rollouts: Sequence[Rollout], answers: Iterable[FloatArray | str], critic_version: int | None = None
 ) -> tuple[list[Annotation], ArrayBundle]:
     """The annotations of ``rollouts``, in order, and the bundle with their arrays. An answer is the array [L] for the
-    field ``name``, or the sentence that says why there is none."""
+    field ``name``, or the sentence with the reason for a missing one."""
     arrays: list[FloatArray] = []
     annotations = []
     for rollout, answer in zip(rollouts, answers, strict=True):

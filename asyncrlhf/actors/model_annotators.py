@@ -43,14 +43,14 @@ class ReferenceSpec:
 
     @property
     def fingerprint(self) -> dict[str, str | float]:
-        """The settings that determine the log-probs: under others, a resumed run computes them again."""
+        """The settings that determine the log-probs: if they differ, a resumed run recomputes them."""
         dtype = self.precision + ", float32 head" * self.float32_head
         dtype = dtype if self.settings.dtype == "auto" else self.settings.dtype
         return {"model": self.model.path, "temperature": self.temperature, "dtype": dtype}
 
 
 class ReferenceWorker(ReadingReference):
-    """The frozen start model: never a resumed policy, nor a LoRA run's adapter, without which the run starts."""
+    """The frozen initial model: never a resumed policy, and without a LoRA adapter."""
 
     def __init__(self, spec: ReferenceSpec) -> None:
         own = spec.settings
@@ -68,7 +68,7 @@ class ReferenceWorker(ReadingReference):
         )
 
     def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], ArrayBundle]:
-        """The reference log-probs [L] of each rollout, or the reason why it has none."""
+        """The reference log-probs [L] of each rollout, or the reason for a missing one."""
         return annotated("ref_logprobs", rollouts, self.answer(rollouts))
 
 

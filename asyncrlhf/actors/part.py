@@ -23,7 +23,7 @@ class PartActor:
         return True
 
     def ping(self) -> bool:
-        """Answers whatever the worker is doing: it runs in a thread of its own."""
+        """Answers even while the worker is busy, in a separate thread."""
         return True
 
     def where(self) -> Where:
@@ -46,7 +46,7 @@ class RecordActor:
     writes one Parquet file, on the controller's machine."""
 
     def ping(self) -> bool:
-        """Answers whatever it is writing: in a thread of its own."""
+        """Answers even while it is writing, in a separate thread."""
         return True
 
     def write(

@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratorSpec:
-    """All that a replica needs to start on any machine."""
+    """Everything that a replica needs to start on any machine."""
 
     name: str
     generator: GeneratorConfig
     model: ModelConfig
     runtime: str
     weights: WeightsConfig
-    chunk_tokens: int = 0  # sampled tokens after which a sequence is sent on (fusion.granularity=chunk); 0: at its end
-    stall_seconds: float = 600.0  # without a movement, after which the run counts as stalled
+    chunk_tokens: int = 0  # sampled tokens per chunk (fusion.granularity=chunk); 0: sent at the end
+    stall_seconds: float = 600.0  # without progress, after which the run counts as stalled
     offloads: bool = False  # its weights leave the device while it sleeps
-    beside_bytes: int = 0  # of its GPU, that a learner keeps which takes turns with it
+    beside_bytes: int = 0  # of its GPU, kept by a sleeping learner
 
 
 class Outbox:
@@ -186,10 +186,10 @@ class GeneratorWorker:
         self._clock = clock
         self._decode = decode
         self._merge = merge  # when the learner sends an adapter
-        self._requests: dict[int, GenerationRequest] = {}  # of what is in flight, by rollout id
+        self._requests: dict[int, GenerationRequest] = {}  # of rollouts in flight, by rollout id
         self._staged: tuple[int, Any] | None = None
         self._chunk_tokens = chunk_tokens  # 0: nothing is sent before the end
-        self._sent: dict[int, int] = {}  # response tokens that went out in chunks, of what is in flight
+        self._sent: dict[int, int] = {}  # response tokens sent in chunks, of rollouts in flight
         self._timed = False  # the engine makes tokens by the clock and not by steps (the fake one)
 
     @property

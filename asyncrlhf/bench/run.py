@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if name not in BENCHMARKS:
         hint = did_you_mean(name, BENCHMARKS)
-        raise ConfigError(f"{name or 'nothing'} is no benchmark{hint}; allowed: {', '.join(BENCHMARKS)}.")
+        raise ConfigError(f"{name or 'nothing'} is not a benchmark{hint}; allowed: {', '.join(BENCHMARKS)}.")
     module = BENCHMARKS[name]
     if module.startswith("experiments."):
         check(

@@ -140,8 +140,8 @@ class LagGate:
         low, high = scheduled_versions(step, self._lag, self._resumed_at)
         if self.room(replica_version) == 0 or not low <= replica_version <= high:
             raise StaleBatchError(
-                f"a group for step {step} was admitted on a replica at version {replica_version}; "
-                f"a lag of {self._lag} asks for version {low}."
+                f"a group for step {step} was admitted on a replica at version {replica_version}; a lag of "
+                f"{self._lag} needs version {low}."
             )
         self._admitted += 1
         return step

@@ -22,25 +22,25 @@ class AsyncConfig:
 
     mode: str = setting(
         "async",
-        "How generation and training overlap: in turns (sync), one step apart (one_step), free under max_staleness "
-        "(async), or exactly lag steps apart, so that a seed repeats (fixed_lag).",
+        "How generation and training overlap: alternating (sync), one step apart (one_step), limited only by "
+        "max_staleness (async), or exactly lag steps apart, so that runs repeat (fixed_lag).",
         choices=MODES,
     )
     max_staleness: int | None = setting(
         None,
-        "Learner steps that a trained rollout's oldest token may lag behind; never exceeded. null: 2 under mode=async; "
-        "the other modes fix it themselves.",
+        "Most learner steps by which a trained rollout's oldest token may lag behind. null: 2 with mode=async; the "
+        "other modes set it themselves.",
         low=0,
     )
     pacing: str = setting(
         "auto",
-        "When prompts are admitted under mode=async: as soon as the bound allows (fill, which auto is), or so that a "
-        "batch for the learner is just ready (just_in_time).",
+        "mode=async: prompts are admitted as soon as the bound allows (fill; the same as auto), or just in time for "
+        "the learner's next batch (just_in_time).",
         choices=PACING,
     )
     lag: int | None = setting(
         None,
-        "Learner steps between a batch's generation and its training, under mode=fixed_lag; null: 1.",
+        "mode=fixed_lag: learner steps between a batch's generation and its training; null: 1.",
         low=0,
     )
     on_weight_update: str = setting(
@@ -51,23 +51,26 @@ class AsyncConfig:
     )
     over_stale: str = setting(
         "drop",
-        "What happens to a straggler beyond the bound: it is dropped (drop), its old tokens are masked (mask), the "
-        "learner waits for it before that (wait), or its weight is reduced (downweight).",
+        "What happens to rollouts beyond the bound: drop them (drop), mask their old tokens (mask), wait for them "
+        "before they exceed it (wait), or reduce their weight (downweight).",
         choices=OVER_STALE,
     )
     adaptive: bool = setting(
-        False, "Moves the bound in force between min_staleness and max_staleness, by ess_fraction_seq; mode=async."
+        False, "mode=async: adapts the bound between min_staleness and max_staleness to ess_fraction_seq."
     )
     ess_floor: float = setting(
         0.5,
-        "Effective sample size, as a share of the batch, below whose mean over adapt_every steps the bound is halved.",
+        "adaptive=true halves the bound if the effective sample size (share of the batch, mean over adapt_every "
+        "steps) is lower.",
         low=0,
         high=1,
         exclusive_low=True,
     )
     min_staleness: int = setting(0, "Smallest bound, in learner steps, that adaptive=true may set.", low=0)
     adapt_every: int = setting(5, "Learner steps between two decisions of adaptive=true.", low=1)
-    adapt_patience: int = setting(4, "Good means in a row before adaptive=true raises the bound by one.", low=1)
+    adapt_patience: int = setting(
+        4, "Consecutive means above the floor before adaptive=true raises the bound by one.", low=1
+    )
 
     def __post_init__(self) -> None:
         check_settings("async", self)
@@ -124,30 +127,34 @@ class AsyncConfig:
 class BufferConfig:
     """How finished rollouts wait for the learner, and how often each is trained."""
 
-    capacity: int = setting(0, "Rollouts that it holds; 0 is twice what staleness admits at once.", low=0)
+    capacity: int = setting(
+        0, "Rollouts that the buffer holds; 0: twice the number that the staleness bound admits.", low=0
+    )
     sampling: str = setting(
         "fifo", "Which groups a batch takes: oldest first, newest first, at random, or by priority.", choices=SAMPLING
     )
-    max_reuse: int = setting(1, "Times that a rollout is trained at most, staleness permitting.", low=1)
+    max_reuse: int = setting(1, "Most times that a rollout is trained, within the staleness bound.", low=1)
     priority: str = setting(
         "reward_spread",
         "What sampling=priority prefers: groups of unequal rewards, large advantages, or young groups.",
         choices=PRIORITIES,
     )
     filter_zero_spread: bool = setting(
-        False, "Drops groups whose rewards are all alike, as DAPO's dynamic sampling does: they teach nothing."
+        False, "Drops groups whose rewards are all equal, as DAPO's dynamic sampling does: they carry no signal."
     )
     # 0.5 is two thirds fresh: 2606.04560's 100% fresh and 50% replay.
     replay_fraction: float = setting(
         0.0,
-        "Replayed rollouts for each fresh one, drawn by sampling from groups trained before (0.5: a third of a batch); "
-        "fresh ones fill what replay cannot, and begin under half the staleness bound.",
+        "Replayed rollouts per fresh one, drawn from groups trained before (0.5: a third of a batch); fresh ones "
+        "fill up missing ones and are admitted under half the staleness bound.",
         low=0,
     )
-    max_age: int = setting(0, "Largest staleness of a replayed group, in learner steps; 0: that of any group.", low=0)
+    max_age: int = setting(
+        0, "Largest staleness of a replayed group, in learner steps; 0: the bound of all groups.", low=0
+    )
     warmup_steps: int = setting(0, "Learner steps before the first replay.", low=0)
     sampling_correction: float = setting(
-        1.0, "Exponent of the weight 1/p under sampling=priority; 0 corrects nothing.", low=0, high=1
+        1.0, "sampling=priority: exponent of the weight 1/p; 0: no correction.", low=0, high=1
     )
 
     def __post_init__(self) -> None:

@@ -16,12 +16,12 @@ def validate_flow(
     publish_every: int,
     purge_on_publish: bool = False,
 ) -> None:
-    """Raise ConfigError for settings under which the loop would stop for ever, or that contradict each other."""
+    """Raise ConfigError for settings with which the loop would stop forever, or that contradict each other."""
     check_range("num_generations", num_generations, low=1)
     check_range("batch_size", batch_size, low=1)
     check(
         batch_size % num_generations == 0,
-        f"batch_size={batch_size} is no multiple of num_generations={num_generations}; a batch holds whole groups.",
+        f"batch_size={batch_size} is not a multiple of num_generations={num_generations}; a batch holds whole groups.",
     )
     capacity = resolve_capacity(buffer, config, batch_size)
     check(
@@ -56,8 +56,8 @@ def _validate_free(
     allowed = "publish_every <= that half + 1" if buffer.replays else f"publish_every <= {name} + 1"
     check(
         publish_every <= fresh + 1,
-        f"weights.publish_every={publish_every} with async.{name}={bound}{half} would stop the run: the replicas' "
-        f"weights pass the bound before they are renewed; allowed: {allowed}.",
+        f"weights.publish_every={publish_every} with async.{name}={bound}{half} would stall the run: the replicas' "
+        f"weights exceed the bound before the next publish; allowed: {allowed}.",
     )
     # A group is taken once a step, so its last use is at least max_reuse - 1 steps after its first.
     check(
@@ -91,8 +91,8 @@ def _validate_replay(
     )
     check(
         config.bound >= 1,
-        f"buffer.replay_fraction={fraction:g} with async.max_staleness=0 can never replay, for what was trained once "
-        f"is one step old; allowed: max_staleness >= 1.",
+        f"buffer.replay_fraction={fraction:g} with async.max_staleness=0 can never replay, because a group trained "
+        "once is one step old; allowed: max_staleness >= 1.",
     )
     check(
         buffer.max_age <= config.bound,

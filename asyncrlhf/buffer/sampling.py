@@ -36,7 +36,7 @@ def spread(group: RolloutGroup) -> float:
 
 
 def reward_spread(group: RolloutGroup, version: int) -> float:
-    """(sd of the rewards + eps)^0.5; after 2606.04560, with the spread in the place of |A|."""
+    """(sd of the rewards + eps)^0.5; after 2606.04560, with the spread instead of |A|."""
     return math.sqrt(float(np.std([r.reward for r in group.rollouts])) + PRIORITY_EPS)
 
 

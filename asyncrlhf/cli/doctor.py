@@ -24,17 +24,17 @@ from asyncrlhf.config.compose import load_config
 if TYPE_CHECKING:
     from asyncrlhf.config.run_config import RunConfig
 
-HELP = """asyncrlhf doctor [overrides]: what this machine offers, and what would fail of `asyncrlhf train [overrides]`
+HELP = """asyncrlhf doctor [overrides]: checks whether `asyncrlhf train [overrides]` would work on this machine
 
-  asyncrlhf doctor                                    of the default run
-  asyncrlhf doctor generator=vllm learner.ranks=2     of this one
-  asyncrlhf doctor ray.address=auto generator.gpus=1  on a cluster, which it joins to see what is free
+  asyncrlhf doctor                                    the default run
+  asyncrlhf doctor generator=vllm learner.ranks=2     a run with these overrides
+  asyncrlhf doctor ray.address=auto generator.gpus=1  a run on a cluster, which it joins to see its free devices
 
   asyncrlhf doctor --all                              also imports the packages that the run does not use
   asyncrlhf doctor --gpu [--out FILE]                 measures this machine's GPUs in ten minutes of runs (docs/gpu.md)
 
-But for --gpu it imports what the run needs in processes of their own, starts nothing and changes nothing.
-Exit codes: 0 the run should work here, 1 it would fail, 2 no machine would take these settings."""
+Without --gpu it imports the run's packages in separate processes; it starts nothing else and changes nothing.
+Exit codes: 0 the run should work here, 1 it would fail, 2 the settings are invalid."""
 COLOURS: Mapping[Level, str] = {"good": "green", "note": "yellow", "fails": "red"}
 Probe = Callable[[str], dict[str, Any]]
 GIB = 2**30
@@ -123,9 +123,9 @@ def machine() -> list[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     alone = "learner and generator share one core, so nothing overlaps."
     python, tested = ".".join(map(str, sys.version_info[:3])), sys.version_info[:2] == (3, 11)
-    other = "the locked requirements were made and tested with Python 3.11."
+    other = "the locked requirements are made and tested with Python 3.11."
     compiler = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
-    needs = "torch.compile needs one on the CPU: learner.compile=true and generator.engine=vllm would fail."
+    needs = "torch.compile needs a compiler on the CPU: learner.compile=true and generator.engine=vllm would fail."
     return [
         judge("Python", python, "note", not tested, other),
         judge("CPU cores", str(cores), "note", cores == 1, alone),
@@ -157,7 +157,7 @@ def memory(available: int) -> Finding:
 def disk(folder: Path) -> Finding:
     free, sentence = shutil.disk_usage(folder).free, ""
     if not os.access(folder, os.W_OK):
-        sentence = f"{folder} is not writable; go elsewhere or give run_dir=FOLDER."
+        sentence = f"{folder} is not writable; change to another folder or give run_dir=FOLDER."
     if free < DISK_NEEDED:
         sentence = f"{folder} has less than {DISK_NEEDED // GIB} GiB free for the run's records."
     return judge("disk", f"{free / GIB:.0f} GiB free", "fails", sentence, sentence)

@@ -96,16 +96,16 @@ def devices(torch: Mapping[str, Any]) -> list[Finding]:
     seen = "none seen by torch" if hidden else ", ".join(gpus) or "none"
     found = [judge("GPUs", seen, "note", hidden, sentence)]
     if not torch["gloo"]:
-        sentence = "this torch has no gloo, so weights cannot travel by collective; use weights.transport=object_store."
+        sentence = "torch has no gloo, which weights.transport=collective needs; use weights.transport=object_store."
         return [*found, Finding("process groups", "no gloo", "fails", sentence)]
     if "gloo_error" in torch:
         sentence = (
-            f"gloo cannot meet on this host ({torch['gloo_error']}): weights.transport=collective and several learner "
-            "ranks would fail; set GLOO_SOCKET_IFNAME to a working network card."
+            f"gloo cannot connect on this host ({torch['gloo_error']}): weights.transport=collective and several "
+            "learner ranks would fail; set GLOO_SOCKET_IFNAME to a working network card."
         )
         return [*found, Finding("process groups", "gloo does not work", "fails", sentence)]
     nccl = f"NCCL {torch.get('nccl_version', '')}".strip() if torch["nccl"] else "no NCCL"
-    sentence = "without NCCL weights travel between GPUs over gloo, far slower."
+    sentence = "without NCCL, weights are sent between GPUs over gloo, far slower."
     slow = gpus and not torch["nccl"]
     return [*found, judge("process groups", f"gloo, {nccl}", "note", slow, sentence), _host_name(torch)]
 
@@ -114,11 +114,11 @@ def _host_name(torch: Mapping[str, Any]) -> Finding:
     """The address of this host's own name, which gloo uses by default on every machine."""
     address = torch.get("address", "")
     if not address:
-        sentence = "this host's name has no address; parts of one machine meet at 127.0.0.1."
+        sentence = "this host's name has no address; parts on one machine connect at 127.0.0.1."
         return Finding("host name", "no address", "note", sentence)
     sentence = (
-        "this host's name leads to itself, which no other machine can reach; a run takes Ray's address of the node "
-        "instead, and sets GLOO_SOCKET_IFNAME for its learner ranks unless it is set."
+        "this host's name resolves to a loopback address, which no other machine can reach; a run uses Ray's "
+        "address of the node instead and sets GLOO_SOCKET_IFNAME for its learner ranks unless it is set."
     )
     return judge("host name", address, "note", ipaddress.ip_address(address).is_loopback, sentence)
 
@@ -189,9 +189,7 @@ def without_effect(config: RunConfig) -> list[Finding]:
 def ray_cluster(address: str, answer: Mapping[str, Any]) -> Finding:
     """The cluster that the run would join. ``answer``: of ``probe_cluster``."""
     if "error" in answer:
-        return Finding(
-            "Ray cluster", address, "fails", f"ray.address={address} leads to no cluster: {answer['error']}."
-        )
+        return Finding("Ray cluster", address, "fails", f"ray.address={address} reaches no cluster: {answer['error']}.")
     nodes = answer["nodes"]
     held = [f"{sum(total.get(kind, 0.0) for _, total, _ in nodes):g} {kind}s" for kind in ("CPU", "GPU")]
     free = [f"{sum(left.get(kind, 0.0) for *_, left in nodes):g}" for kind in ("CPU", "GPU")]
@@ -217,10 +215,10 @@ def placement(config: RunConfig, cluster: Sequence[Node], gpus: int) -> list[Fin
         level, sentence = "note" if config.cluster.autoscaling and cluster else "fails", lacking
     elif len(nodes) > 1 and plan.groups and not plan.sharing and not keep_apart(plan, nodes):
         level = "note"
-        sentence = "learner and generators have devices of their own, but must share nodes: there are too few for both."
+        sentence = "learner and generators have separate devices but share nodes, because there are too few nodes."
     found = [Finding("placement", f"{plan.placement}: {'; '.join(plan.describe())}", level, sentence)]
     if plan.sharing:
         names = ", ".join(sorted(plan.sharing))
-        sentence = f"asleep while the learner trains: nothing overlaps there, in async.mode={config.async_.mode}."
+        sentence = f"they sleep while the learner trains, so nothing overlaps there in async.mode={config.async_.mode}."
         found.append(Finding("turns", names, "note", sentence))
     return found

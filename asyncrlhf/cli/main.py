@@ -34,15 +34,15 @@ USAGE = """asyncrlhf: asynchronous off-policy RLHF
   asyncrlhf watch [RUN]            a live dashboard of a run or a sweep on the terminal
   asyncrlhf status RUN             what each part of a live run waits for, also in one that hangs
   asyncrlhf report RUN...          draw the curves of one run or several
-  asyncrlhf verify RUN...          whether runs kept what they promised, recomputed from their records
+  asyncrlhf verify RUN...          check the guarantees of runs against their records
   asyncrlhf schema [GROUP]         JSON schema of config files, for editors
   asyncrlhf plan --from RUN        the best layout for this machine, or for --gpus 16 --device H100, as an experiment
-  asyncrlhf simulate --from RUN    what a changed run would do, on the virtual clock; overrides say the change
-  asyncrlhf profile [overrides]    measures what this machine and model cost; --from RUN: out of a run's records
+  asyncrlhf simulate --from RUN    predict a run changed by the overrides, on the virtual clock
+  asyncrlhf profile [overrides]    measure the costs of this machine and model; --from RUN: from a run's records
   asyncrlhf bench NAME             control_plane, fusion, generation, overlap, replicas, soak, straggler, trl, weights
-  asyncrlhf doctor [overrides]     what this machine offers, and what would fail of such a run
+  asyncrlhf doctor [overrides]     check whether this machine can run `train` with these overrides
 
-Exit codes: 0 done, 1 a run that failed, 2 wrong config or input, 130 interrupted."""
+Exit codes: 0 done, 1 a run failed, 2 wrong config or input, 130 interrupted."""
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         hint = did_you_mean(arguments[0], COMMANDS)
         word = printable(arguments[0])
-        print(f"asyncrlhf: {word} is no command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(f"asyncrlhf: {word} is not a command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     module, function = COMMANDS[arguments[0]]
     if not sys.warnoptions:  # byte-compiling a library for the first time warns of its code, between our lines

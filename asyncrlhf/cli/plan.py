@@ -1,4 +1,4 @@
-"""``asyncrlhf plan``: the best layout for so many devices, and a file that ``train`` runs."""
+"""``asyncrlhf plan``: the best layout for given devices, and an experiment file for ``train``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from asyncrlhf.planner.layout import Layout
     from asyncrlhf.planner.ranking import Subject
 
-MEASURED_STEPS = 12  # of a simulated run, after its beginning and before its end
-HANDLES = 16  # simulated replicas at least; more stand for several each
-# What the user may write in an override, and what of a layout it decides; such a decision is kept.
+MEASURED_STEPS = 12  # of a simulated run, without its beginning and its end
+HANDLES = 16  # least number of simulated replicas; each may represent several
+# Overrides of the user that fix a field of the layout.
 DECIDES = {
     "cluster": "placement", "cluster.placement": "placement", "generator.replicas": "replicas",
     "generator.vllm.tensor_parallel_size": "tensor", "generator.vllm.pipeline_parallel_size": "pipeline",
@@ -37,7 +37,7 @@ DECIDES = {
 }  # fmt: skip
 
 
-OTHER_SYSTEMS = {"--what-if": "what_if", "--compare-templates": "compare_templates"}  # with options of their own
+OTHER_SYSTEMS = {"--what-if": "what_if", "--compare-templates": "compare_templates"}  # with their own options
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -62,32 +62,41 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def plan_parser() -> Parser:
-    """Options of the command itself; all other words are overrides."""
+    """Options of the command; all other words are overrides."""
     parser = Parser(prog="asyncrlhf plan", description="The best layout for devices, simulated before it is run.")
-    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="plan for this machine, by a run's costs")
-    parser.add_argument("--profile", type=Path, help="plan for this machine, by costs of `asyncrlhf profile`")
-    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="of this machine that a plan may use")
-    parser.add_argument("--gpus", help="devices of the catalogue, such as 16; of several groups: 8,16")
-    parser.add_argument("--device", help="their names, such as H100; of several groups: H100,L4")
-    parser.add_argument("--per-node", type=int, default=0, help="devices of a node (those of the catalogue)")
-    parser.add_argument("--prompt-length", type=float, default=None, help="tokens a prompt")
-    parser.add_argument("--mean-length", type=float, default=None, help="tokens a response, log-normal")
-    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of these lengths")
     parser.add_argument(
-        "--keep", action="append", default=[], help="[WHY=]NAME<=VALUE of a decision, as max_staleness<=2"
+        "--from", dest="run", type=Path, metavar="RUN", help="plan for this machine with the costs of a run"
     )
-    parser.add_argument("--free", action="append", default=[], choices=["batch_size"], help="what else may be changed")
-    parser.add_argument("--simulate", type=int, default=32, help="layouts that are simulated")
+    parser.add_argument("--profile", type=Path, help="plan for this machine with the costs of `asyncrlhf profile`")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="cores of this machine that the plan may use")
+    parser.add_argument("--gpus", help="number of catalogue devices, such as 16; for several groups: 8,16")
+    parser.add_argument("--device", help="their name, such as H100; for several groups: H100,L4")
+    parser.add_argument("--per-node", type=int, default=0, help="devices per node (default: the catalogue's)")
+    parser.add_argument("--prompt-length", type=float, default=None, help="mean tokens per prompt")
+    parser.add_argument("--mean-length", type=float, default=None, help="mean tokens per response, log-normal")
+    parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of the response lengths")
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        help="condition on a decision, [WHY=]NAME<=VALUE, such as max_staleness<=2",
+    )
+    parser.add_argument(
+        "--free", action="append", default=[], choices=["batch_size"], help="further setting that the plan may change"
+    )
+    parser.add_argument("--simulate", type=int, default=32, help="number of layouts to simulate")
     parser.add_argument("--out", type=Path, default=Path("plans/plan"), help="FOLDER/NAME of the files (plans/plan)")
-    parser.add_argument("--compare-templates", action="store_true", help="the field's templates at equal devices")
-    parser.add_argument("--what-if", action="store_true", help="plans of other systems, which train cannot run")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("PLAN", "RUN"), help="predicted beside measured")
+    parser.add_argument("--compare-templates", action="store_true", help="compare common templates on equal devices")
+    parser.add_argument("--what-if", action="store_true", help="plan like other systems; train cannot run these plans")
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("PLAN", "RUN"), help="compare predicted with measured figures"
+    )
     return parser
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned: the settings that stay, the space of layouts, and what they cost."""
+    """The planning task: fixed settings, the space of layouts, and their costs."""
 
     settings: DictConfig
     subject: Subject
@@ -104,7 +113,7 @@ class Task:
 
 
 def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | None) -> Task:
-    """Raises ConfigError with one sentence for input from which nothing can be planned."""
+    """Raises ConfigError with one sentence for invalid input."""
     from asyncrlhf.cli.profile import read_profile
     from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
     from asyncrlhf.planner.ranking import Subject
@@ -182,7 +191,7 @@ def _choose(task: Task, simulated: int) -> Chosen:
 
 
 def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[str, float]:
-    """The figures of a run of this layout, whose records are written to ``folder``."""
+    """The figures of a simulated run with this layout; its records are written to ``folder``."""
     from asyncrlhf.cluster.cost_parts import Conditions
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
     from asyncrlhf.planner.ranking import costs_of

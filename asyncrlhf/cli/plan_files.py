@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncrlhf.planner.ranking import Subject
 
 FORMAT = 1
-SHOWN = 40  # refusals and others that a plan's file names
+SHOWN = 40  # refused and other layouts listed in a plan's file
 COMPARED = (
     "step_seconds", "train_seconds", "weight_sync_seconds", "learner_idle", "generator_idle", "staleness",
     "dropped_share",
@@ -34,9 +34,9 @@ SHARES = ("learner_idle", "generator_idle", "dropped_share")
 def write_plan(
     out: Path, config: RunConfig, chosen: Chosen, subject: Subject, run: Path, made_of: Sequence[str]
 ) -> list[Path]:
-    """Write FOLDER/experiment/NAME.yaml, FOLDER/NAME.json and FOLDER/NAME.html; ``run``: a simulated one of the plan.
+    """Write FOLDER/experiment/NAME.yaml, FOLDER/NAME.json and FOLDER/NAME.html; ``run``: a simulated run of the plan.
 
-    Returns their paths. Raises ConfigError where they cannot be written.
+    Returns their paths. Raises ConfigError if they cannot be written.
     """
     from asyncrlhf.report.load import load_run
     from asyncrlhf.report.plan_page import render
@@ -57,7 +57,7 @@ def write_plan(
 
 
 def experiment(config: RunConfig, words: Sequence[str]) -> str:
-    """What differs from the defaults, as an experiment's file."""
+    """The differences from the defaults, as an experiment file."""
     changes = _differences(to_plain(config, whole=True), to_plain(load_config([]), whole=True))
     for key in ("run_dir", "checkpoint"):
         changes.pop(key, None)
@@ -78,7 +78,7 @@ def _differences(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str
 
 
 def as_json(chosen: Chosen, subject: Subject) -> dict[str, Any]:
-    """All that a plan's file holds of the choice."""
+    """The choice as the content of a plan's file."""
     from asyncrlhf.planner.explain import reason, sentences, sources, weakest
     from asyncrlhf.planner.ranking import bytes_of, costs_of
 
@@ -107,7 +107,7 @@ def as_json(chosen: Chosen, subject: Subject) -> dict[str, Any]:
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[tuple[str, float, float, str]]:
-    """Rows of (figure, predicted, measured, error): relative, of shares and versions the difference."""
+    """Rows of (figure, predicted, measured, error); the error is relative, for shares and versions a difference."""
     rows = []
     for name in COMPARED:
         if name not in predicted or not math.isfinite(measured.get(name, math.nan)):
@@ -119,7 +119,7 @@ def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> l
 
 
 def profile_again(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Which costs are furthest off, in one sentence."""
+    """One sentence about the costs with the largest error."""
     from asyncrlhf.planner.explain import seconds_in_words
 
     named = {"train_seconds": "the learner's step", "weight_sync_seconds": "publishing"}
@@ -140,7 +140,7 @@ def profile_again(predicted: Mapping[str, float], measured: Mapping[str, float])
 
 
 def compare(plan: Path, run: Path) -> None:
-    """Print what the plan predicted beside what the run measured."""
+    """Print the plan's predictions and the run's measurements."""
     from asyncrlhf.cli.simulate import check_run, settings_of_run
     from asyncrlhf.orchestrator.simulate import figures
 
@@ -150,12 +150,12 @@ def compare(plan: Path, run: Path) -> None:
         if given["format"] != FORMAT:
             raise ValueError(f"format {given['format']}; this version reads {FORMAT}")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{plan} is no plan of `asyncrlhf plan`: {error}.") from error
+        raise ConfigError(f"{plan} is not a plan written by `asyncrlhf plan`: {error}.") from error
     check_run(run)
     settings_of_run(run, ())
     rows = read_metrics(run / METRICS_FILE)
     if len(rows) < 4:
-        raise ConfigError(f"{run} has {len(rows)} learner steps; 4 at least are compared.")
+        raise ConfigError(f"{run} has {len(rows)} learner steps; a comparison needs at least 4.")
     measured = figures(rows, bound)
     table = Table("", *(Column(name, justify="right") for name in ("predicted", "measured", "error")))
     for name, want, have, apart in compared(predicted, measured):

@@ -1,4 +1,4 @@
-"""What ``asyncrlhf plan`` chooses from: the machine, the model's shape, and the layouts that both allow."""
+"""The input of ``asyncrlhf plan``: the machine, the model's shape, and the possible layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shape_of(config: RunConfig) -> Any:
     path = Path(resolve(config.model.path))
     check(
         path.is_dir(),
-        f"plan: model.path={config.model.path} is no folder here; give one that holds the model's config.json "
+        f"plan: model.path={config.model.path} is not a folder here; give one that holds the model's config.json "
         "(its weights are not needed).",
     )
     try:
@@ -40,7 +40,7 @@ def shape_of(config: RunConfig) -> Any:
 
 
 def clusters_of(options: argparse.Namespace) -> tuple[Any, ...]:
-    """The groups of devices; this machine's cores are one."""
+    """The groups of devices; this machine's cores are one group."""
     if options.gpus is None:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         here = Device("this machine", 1.0, 1.0, memory, "measured")
@@ -48,14 +48,14 @@ def clusters_of(options: argparse.Namespace) -> tuple[Any, ...]:
     counts, names = options.gpus.split(","), options.device.split(",")
     if len(counts) != len(names) or not all(count.isdigit() and int(count) > 0 for count in counts):
         raise ValueError(
-            f"plan: --gpus {options.gpus} --device {options.device} are no groups; write as many numbers "
-            "of at least 1 as names, such as --gpus 8,16 --device H100,L4."
+            f"plan: --gpus {options.gpus} --device {options.device} do not describe groups; write one number >= 1 "
+            "per name, such as --gpus 8,16 --device H100,L4."
         )
     return tuple(nodes_for(name, int(count), options.per_node) for count, name in zip(counts, names, strict=True))
 
 
 def layout_of(config: RunConfig, here: bool) -> Layout:
-    """The config's own."""
+    """The layout of the config."""
     own, vllm = config.learner, config.generator.vllm
     stage = str(own.zero_stage) if own.backend == "deepspeed" else ("fsdp2" if own.sharding == "fsdp2" else "0")
     return Layout(
@@ -75,7 +75,7 @@ def layout_of(config: RunConfig, here: bool) -> Layout:
 
 
 def space_of(subject: Subject, options: argparse.Namespace, config: RunConfig, kept: set[str | None]) -> Space:
-    """What may be chosen; decisions that the user wrote as overrides stay."""
+    """The space of layouts; decisions in the user's overrides stay fixed."""
     from asyncrlhf.planner.choose import Space
 
     base, here = subject.base, subject.measured is not None
@@ -124,7 +124,7 @@ def _tensors(subject: Subject, per_node: int) -> list[int]:
 
 
 def _learners(subject: Subject, ranks: int, values: Callable[..., tuple[Any, ...]]) -> list[Mapping[str, Any]]:
-    """What a rank may hold, of so many ranks."""
+    """The possible fields of a learner layout with this number of ranks."""
     return [
         {"sharding": sharding, "sequence_parallel": parallel, "offload": offload, "checkpointing": checkpointing,
          "services": services}

@@ -1,4 +1,4 @@
-"""``asyncrlhf profile``: what a run's parts cost on this machine, measured, or out of a run's records; and its file."""
+"""``asyncrlhf profile``: the costs of a run's parts on this machine, measured or from a run's records; their file."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.validation import check
 
-# No part of the run itself: nothing is shown, audited or evaluated; rates of the schedule do not matter.
+# Settings irrelevant to the measurement: no display, audit or evaluation; the schedule's rates do not matter.
 QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "weights.audit_every=0",
          "task.heldout_size=8", "generator.virtual_step_seconds=0", "learner.virtual_step_seconds=0")  # fmt: skip
 
 
 def profile(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="asyncrlhf profile", description="What this machine and model cost.")
-    parser.add_argument("--from", dest="run", type=Path, default=None, metavar="RUN", help="out of a run's records")
-    parser.add_argument("--seconds", type=float, default=120.0, help="limit of the measurements, beside the start")
+    parser = Parser(prog="asyncrlhf profile", description="Measures the costs of this machine and model.")
+    parser.add_argument(
+        "--from", dest="run", type=Path, default=None, metavar="RUN", help="take the costs from a run's records"
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the measurements, without start-up")
     parser.add_argument(
         "--out", type=Path, default=None, help="file to write (profile.json, of a run RUN/profile.json)"
     )
     options, overrides = parser.parse_known_args(list(arguments))
     if options.run is not None:
         more: dict[str, Any] = {}
-        check(not overrides, f"profile --from takes the run as it was, and no {' '.join(overrides)}.")
+        check(not overrides, f"profile --from takes no overrides such as {' '.join(overrides)}.")
         costs, made = fitted_costs(options.run)
         target = options.out or options.run / "profile.json"
     else:
@@ -54,7 +56,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dict[str, Any], dict[str, Any]]:
-    """Costs, what they were measured of, and the tables."""
+    """The costs, the conditions of the measurement, and the tables."""
     from asyncrlhf.bench.profile import measure, say
     from asyncrlhf.cluster.parts import build_runtime
     from asyncrlhf.orchestrator.run import prepare
@@ -62,9 +64,9 @@ def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dic
     config = load_config([*overrides, *QUIET])
     check(
         config.generator.engine != "fake",
-        "generator.engine=fake makes tokens by the clock, so that there is nothing to measure; allowed: hf, vllm.",
+        "generator.engine=fake computes nothing, so there is nothing to measure; allowed: hf, vllm.",
     )
-    if config.generator.vllm.workers > 1:  # whose workers take weights themselves, which needs a run's publisher
+    if config.generator.vllm.workers > 1:  # its workers would receive weights themselves, which needs a run's publisher
         config = replace(config, weights=config.weights.beside_the_policy(config.runtime))
 
     async def main() -> Any:
@@ -79,12 +81,12 @@ def _measured(options: Namespace, overrides: Sequence[str]) -> tuple[Fitted, dic
     found = asyncio.run(main())
     for name, off in found.misfit.items():
         if off > 0.15:
-            say(f"{name}: a straight line lies up to {off:.0%} off the measured medians (tables.{name}).")
+            say(f"{name}: the linear fit deviates by up to {off:.0%} from the measured medians (tables.{name}).")
     return found.costs, facts_of(config, overrides), found.facts()
 
 
 def facts_of(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Under what the costs were measured."""
+    """The conditions of the measurement."""
     import platform
 
     import torch
@@ -109,10 +111,10 @@ def facts_of(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_profile(path: Path, config: RunConfig) -> tuple[Fitted, Workload | None, tuple[float, float]]:
-    """Costs, lengths and interference of a profile's file; of a run's costs, which hold the interference, (costs, None,
-    (1, 1)). A step's tokens cost what a rank's share of ``config.learner.ranks`` does.
+    """Costs, lengths and interference of a profile's file; for a run's costs, which include interference, (costs, None,
+    (1, 1)). A step's tokens are divided among ``config.learner.ranks``.
 
-    Raises ConfigError for a file that is no profile, or one of another model than ``config``'s.
+    Raises ConfigError for a file that is not a profile, or a profile of another model than ``config``'s.
     """
     try:
         costs = Fitted.read(path)

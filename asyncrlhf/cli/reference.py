@@ -34,7 +34,7 @@ def schema(arguments: Sequence[str]) -> int:
     key = arguments[0] if arguments else ""
     if len(arguments) > 1 or (key and key not in keys):
         hint = did_you_mean(key, keys)
-        raise ConfigError(f"{' '.join(arguments)} is no group of settings{hint}; allowed: {', '.join(keys)}.")
+        raise ConfigError(f"{' '.join(arguments)} is not a group of settings{hint}; allowed: {', '.join(keys)}.")
     print(json.dumps(json_schema(key), indent=1))
     return 0
 

@@ -12,7 +12,7 @@ from asyncrlhf.validation import did_you_mean
 
 USAGE = """asyncrlhf train [overrides]: one run, or with -m a Hydra multirun
 
-  asyncrlhf train steps=50 async.max_staleness=4     settings are key=value; what is wrong is refused before any start
+  asyncrlhf train steps=50 async.max_staleness=4     settings are key=value; errors are reported before the start
   asyncrlhf train algorithm=tis async=one_step       a preset of a group is group=NAME
   asyncrlhf train -m seed=0,1,2                      every combination, one after the other (see asyncrlhf sweep --help)
   asyncrlhf train --cfg job [overrides]              shows the config and starts nothing
@@ -46,7 +46,7 @@ def _found(word: str, width: int) -> str:
     if not found:
         keys = [s.key for s in every_setting()]
         hint = did_you_mean(word, [*keys, *(section.key for section in sections()), *(k.split(".")[-1] for k in keys)])
-        raise ConfigError(f"{word} is in no setting{hint}; asyncrlhf train --help lists them all.")
+        raise ConfigError(f"{word} matches no setting{hint}; asyncrlhf train --help lists them all.")
     return "\n".join(_lines(found, width))
 
 

@@ -1,4 +1,4 @@
-"""``asyncrlhf simulate``: a run that only lets time pass, over costs of a run or of a profile."""
+"""``asyncrlhf simulate``: simulates a run on the virtual clock with the costs of a run or a profile."""
 
 from __future__ import annotations
 
@@ -50,18 +50,20 @@ def check_run(run: Path) -> None:
         raise ConfigError(f"{run} holds no {METRICS_FILE}; give the directory of a run.")
     summary = run / "summary.json"
     if summary.is_file() and json.loads(summary.read_text()).get("simulated"):
-        raise ConfigError(f"{run} is a simulated run, whose costs are those that it was given; give a real one.")
+        raise ConfigError(f"{run} is a simulated run, which measured no costs; give a real run.")
 
 
 def simulate(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="asyncrlhf simulate", description="What a config would do, on the virtual clock.")
+    parser = Parser(prog="asyncrlhf simulate", description="Predicts a run on the virtual clock.")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="take config, costs and lengths of a run")
     parser.add_argument("--profile", type=Path, help="costs and lengths of `asyncrlhf profile`")
     parser.add_argument("--out", type=Path, default=None, help="folder of the simulated run's records")
-    parser.add_argument("--mean-length", type=float, help="tokens a response, log-normal, in place of recorded ones")
+    parser.add_argument(
+        "--mean-length", type=float, help="mean tokens per response, log-normal, instead of recorded lengths"
+    )
     parser.add_argument("--cv", type=float, default=0.5, help="coefficient of variation of these lengths")
-    parser.add_argument("--failures", type=float, default=0.0, help="deaths of a replica an hour")
-    parser.add_argument("--cohort", type=int, default=1, help="equal replicas that one simulated stands for")
+    parser.add_argument("--failures", type=float, default=0.0, help="deaths per replica and hour")
+    parser.add_argument("--cohort", type=int, default=1, help="equal replicas that each simulated one represents")
     options, overrides = parser.parse_known_args(list(arguments))
     if (options.run is None) == (options.profile is None):
         parser.error("give one of --from and --profile")
@@ -97,7 +99,7 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
     if options.mean_length is not None:
         lengths = Workload(0.0, options.mean_length, options.cv, config.generator.max_completion_length)
     if lengths is None:
-        raise ConfigError("simulate: --profile knows no response lengths; give --mean-length TOKENS (and --cv).")
+        raise ConfigError("simulate: a profile holds no response lengths; give --mean-length TOKENS (and --cv).")
     conditions = Conditions(
         failures=options.failures,
         hiccups=hiccups[0],
@@ -161,7 +163,7 @@ def _show(summary: dict[str, Any], measured: dict[str, float] | None) -> None:
     cost = summary["controller_ms_per_rollout"]
     trained = summary["ledger"]["trained"]
     load = cost / 1e3 * trained / summary["wall_seconds"] if summary["wall_seconds"] else 0.0
-    print(f"The controller took {cost:.2f} ms of this machine a rollout: {load:.0%} of one core at this rate.")
+    print(f"The controller took {cost:.2f} ms of this machine per rollout: {load:.0%} of one core at this rate.")
     if load > 0.5:
-        print("One controller would not follow: give it fewer, larger replicas, or a faster core.")
+        print("One controller cannot keep up: use fewer, larger replicas, or a faster core.")
     print(f"Run directory: {summary['run_dir']}")

@@ -24,7 +24,7 @@ from asyncrlhf.redaction import hidden_settings
 SFT = """asyncrlhf sft sft.path=DATA [overrides]: supervised fine-tuning of model.path, by TRL's SFTTrainer
 
   asyncrlhf sft model.path=BASE sft.path=rows.jsonl run_dir=runs/sft    rows: text; prompt and completion; or messages
-  asyncrlhf evaluate model.path=runs/sft/model                          the next stage takes what it made"""
+  asyncrlhf evaluate model.path=runs/sft/model                          the next stage takes its model"""
 REWARD_MODEL = """asyncrlhf reward-model reward_model.path=DATA [overrides]: a reward model, by TRL's RewardTrainer
 
   asyncrlhf reward-model model.path=runs/sft/model reward_model.path=pairs.jsonl run_dir=runs/rm

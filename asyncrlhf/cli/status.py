@@ -14,11 +14,11 @@ from asyncrlhf.records.status import is_owned, read_status
 from asyncrlhf.records.summary import duration
 from asyncrlhf.validation import check
 
-HELP = """asyncrlhf status RUN: what a live run is at and waits for, or how a finished one ended
+HELP = """asyncrlhf status RUN: what a live run does and waits for, or how a finished one ended
 
   asyncrlhf status runs/arithmetic/2026-01-31_12-00-00
 
-It reads files and never the run's processes, so that it answers when they hang."""
+It only reads files, so it also works when the run's processes hang."""
 SILENT_SECONDS = 10.0  # without a word, where there should be one a second
 
 
@@ -27,11 +27,13 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     check(len(arguments) == 1, f"status takes one run directory, not {len(arguments)}: asyncrlhf status RUN.")
-    check(not arguments[0].startswith("-"), f"{arguments[0]} is no option of status; write asyncrlhf status RUN.")
+    check(not arguments[0].startswith("-"), f"{arguments[0]} is not an option of status; write asyncrlhf status RUN.")
     run_dir = Path(arguments[0]).expanduser()
-    check(run_dir.is_dir(), f"{run_dir} is no folder; give a run's, such as runs/arithmetic/2026-01-31_12-00-00.")
+    check(run_dir.is_dir(), f"{run_dir} is not a folder; give a run's, such as runs/arithmetic/2026-01-31_12-00-00.")
     if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run_dir} is no run: it holds no {CONFIG_FILE}; the runs of a name lie one folder deeper.")
+        raise ConfigError(
+            f"{run_dir} is not a run: it holds no {CONFIG_FILE}; the runs of a name lie one folder deeper."
+        )
     for line in status_lines(run_dir, time.time()):
         print(line)
     return 0

@@ -20,13 +20,13 @@ HELP = """asyncrlhf sweep [overrides]: every combination of the choices, seed by
 
   seeds=N                  seeds 0 to N-1 of every configuration (sweep.seeds)
   sweep.name=NAME          the folder is runs/sweeps/NAME-<hash of the jobs>
-  sweep.timing=exclusive   each job has the machine alone: only then is anything said of speed
+  sweep.timing=exclusive   one job at a time; only then is speed reported
   sweep.jobs=N             at most N jobs side by side
   sweep.search=optuna      Optuna chooses sweep.trials=20 of the combinations, interval(a,b) and tag(log,interval(a,b))
                            among them, after sweep.objective=heldout_accuracy
-  --accept-changed         go on although code or data are not those of the finished jobs
+  --accept-changed         continue although code or data have changed since the finished jobs
 
-The same command goes on with a sweep that was interrupted: finished jobs are not run again.
+The same command continues an interrupted sweep: finished jobs are not run again.
 Exit codes: 0 all jobs done, 1 a job failed, 2 wrong config or input, 130 interrupted."""
 RUNS = Path("runs")
 

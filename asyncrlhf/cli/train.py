@@ -128,7 +128,7 @@ def _with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | N
     register_schema()
     codes: list[int] = []
     written: set[Path] = set()  # by Hydra itself
-    done: list[Path] = []  # of jobs that ran in this process, as all do but for a launcher of the user's
+    done: list[Path] = []  # of jobs that ran in this process, as all do unless the user sets a launcher
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=CONFIG_NAME)
     def job(config: DictConfig) -> int:

@@ -10,16 +10,16 @@ from asyncrlhf.records.journal import JOURNAL_FILE
 from asyncrlhf.records.recorder import METRICS_FILE
 from asyncrlhf.validation import check
 
-HELP = """asyncrlhf verify RUN...: whether runs kept what they promised, recomputed from their raw records
+HELP = """asyncrlhf verify RUN...: checks the guarantees of runs against their raw records
 
   asyncrlhf verify runs/arithmetic/2026-01-31_12-00-00      one run: ended, killed, or still running
   asyncrlhf verify runs/sweeps/staleness_quick-1a2b3c4d     every run below a folder
 
 It looks for rollouts that are lost, doubled or trained too often, for tokens over the staleness bound or of a version
 that their replica never had, for publishes that were never acknowledged, for steps done twice by a resumed run, and for
-figures in metrics.jsonl and summary.json that the records do not give. It reads files alone and changes none.
+figures in metrics.jsonl and summary.json that contradict the records. It only reads files.
 
-Exit codes: 0 all holds, 1 a promise is broken, 2 no run, 130 interrupted."""
+Exit codes: 0 all guarantees hold, 1 one is broken, 2 no run, 130 interrupted."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     options = [argument for argument in arguments if argument.startswith("-")]
-    check(not options, f"{options and options[0]} is no option of verify; write asyncrlhf verify RUN [RUN ...].")
+    check(not options, f"{options and options[0]} is not an option of verify; write asyncrlhf verify RUN [RUN ...].")
     check(arguments, "verify needs a run's directory; write asyncrlhf verify RUN [RUN ...].")
     from asyncrlhf.records.verify import examine  # pyarrow: half a second that a wrong word need not cost
 

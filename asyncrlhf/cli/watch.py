@@ -17,8 +17,8 @@ HELP = """asyncrlhf watch [RUN]: a live dashboard of a run or a sweep, running, 
   asyncrlhf watch runs/sweeps/staleness_quick-1a2b3c4d   a sweep's jobs; Enter shows one of them, Escape goes back
   asyncrlhf watch                                        the newest below runs/
 
-It reads files and never the run's processes. Keys: q quits, arrows and Tab move, r reads again at once."""
-SECONDS = 1.0  # between two looks
+It only reads files. Keys: q quits, arrows and Tab move, r reads again at once."""
+SECONDS = 1.0  # between two updates
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     check(len(arguments) <= 1, f"watch takes one run or folder, not {len(arguments)}: {' '.join(arguments)}.")
-    check(not arguments or not arguments[0].startswith("-"), f"{arguments and arguments[0]} is no option of watch.")
+    check(not arguments or not arguments[0].startswith("-"), f"{arguments and arguments[0]} is not an option of watch.")
     path = Path(arguments[0] if arguments else "runs").expanduser()
     if path.is_file():
         raise ConfigError(f"{path} is a file; give the folder of a run or of a sweep.")

@@ -1,4 +1,4 @@
-"""``asyncrlhf plan --what-if`` and ``--compare-templates``: plans of published systems, and the field's templates on
+"""``asyncrlhf plan --what-if`` and ``--compare-templates``: plans of published systems, and common templates on
 equal devices."""
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dro
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one sentence instead of a usage text."""
+        """Print one sentence about the error instead of a usage text."""
         raise ConfigError(f"{self.prog.removeprefix('asyncrlhf ')}: {message}.")
 
 
 def _parser(prog: str, about: str) -> _Parser:
     parser = _Parser(prog=prog, description=about)
-    parser.add_argument("--device", default="H100", help=f"one of the catalogue's: {', '.join(catalogue())}")
+    parser.add_argument("--device", default="H100", help=f"device of the catalogue: {', '.join(catalogue())}")
     parser.add_argument("--model", default="llama-3-8b", help=f"{', '.join(MODELS)}, or a folder with a config.json")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--seed", type=int, default=0)
@@ -66,12 +66,12 @@ def what_if_parser() -> _Parser:
     parser.add_argument("--devices", type=int, default=16)
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
     parser.add_argument("--batch", type=int, default=256, help="prompts an iteration")
-    parser.add_argument("--steps", type=int, default=300, help="moves of a walk at each temperature")
+    parser.add_argument("--steps", type=int, default=300, help="steps of the search at each temperature")
     return parser
 
 
 def what_if(arguments: Sequence[str]) -> int:
-    """Seconds an iteration of synchronous PPO under each placement, by the call graph."""
+    """Seconds per iteration of synchronous PPO with each placement, by the call graph."""
     parser = what_if_parser()
     options = parser.parse_args(list(arguments))
     _positive(parser, options, "devices", "response", "batch", "prompt", "steps")
@@ -105,7 +105,7 @@ def what_if(arguments: Sequence[str]) -> int:
 
 
 def _beside(graph: Graph) -> list[str]:
-    """What resharding moves between training and generation, and what fused training of actor and critic gains, for
+    """The bytes of resharding between training and generation, and the gain of fused training of actor and critic, for
     training that is tensor parallel in a node and pipeline parallel between nodes."""
     cluster, shape = graph.cluster, graph.shapes["actor"]
     stages, tensor = cluster.nodes, cluster.per_node
@@ -125,19 +125,21 @@ def _beside(graph: Graph) -> list[str]:
 
 
 def templates_parser() -> _Parser:
-    parser = _parser("asyncrlhf plan --compare-templates", "The field's templates on equal devices.")
-    parser.add_argument("--devices", default="8", help="counts, with commas between them")
+    parser = _parser("asyncrlhf plan --compare-templates", "Compares common templates on equal devices.")
+    parser.add_argument("--devices", default="8", help="numbers of devices, separated by commas")
     parser.add_argument("--response", type=float, default=1024, help="mean tokens of a response, log-normal")
     parser.add_argument("--cv", type=float, default=0.6, help="coefficient of variation of these lengths")
-    parser.add_argument("--longest", type=int, default=4096, help="most tokens of a response")
-    parser.add_argument("--batch", type=int, default=None, help="rollouts a step (32 a device, at most 16,384)")
+    parser.add_argument("--longest", type=int, default=4096, help="longest response in tokens")
+    parser.add_argument(
+        "--batch", type=int, default=None, help="rollouts per step (default: 32 per device, at most 16,384)"
+    )
     parser.add_argument("--steps", type=int, default=8, help="steps to simulate, and 2 more for each version of lag")
     parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
     return parser
 
 
 def compare_templates(arguments: Sequence[str]) -> int:
-    """Simulate each template on equal devices, by the real controller; print and write what it would do."""
+    """Simulate each template on equal devices with the real controller; print and write the results."""
     parser = templates_parser()
     options = parser.parse_args(list(arguments))
     _positive(parser, options, "prompt", "response", "longest", "batch", "steps")
@@ -172,7 +174,7 @@ def _scene(options: argparse.Namespace, devices: int) -> Scene:
 
 
 def _row(scene: Scene, template: Template, options: argparse.Namespace) -> dict[str, Any]:
-    """One template's figures; those of a run that does not fit are missing."""
+    """One template's figures; missing if it does not fit."""
     empty = dict.fromkeys(FIGURES, float("nan"))
     row: dict[str, Any] = {"devices": scene.cluster.devices, "batch": scene.batch, "template": template.name}
     try:

@@ -13,7 +13,7 @@ START = "start"  # the verb of a call that waits for a process to be there, for 
 
 @dataclass(eq=False)
 class Call:
-    """The part ``name`` was asked for ``verb`` at ``since``, seconds of the run's clock; ``ids``: its rollouts."""
+    """A call of ``verb`` on the part ``name`` at ``since``, seconds of the run's clock; ``ids``: its rollouts."""
 
     name: str
     verb: str

@@ -32,7 +32,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 class VirtualClockLoop(asyncio.SelectorEventLoop):
     """Deterministic: without threads and sockets, the order of events depends on the program alone.
 
-    Raises :class:`StallError` out of ``run_until_complete`` when no event can ever happen any more.
+    Raises :class:`StallError` out of ``run_until_complete`` when no further event is possible.
     """
 
     def __init__(self) -> None:

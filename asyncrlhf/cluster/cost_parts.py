@@ -1,4 +1,4 @@
-"""Parts that only let virtual time pass: a generator, a learner and annotators, from costs and response lengths."""
+"""Parts that only advance virtual time: a generator, a learner and annotators, from costs and response lengths."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Conditions:
         failures: deaths of a replica per hour; it is back after ``restart_seconds``.
         hiccups: stops of the learner per hour, of ``hiccup_seconds`` each.
         interference: factors on the seconds of (learner, generators) while the other side works too.
-        cohort: number of equal replicas that each simulated one stands for.
+        cohort: number of equal replicas that each simulated one represents.
     """
 
     slow: dict[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class World:
 
 class CostGenerator:
     """A replica as a processor-sharing queue: a heap of the iterations in which sequences end. Between two ends the
-    number of running sequences is constant, so the next end is computed and no token is an event."""
+    number of running sequences is constant, so the next end is computed and tokens are not simulated."""
 
     def __init__(self, world: World, spec: GeneratorSpec, clock: Callable[[], float]) -> None:
         self.name, self.clock, self.outbox = spec.name, clock, Outbox()

@@ -1,4 +1,4 @@
-"""A runtime whose parts only let virtual time pass: the real loops run over predicted costs, which simulates a run."""
+"""A runtime whose parts only advance virtual time: simulates a run with the real loops and predicted costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One typed call of a part's worker with a deadline, wherever the part runs; and protocols of the generators,
+"""One typed call of a part's worker with a deadline, in any process; and protocols of the generators,
 annotators, learner and runtime that the controller uses."""
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ R = TypeVar("R")
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
 
-# For a call that may rightly take hours (a train step, an evaluation, a checkpoint), or that waits for time-outs of its
-# own (a weight transfer). The run's supervisor asks the part for a sign of life meanwhile, and ends the call of a part
-# that gives none long before, within stall_timeout_seconds.
+# For a call that may take hours (a train step, an evaluation, a checkpoint), or that waits for time-outs of its
+# own (a weight transfer). The run's supervisor pings the part meanwhile, and ends the call of a part
+# that does not answer long before, within stall_timeout_seconds.
 LONG_SECONDS = 24 * 3600.0
 RECORD_WRITER = "the record writer"
 
@@ -52,7 +52,7 @@ class Remote(Protocol[W_co]):
     def name(self) -> str: ...
 
     async def ping(self, seconds: float) -> None:
-        """Ask the part's process for a sign of life, whatever it is doing; ReplicaError after ``seconds``."""
+        """Ping the part's process, even while it is busy; ReplicaError after ``seconds``."""
         ...
 
     async def call(
@@ -105,7 +105,7 @@ class LocalPart(Generic[W]):
 
 
 class GeneratorHandle(Remote[GeneratorWorker], Protocol):
-    """A generator replica: its worker's methods by ``call``, and methods that are more than a call. Every method raises
+    """A generator replica: its worker's methods by ``call``, and methods of more than one call. Every method raises
     ReplicaError when the replica is lost."""
 
     @property

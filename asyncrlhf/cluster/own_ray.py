@@ -21,7 +21,7 @@ MALLOC = {
 }
 # What an actor starts (an engine's processes) ends with it, however it ends. Read when Ray starts.
 END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
-# Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray has not.
+# Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray lacks.
 NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
 
 

@@ -36,7 +36,7 @@ def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"weights.disk_path={folder} cannot be made: {error}.") from error
+        raise ConfigError(f"weights.disk_path={folder} cannot be created: {error}.") from error
     check(os.access(folder, os.W_OK | os.X_OK), f"weights.disk_path={folder} cannot be written.")
     return replace(weights, disk_path=str(folder))
 
@@ -118,7 +118,7 @@ def build_runtime(config: RunConfig, run_dir: Path | None = None, workers: Worke
 
 def answer_seconds(config: RunConfig, own_limit: float = 0.0) -> float:
     """The deadline of one call of a reward, reference or critic worker, after which the worker counts as dead even if
-    its process lives: longer than any normal call. A frozen worker is found much earlier, by its missing sign of life.
+    its process lives: longer than any normal call. A frozen worker is found much earlier, by its missing ping answer.
     A worker with its own limit on model passes gets ``own_limit`` plus one minute."""
     return max(5 * config.stall_timeout_seconds, own_limit + 60.0 if own_limit else 0.0)
 

@@ -32,7 +32,7 @@ from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, Rol
 
 Options = Mapping[str, Any]  # Ray's, of one actor: what it asks for and where it sits
 CLOSE_SECONDS = 5.0
-PING = "ping"  # a thread of each actor's own for this, so that no work keeps its sign of life back
+PING = "ping"  # a thread of each actor's own for this, so that work does not delay the ping's answer
 
 
 def actor_class(kind: type, **options: Any) -> Any:
@@ -216,7 +216,7 @@ class RayLearner:
         return await self.ranks[0].call(seconds, method, *args, **kwargs)
 
     async def ping(self, seconds: float) -> None:
-        """Raises ReplicaError naming a rank that gives no sign of life."""
+        """Raises ReplicaError naming a rank that does not respond."""
         await asyncio.gather(*(rank.ping(seconds) for rank in self.ranks))
 
     async def every(

@@ -18,13 +18,13 @@ from asyncrlhf.cluster.nodes import Node, keep_apart, shortage
 from asyncrlhf.cluster.placement import DeviceGroup, Part, Plan, add_replica
 from asyncrlhf.errors import ConfigError, ReplicaError
 
-LOOK_SECONDS = 0.5  # a wait for devices can be interrupted as often
+LOOK_SECONDS = 0.5  # interval at which a wait for devices can be interrupted
 KNOCK_SECONDS = 5.0
 NODE_ID = "ray.io/node-id"  # a label that every node has
 
 
 def knock(address: str) -> None:
-    """Raise OSError or ValueError unless somebody listens there: Ray itself would try for minutes."""
+    """Raise OSError or ValueError unless a server listens there: Ray itself would try for minutes."""
     if address != "auto":
         host, _, port = address.rpartition(":")
         if not port.isdigit():

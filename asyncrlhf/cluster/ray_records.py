@@ -1,5 +1,5 @@
-"""The record writer of a Ray run: an actor on the controller's machine, which is started again after its death and when
-it gives no sign of life. Ray then repeats the calls it has not answered: each writes one file, whole or not at all."""
+"""The record writer of a Ray run: an actor on the controller's machine, which is restarted after its death and when
+it does not respond. Ray then repeats the calls it has not answered: each writes one file, whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESTARTS = 3  # of one run
 
 
 class RayRecords:
-    """Starts the actor with the first file. ``seconds``: how long it may give no sign of life, and take to start."""
+    """Starts the actor with the first file. ``seconds``: limit of its silence and of its start."""
 
     def __init__(self, seconds: float, start_seconds: float) -> None:
         self.actor: Any = None
@@ -58,12 +58,12 @@ class RayRecords:
             file.exception()  # marks it as seen for asyncio; the recorder raises it
 
     async def _look(self, tell: Callable[[str], None]) -> None:
-        """Ask the actor for a sign of life; without one, end its process and wait until Ray has started another."""
+        """Ping the actor; without an answer, end its process and wait until Ray has started another."""
         try:
             alive = self.actor.ping.options(concurrency_group=PING, max_task_retries=0).remote()
             return await within(self._seconds, RECORD_WRITER, PING, alive)
         except ReplicaError:
-            tell(f"{RECORD_WRITER.capitalize()} gave no sign of life for {self._seconds:g} s. Replacing it.")
+            tell(f"{RECORD_WRITER.capitalize()} did not respond for {self._seconds:g} s. Replacing it.")
             ray.kill(self.actor, no_restart=False)
         except RayActorError:
             pass  # it died, and Ray starts it again
@@ -76,7 +76,7 @@ class RayRecords:
             ray.kill(self.actor)
         for answer in list(self._unanswered):
             with suppress(InvalidStateError):  # it came just now
-                answer.set_exception(ReplicaError(f"{RECORD_WRITER} was ended before it had written a file."))
+                answer.set_exception(ReplicaError(f"{RECORD_WRITER} ended before it wrote a file."))
 
     def _there(self) -> Any:
         if self.actor is None:

@@ -37,8 +37,8 @@ from asyncrlhf.records.rollout_rows import RolloutRow
 from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
 from asyncrlhf.types import Payload, Rollout
 
-# libgomp's threads spin for their next kernel, and where others wait for their core that stops both: two threads beside
-# one busy process made a third of their tokens. With this they spin as briefly as where libgomp sees the crowd itself.
+# libgomp's threads spin for their next kernel, which stops all threads on a shared core: two threads beside
+# one busy process made a third of their tokens. With this they spin as briefly as if libgomp knew of the other process.
 BRIEF_SPINS = ("GOMP_SPINCOUNT", "1000")
 ROOM_SECONDS = 20.0  # for the devices of a dead replica to be free, or to be there at all, before it is started again
 
@@ -88,7 +88,7 @@ class RayRuntime(Runtime):
             except (OSError, ValueError, RuntimeError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise ConfigError(
-                    f"ray.address={address} leads to no cluster: {reason}; allowed: auto, or HOST:PORT of its head."
+                    f"ray.address={address} reaches no cluster: {reason}; allowed: auto, or HOST:PORT of its head."
                 ) from error
         else:
             plan = make_plan(self._cluster.placement, self._parts, nodes=1)
@@ -248,8 +248,8 @@ class RayRuntime(Runtime):
             if time.monotonic() > deadline:
                 seat = self.plan.seats[name]
                 raise ReplicaError(
-                    f"{name} has no machine to start on again: it asks for {seat.cpus:g} CPUs and {seat.gpus:g} GPUs; "
-                    f"free in Ray: {free_in_ray()}"
+                    f"{name} cannot be restarted anywhere: it needs {seat.cpus:g} CPUs and {seat.gpus:g} GPUs; free "
+                    f"in Ray: {free_in_ray()}"
                 )
             await asyncio.sleep(ROOM_SECONDS / 40)
 

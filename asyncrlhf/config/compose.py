@@ -89,7 +89,7 @@ def check_words(overrides: Sequence[str]) -> None:
     """Raise ConfigError for an argument that is neither ``key=value`` nor ``~key``."""
     for argument in overrides:
         if argument.startswith("-"):
-            raise ConfigError(f"{argument} is no option of this command; settings are given as key=value.")
+            raise ConfigError(f"{argument} is not an option of this command; settings are given as key=value.")
         if "=" not in argument and not argument.startswith("~"):
             raise ConfigError(f"{argument} is not a setting; settings are given as key=value.")
 
@@ -125,12 +125,12 @@ def hydra_sentence(error: Exception) -> str:
         available = text.partition("Available options in")[2].partition("Config search path")[0]
         return _unknown_option(match.group(1), match.group(2), [line.strip() for line in available.splitlines()[1:]])
     if match := re.search(r"An item is already at '([^']+)'", text):
-        return f"{match.group(1)} is a setting already; write {match.group(1)}=VALUE without a plus sign."
+        return f"{match.group(1)} is already a setting; write {match.group(1)}=VALUE without a plus sign."
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
         key = match.group(1).partition("=")[0]
         return f"{match.group(1)} gives several values; add -m to sweep over them, or write a list as {key}=[a,b]."
     if match := re.search(r"Could not override '([^']+)'\.\s+No match in the defaults list", text):
-        return f"{match.group(1)} is no group of settings; allowed: {', '.join(_groups())}."
+        return f"{match.group(1)} is not a group of settings; allowed: {', '.join(_groups())}."
     inner = next((e for e in _chain(error) if isinstance(e, OmegaConfBaseException)), None)
     if isinstance(inner, ConfigKeyError | ConfigAttributeError):
         match = re.search(r"Could not override '([^']+)'", text)

@@ -14,21 +14,21 @@ from asyncrlhf.learner.algorithm import CRITIC_ADVANTAGES
 
 Decision = Literal["refuse", "adapt", "note"]
 REFUSE: Decision = "refuse"  # the run's records would be wrong, or it could not continue
-ADAPT: Decision = "adapt"  # the new value holds from the checkpoint on, also for its waiting rollouts
+ADAPT: Decision = "adapt"  # the new value applies from the checkpoint on, also for its waiting rollouts
 NOTE: Decision = "note"  # training does not depend on it
 
 _MODEL = "the weights, the reference and the tokens of waiting rollouts come from it"
-_SAMPLER = "waiting rollouts carry the token sets that their sampler kept, and the learner takes all batches alike"
-_STATES = "the optimizer's states in the checkpoint are of another kind"
-_PLACES = "the gate's places were counted by it"
-_SCHEDULE = "waiting batches were made for the versions that it fixes"
+_SAMPLER = "waiting rollouts carry the token sets of their sampler, and the learner treats all batches equally"
+_STATES = "the optimizer's states in the checkpoint have another type"
+_PLACES = "the admission gate counts its places with it"
+_SCHEDULE = "waiting batches are scheduled by it"
 _REWARD = "rewards before and after could not be compared"
-_ON = "holds from the checkpoint on"
-_BOUND = "holds from the checkpoint on; waiting rollouts that are too old are treated as async.over_stale says"
-_LAYOUT = "the checkpoint's files are of its layout"
-_PARTS = "each rank reads its parts of the tensors; between ranks with whole tensors and ranks with parts it is refused"
-_SPEED = "decides over speed alone"
-_SHOWN = "decides over what is recorded and shown"
+_ON = "takes effect from the checkpoint on"
+_BOUND = "takes effect from the checkpoint on; async.over_stale applies to waiting rollouts that are too old"
+_LAYOUT = "the checkpoint's files have its layout"
+_PARTS = "each rank reads its parts of the tensors; a change between whole and sharded tensors is refused"
+_SPEED = "affects only speed"
+_SHOWN = "affects only what is recorded and shown"
 _UNREAD = "is not read in training"
 
 # The setting, or the group of settings, with the longest name decides. docs/resume.md shows this table.
@@ -38,14 +38,14 @@ RULES: dict[str, tuple[Decision, str]] = {
     "seed": (REFUSE, "prompts and draws follow from it"),
     "steps": (ADAPT, "is the run's new end"),
     "batch_size": (REFUSE, "waiting rollouts are counted by it"),
-    "num_generations": (REFUSE, "the groups that wait are of that size"),
-    "runtime": (REFUSE, "the seconds of the two runtimes are of different clocks"),
-    "eval_every": (NOTE, "evaluations fall on other steps"),
-    "stall_timeout_seconds": (NOTE, "is a limit of waiting"),
+    "num_generations": (REFUSE, "waiting groups have this size"),
+    "runtime": (REFUSE, "the two runtimes use different clocks"),
+    "eval_every": (NOTE, "evaluations happen at other steps"),
+    "stall_timeout_seconds": (NOTE, "is a time limit"),
     "max_failure_fraction": (NOTE, "is a limit of failures"),
     "model": (REFUSE, _MODEL),
     "model.trust_remote_code": (NOTE, "lets code run that the model needs"),
-    "task": (REFUSE, "the prompts before and after would be others"),
+    "task": (REFUSE, "the prompts before and after would differ"),
     "algorithm": (ADAPT, _ON),
     "async": (ADAPT, _ON),
     "async.mode": (REFUSE, _SCHEDULE),
@@ -67,11 +67,11 @@ RULES: dict[str, tuple[Decision, str]] = {
     "learner.zero_offload_params": (REFUSE, _STATES),
     "learner.optim": (REFUSE, _STATES),
     "learner.optim_args": (REFUSE, _STATES),
-    "weights": (NOTE, "decides over how weights travel"),
+    "weights": (NOTE, "affects only how weights are sent"),
     "weights.publish_every": (ADAPT, _ON),
     "weights.dtype": (ADAPT, _ON),
     "buffer": (ADAPT, _ON),
-    "buffer.capacity": (ADAPT, "waiting rollouts beyond it are trained before any new one begins"),
+    "buffer.capacity": (ADAPT, "waiting rollouts beyond it are trained before new ones start"),
     "buffer.max_reuse": (REFUSE, _PLACES),
     "buffer.replay_fraction": (REFUSE, _PLACES),
     "reward": (REFUSE, _REWARD),
@@ -80,21 +80,21 @@ RULES: dict[str, tuple[Decision, str]] = {
     "reward.gpus": (NOTE, _SPEED),
     "reward.max_restarts": (NOTE, "is a limit of failures"),
     "reward.max_batch_tokens": (NOTE, _SPEED),
-    "reward.timeout_seconds": (NOTE, "is a limit of waiting"),
-    "reward.model_timeout_seconds": (NOTE, "is a limit of waiting"),
+    "reward.timeout_seconds": (NOTE, "is a time limit"),
+    "reward.model_timeout_seconds": (NOTE, "is a time limit"),
     "reward.on_failure": (NOTE, "is a limit of failures"),
     "reward.model.trust_remote_code": (NOTE, "lets code run that the model needs"),
     "reward.judge.concurrency": (NOTE, _SPEED),
     "reward.judge.tensor_parallel_size": (NOTE, _SPEED),
     "reward.judge.kv_cache_gb": (NOTE, _SPEED),
-    "reward.http": (NOTE, "an endpoint may move; that it gives the same rewards is taken on trust"),
-    "fusion": (NOTE, "decides over when rewards are computed"),
-    "reference": (ADAPT, "reference log-probs of waiting rollouts are computed again where they depend on it"),
-    "critic": (ADAPT, "values of waiting rollouts are computed where they are missing"),
+    "reward.http": (NOTE, "an endpoint may move; its rewards are assumed to stay the same"),
+    "fusion": (NOTE, "affects only when rewards are computed"),
+    "reference": (ADAPT, "reference log-probs of waiting rollouts are recomputed if they depend on it"),
+    "critic": (ADAPT, "missing values of waiting rollouts are computed"),
     "logging": (NOTE, _SHOWN),
-    "checkpoint": (NOTE, "decides over when checkpoints are written"),
-    "cluster": (NOTE, "decides over where parts run"),
-    "ray": (NOTE, "decides over where parts run"),
+    "checkpoint": (NOTE, "affects only when checkpoints are written"),
+    "cluster": (NOTE, "affects only where parts run"),
+    "ray": (NOTE, "affects only where parts run"),
     "sft": (NOTE, _UNREAD),
     "preferences": (NOTE, _UNREAD),
     "reward_model": (NOTE, _UNREAD),
@@ -139,7 +139,7 @@ def drift(
     Args:
         before: the checkpoint's settings as ``to_plain`` gives them; missing ones have their default.
         step: learner steps of the checkpoint.
-        held: digests of the files that settings name, as the run began; see ``config.inputs``.
+        held: digests of the files that settings name, at the start of the run; see ``config.inputs``.
         found: the same of today.
     """
     old, new = dict(_leaves(_json(to_plain(RunConfig())))), dict(_leaves(_json(to_plain(now))))
@@ -150,7 +150,7 @@ def drift(
     for key in keys:
         same = key in held and held[key] == found.get(key)
         if old.get(key) != new.get(key):
-            decision, reason = (NOTE, "the same files at another place") if same else rule(key)
+            decision, reason = (NOTE, "the same files in another place") if same else rule(key)
             refused = _cannot(key, old, new, step)
             chosen = (REFUSE, refused) if refused else (decision, reason)
             changes.append(Change(key, old.get(key), new.get(key), *chosen))
@@ -165,15 +165,15 @@ def _cannot(key: str, old: Mapping[str, Any], new: Mapping[str, Any], step: int)
     if key == "steps" and new[key] < step:
         return f"{step} steps are done"
     if key == "algorithm.advantage" and (was in CRITIC_ADVANTAGES) != (now in CRITIC_ADVANTAGES):
-        return "only one of the two has a critic, and the checkpoint goes with the first"
+        return "only one of the two has a critic, and the checkpoint was written by the first"
     if key == "algorithm.anchor" and "ema" in (was, now):
-        return "only one of the two has a slow copy of the policy, and the checkpoint goes with the first"
+        return "only one of the two has a slow copy of the policy, and the checkpoint was written by the first"
     if key == "learner.mixed_precision" and "float16" in (was, now):
-        return "only one of the two scales the loss, and the checkpoint goes with the first"
+        return "only one of the two scales the loss, and the checkpoint was written by the first"
     if rule(key)[1] == _PARTS and _in_parts(old) != _in_parts(new):
         return _LAYOUT
     if key == "learner.ranks" and new["learner.backend"] == "deepspeed":
-        return "DeepSpeed's files are of that many ranks"
+        return "DeepSpeed's files are for that many ranks"
     return ""
 
 
@@ -187,20 +187,19 @@ def _replaced(key: str, was: str, now: str) -> Change:
     """The change of a setting that kept its value but names a file with another content."""
     decision, reason = rule(key)
     if key.rpartition(".")[2] in ("target", "reward_funcs"):
-        decision, reason = NOTE, "its code is no longer what the run began with"
+        decision, reason = NOTE, "its code has changed since the start of the run"
     return Change(f"content of {key}", was, now, decision, reason)
 
 
 def told(changes: Sequence[Change], folder: object) -> str:
     """One message for the user about all changes; raises ConfigError with it if one of them is refused."""
     groups = {d: [str(c) for c in changes if c.decision == d] for d in (REFUSE, ADAPT, NOTE)}
-    titles = {REFUSE: "refused", ADAPT: "taken up", NOTE: "noted"}
+    titles = {REFUSE: "refused", ADAPT: "adopted", NOTE: "noted"}
     said = "; ".join(f"{titles[d]}: {', '.join(found)}" for d, found in groups.items() if found)
     if groups[REFUSE]:
         raise ConfigError(
-            f"The checkpoint {folder} is of a run with other settings ({said}); give what is refused the value that it "
-            "had, or start another run, with model.path=CHECKPOINT/learner/model where it is to begin with these "
-            "weights."
+            f"The checkpoint {folder} belongs to a run with other settings ({said}); restore the refused ones, or "
+            "start another run, with model.path=CHECKPOINT/learner/model to begin with these weights."
         )
     return f"Settings that differ from the checkpoint's: {said}." if said else ""
 
@@ -212,7 +211,7 @@ def shown(value: Any) -> str:
 
 
 def _json(value: Any) -> Any:
-    """As a checkpoint's document has it after reading: lists for tuples."""
+    """The value as read from a checkpoint's document: lists instead of tuples."""
     return json.loads(json.dumps(value, default=str))
 
 

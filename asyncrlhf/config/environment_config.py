@@ -21,18 +21,18 @@ class ClusterConfig:
 
     placement: str = setting(
         "auto",
-        "Learner and generators have devices of their own (separate), reward workers, too (interleave), or learner and "
-        "generators take turns on the same ones (flatten); auto leaves a single node to Ray, else is separate.",
+        "Learner and generators on separate devices (separate), the reward workers too (interleave), or learner and "
+        "generators in turns on the same devices (flatten); auto: Ray decides on a single node, else separate.",
         choices=PLACEMENTS,
     )
     offload: bool | None = setting(
         None,
-        "placement=flatten: a sleeping part moves its weights and states off the shared device, into host memory, on a "
-        "CPU into an unnamed file; null: on GPUs, where the backend can.",
+        "placement=flatten: a sleeping part moves its weights and states off the shared device into host memory (on "
+        "a CPU into an unnamed file); null: on GPUs, if the backend supports it.",
     )
     autoscaling: bool = setting(False, "An autoscaler adds nodes on request: the run waits for missing resources.")
     start_timeout_seconds: float = setting(
-        600.0, "Seconds for devices to be free and for a part to load its model.", low=0, exclusive_low=True
+        600.0, "Seconds to wait for free devices, and for a part to load its model.", low=0, exclusive_low=True
     )
 
     def __post_init__(self) -> None:
@@ -48,14 +48,14 @@ class RayConfig:
         "An existing cluster (auto finds it); empty starts Ray on this machine for the run, unless the variable "
         "RAY_ADDRESS names a cluster.",
     )
-    object_store_mb: int = setting(512, "Shared memory for Ray's objects, in MiB, where Ray is started.", low=80)
+    object_store_mb: int = setting(512, "Shared memory for Ray's objects, in MiB, if the run starts Ray.", low=80)
     fork_workers: bool = setting(
         True,
         "Without GPUs, a Ray that the run starts forks its workers from one process that has imported all libraries: "
         "an actor starts without four seconds of imports.",
     )
     dedicated_learner_cores: bool = setting(
-        True, "Without GPUs, learner threads get cores of their own where all other threads fit beside them."
+        True, "Without GPUs, learner threads get their own cores if all other threads fit on the remaining ones."
     )
 
     def __post_init__(self) -> None:
@@ -82,18 +82,18 @@ class LoggingConfig:
     wandb_group: str = setting("", "Group of the W&B run; empty is the sweep's name, and none outside a sweep.")
     wandb_name: str = setting("", "Name of the W&B run; empty is the last two parts of the run directory.")
     wandb_job_type: str = setting("", "Job type of the W&B run; empty is train, sft or reward-model.")
-    wandb_tags: list[str] = setting([], "Tags of the W&B run; a sweep adds what differs in its jobs.")
+    wandb_tags: list[str] = setting([], "Tags of the W&B run; a sweep adds the settings that differ between its jobs.")
     wandb_notes: str = setting("", "Notes of the W&B run.")
-    wandb_completions: int = setting(16, "Rollouts of each table of completions; 0 writes none.", low=0)
-    wandb_model: bool = setting(False, "Hands in the newest checkpoint's model as an artifact at the end.")
+    wandb_completions: int = setting(16, "Rollouts in each table of completions; 0 writes none.", low=0)
+    wandb_model: bool = setting(False, "Uploads the newest checkpoint's model as an artifact at the end.")
     progress: str = setting(
         "auto", "What the terminal shows: a live panel, plain lines, or nothing; auto is live on a terminal.",
         choices=PROGRESS_MODES,
     )  # fmt: skip
-    rollouts: bool = setting(True, "Writes rollouts/*.parquet, one row a rollout.")
-    spans: bool = setting(True, "Writes spans/*.parquet, the timeline: which part did what, from when to when.")
+    rollouts: bool = setting(True, "Writes rollouts/*.parquet, one row per rollout.")
+    spans: bool = setting(True, "Writes spans/*.parquet, the timeline: start and end of each part's activities.")
     rollout_tokens: int = setting(
-        16, "Rollouts a learner step of which rollout_tokens/*.parquet has every token; 0 writes none.", low=0
+        16, "Rollouts per learner step whose tokens are written to rollout_tokens/*.parquet; 0 writes none.", low=0
     )
     flush_every: int = setting(2048, "Rows of one Parquet file.", low=1)
     report: bool = setting(True, "A finished `asyncrlhf train` writes report/index.html.")

@@ -11,7 +11,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import ConfigError
 
-SAMPLES, SAMPLE_BYTES = 32, 2**20  # of a file that is larger than all of them
+SAMPLES, SAMPLE_BYTES = 32, 2**20  # of a larger file
 NOTHING = Path(".nothing")
 NOT_READ = (".md", ".lock", ".log")  # beside a model or data
 

@@ -37,7 +37,7 @@ class CheckpointConfig:
     """When a run is saved, and what it resumes from."""
 
     every: int = setting(0, "Learner steps between two checkpoints; 0: only at an interruption.", low=0)
-    keep: int = setting(2, "Newest checkpoints that are kept.", low=1)
+    keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
     resume: str = setting("no", "What the run resumes from: no, auto (the newest there is), or a checkpoint's folder.")
 
     def __post_init__(self) -> None:
@@ -54,40 +54,42 @@ class RunConfig:
     seed: int = setting(0, "Seed of prompts, sampling and the learner's draws.", low=0, high=2**31 - 1)
     steps: int = setting(500, "Learner steps of the run.", low=1, high=10**9)
     batch_size: int = setting(128, "Rollouts that a learner step trains on.", low=1, high=10**7)
-    num_generations: int = setting(8, "Rollouts a prompt: the group that advantages compare.", low=1, high=10**5)
+    num_generations: int = setting(
+        8, "Rollouts per prompt: the group within which advantages are computed.", low=1, high=10**5
+    )
     runtime: str = setting(
         "ray", "Actors on Ray, or all parts in one process on a virtual clock (local).", choices=("ray", "local")
     )
     eval_every: int | None = setting(
         None,
-        "Learner steps between two held-out evaluations, beside those at start and end; 0: those alone; null: 100 of "
-        "`train`, which costs it two answers in a hundred, and 0 of the stages.",
+        "Learner steps between held-out evaluations, besides those at start and end; 0: only those; null: 100 in "
+        "`train` (two of a hundred answers), 0 in the stages.",
         low=0,
     )
     stall_timeout_seconds: float = setting(
-        600.0, "Seconds without any movement after which the run says what it waits for and replaces what hangs; after "
-        "twice as many it fails.",
+        600.0, "Seconds without progress after which the run reports what it waits for and replaces hanging parts; "
+        "after twice as many it fails.",
         low=0, exclusive_low=True,
     )  # fmt: skip
     max_failure_fraction: float = setting(
-        0.5, "Share of the last batch_size rollouts; more failures than this end the run.", low=0, high=1
+        0.5, "Largest share of failures among the last batch_size rollouts; above it the run ends.", low=0, high=1
     )
     model: ModelConfig = group(ModelConfig, "The checkpoint that training starts from.")
     task: TaskConfig = group(TaskConfig, "Where prompts come from.")
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "The switches of the loss; a preset sets several.")
     async_: AsyncConfig = group(AsyncConfig, "How generation and training overlap, and how stale data may be.")
-    generator: GeneratorConfig = group(GeneratorConfig, "What samples: engine, replicas, sampling.")
-    learner: LearnerConfig = group(LearnerConfig, "What trains: backend, ranks, optimizer, memory.")
+    generator: GeneratorConfig = group(GeneratorConfig, "The generators: engine, replicas, sampling.")
+    learner: LearnerConfig = group(LearnerConfig, "The learner: backend, ranks, optimizer, memory.")
     weights: WeightsConfig = group(WeightsConfig, "How weights travel from learner to generators.")
-    buffer: BufferConfig = group(BufferConfig, "How finished rollouts wait, and how often each is trained.")
+    buffer: BufferConfig = group(BufferConfig, "The buffer of finished rollouts, and how often each is trained.")
     reward: RewardConfig = group(RewardConfig, "Where rewards come from.")
     fusion: FusionConfig = group(FusionConfig, "How scoring is fused with generation.")
-    reference: ReferenceConfig = group(ReferenceConfig, "Where the frozen reference model runs, if one is needed.")
+    reference: ReferenceConfig = group(ReferenceConfig, "Where the frozen reference model runs, if needed.")
     critic: CriticConfig = group(CriticConfig, "Where the critic's values are computed, if there is a critic.")
     logging: LoggingConfig = group(LoggingConfig, "What is recorded and shown.")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "When a run is saved, and what it resumes from.")
     cluster: ClusterConfig = group(ClusterConfig, "Which parts share devices.")
-    ray: RayConfig = group(RayConfig, "Which Ray, and its share of this machine.")
+    ray: RayConfig = group(RayConfig, "The Ray cluster and its share of this machine.")
     sft: SftConfig = group(SftConfig, "`asyncrlhf sft`: fine-tuning by TRL's SFTTrainer.")
     preferences: PreferencesConfig = group(PreferencesConfig, "`asyncrlhf preferences`: pairs of a model's answers.")
     reward_model: RewardTrainingConfig = group(
@@ -182,8 +184,8 @@ def _check_shaped_rewards(config: RunConfig) -> None:
     whole = algorithm.whole_sequences
     check(
         config.async_.over_stale != "mask" or not whole,
-        f"async.over_stale=mask takes tokens out of sequences that algorithm.{whole} looks at as a whole, which moves "
-        "what it converges to; allowed: over_stale=drop, wait or downweight.",
+        f"async.over_stale=mask takes tokens out of sequences that algorithm.{whole} treats as a whole, which biases "
+        "the result; allowed: over_stale=drop, wait or downweight.",
     )
     check(
         not (config.buffer.filter_zero_spread and algorithm.kl == "reward"),

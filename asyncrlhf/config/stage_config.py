@@ -20,20 +20,20 @@ class TrainerConfig:
     path: str = setting(
         "", "Rows: a JSONL or Parquet file, a folder of them, what `datasets` saved to disk, or a dataset's name."
     )
-    split: str = setting("train", "The dataset's split that is trained on.")
-    heldout_split: str = setting("", "The dataset's split that is held out; empty: a share of the prompts is.")
+    split: str = setting("train", "The dataset's split for training.")
+    heldout_split: str = setting("", "The dataset's split that is held out; empty: a share of the prompts is held out.")
     heldout_fraction: float = setting(
-        0.1, "Share of the prompts that is held out, chosen by their hash.", low=0, high=1, exclusive_high=True
+        0.1, "Share of the prompts that is held out, chosen by hash.", low=0, high=1, exclusive_high=True
     )
-    num_train_epochs: float = setting(1.0, "Passes over the rows, fractions too.", low=0, exclusive_low=True)
-    max_steps: int = setting(-1, "Optimizer steps; -1 leaves it to num_train_epochs.")
+    num_train_epochs: float = setting(1.0, "Passes over the rows; may be a fraction.", low=0, exclusive_low=True)
+    max_steps: int = setting(-1, "Optimizer steps; -1: num_train_epochs decides.")
     learning_rate: float = setting(2e-5, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
     lr_scheduler_type: str = setting("linear", "How the learning rate falls.", choices=SCHEDULES)
     warmup_steps: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", low=0)
     weight_decay: float = setting(0.0, "AdamW's weight decay.", low=0)
-    max_grad_norm: float = setting(1.0, "Gradients of a larger norm are scaled down to it.", low=0)
-    per_device_train_batch_size: int = setting(8, "Rows, or pairs, of one forward pass of one process.", low=1)
-    gradient_accumulation_steps: int = setting(1, "Forward passes of one optimizer step.", low=1)
+    max_grad_norm: float = setting(1.0, "Largest norm of the gradient; larger ones are scaled down to it.", low=0)
+    per_device_train_batch_size: int = setting(8, "Rows, or pairs, per forward pass and process.", low=1)
+    gradient_accumulation_steps: int = setting(1, "Forward passes per optimizer step.", low=1)
     gradient_checkpointing: bool = setting(False, "Computes activations again in the backward pass, to save memory.")
     max_length: int = setting(1024, "Longest row, in tokens, at most the model's context.", low=2)
     mixed_precision: str = setting(
@@ -55,7 +55,7 @@ class SftConfig(TrainerConfig):
     """TRL's ``SFTTrainer``. Rows: ``text``; ``prompt`` and ``completion``, which alone trains; or ``messages``."""
 
     packing: bool = setting(False, "Fills rows of max_length tokens with several texts.")
-    assistant_only_loss: bool = setting(False, "Rows of messages: the assistant's turns alone train.")
+    assistant_only_loss: bool = setting(False, "Rows of messages: trains on the assistant's turns only.")
 
     def __post_init__(self) -> None:
         self.check("sft")
@@ -68,7 +68,7 @@ class RewardTrainingConfig(TrainerConfig):
 
     learning_rate: float = setting(1e-4, "AdamW's learning rate, after warm-up.", low=0, exclusive_low=True)
     center_rewards_coefficient: float = setting(
-        0.0, "Weight that pulls the mean score to zero (2312.09244, eq. 2); 0.01 is its authors'.", low=0
+        0.0, "Weight that pulls the mean score to zero (2312.09244, eq. 2); its authors use 0.01.", low=0
     )
 
     def __post_init__(self) -> None:
@@ -82,19 +82,19 @@ NOISES = ("none", "bradley_terry", "flip")
 class PreferencesConfig:
     """Pairs of the model's own answers; an answer is in at most one pair, and pairs of equal reward are dropped."""
 
-    num_prompts: int = setting(512, "Training prompts that are answered.", low=1)
+    num_prompts: int = setting(512, "Number of training prompts to answer.", low=1)
     num_generations: int = setting(4, "Answers a prompt.", low=2)
     noise: str = setting(
         "none",
-        "Who labels a pair: the reward alone, with probability sigmoid(margin / temperature) as Gao et al. 2022 "
-        "(2210.10760, section 2.2), or the reward with flip_probability turned round.",
+        "How pairs are labelled: by the reward, by the reward with probability sigmoid(margin / temperature) as in "
+        "Gao et al. 2022 (2210.10760, section 2.2), or by the reward with a share flip_probability inverted.",
         choices=NOISES,
     )
     temperature: float = setting(
         1.0, "noise=bradley_terry: its temperature, in units of the reward.", low=0, exclusive_low=True
     )
     flip_probability: float = setting(
-        0.0, "noise=flip: share of the labels that are turned round.", low=0, high=0.5, exclusive_high=True
+        0.0, "noise=flip: share of the labels that are inverted.", low=0, high=0.5, exclusive_high=True
     )
 
     def __post_init__(self) -> None:
@@ -119,12 +119,14 @@ class EvaluationConfig:
 
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", low=0)
     num_generations: int = setting(1, "Answers a prompt.", low=1)
-    against: str = setting("", "A second model, or `answers` for the task's own, to win against by reward.")
+    against: str = setting(
+        "", "Opponent of the win rate by reward: a second model, or `answers` for those of the task."
+    )
     reference: str = setting("", "The reference model of KL and perplexity; empty: neither is measured.")
     sets: Any = setting(
         None,
-        "More data than the task's held-out prompts, by name, each with what differs from task.*; of files and "
-        "datasets the first task.heldout_size prompts of split.",
+        "Further held-out data by name, each with its differences from task.*; files and datasets give the first "
+        "task.heldout_size prompts of split.",
     )
     pass_k: list[int] = setting([], "Numbers k for pass@k, the chance that one of k answers to a prompt is right.")
     pass_reward: float = setting(1.0, "The least reward of an answer that counts as right for pass_k.")
@@ -141,12 +143,12 @@ class EvaluationConfig:
         for k in self.pass_k:
             check(
                 1 <= k <= self.num_generations,
-                f"evaluation.pass_k={k} needs as many answers a prompt; allowed: 1 to evaluation.num_generations="
-                f"{self.num_generations}.",
+                f"evaluation.pass_k={k} needs as many answers per prompt; allowed: 1 to "
+                f"evaluation.num_generations={self.num_generations}.",
             )
         named = self.sets if isinstance(self.sets, Mapping) else {}
         check(
             self.sets is None or (named and all(isinstance(entry, Mapping) for entry in named.values())),
-            f"evaluation.sets={self.sets} are no data by name; allowed: null, or such as "
+            f"evaluation.sets={self.sets} does not map names to data; allowed: null, or such as "
             "{gsm8k:{path:openai/gsm8k,subset:main,split:test}}.",
         )

@@ -18,8 +18,8 @@ class SweepPart:
     """One grid of a sweep."""
 
     overrides: list[str] = setting([], "Settings in Hydra's grammar: key=a,b and key=range(0,4) are choices.")
-    seeds: int = setting(1, "As sweep.seeds, which it is unless given.", low=1, high=10**4)
-    timing: str = setting("shared", "As sweep.timing, which it is unless given.", choices=TIMINGS)
+    seeds: int = setting(1, "Short for sweep.seeds.", low=1, high=10**4)
+    timing: str = setting("shared", "Short for sweep.timing.", choices=TIMINGS)
 
     def __post_init__(self) -> None:
         check_settings("", self)
@@ -36,15 +36,15 @@ class SweepConfig:
     # exclusive: one configuration after the other, seed by seed, so that a change of the machine affects all alike
     timing: str = setting(
         "shared",
-        "Jobs run side by side where cores and GPUs allow, and no speed is reported (shared), or each has the "
-        "machine alone, alternated (exclusive).",
+        "Jobs run in parallel and no speed is reported (shared), or one at a time, alternated between "
+        "configurations (exclusive).",
         choices=TIMINGS,
     )
-    jobs: int = setting(0, "Jobs side by side at most; 0: as many as the machine holds.", low=0, high=10**4)
+    jobs: int = setting(0, "Most parallel jobs; 0: as many as the machine holds.", low=0, high=10**4)
     search: str = setting(
         "none",
-        "Which combinations of the choices run: all of them (none), or those that Optuna's TPE sampler chooses from "
-        "earlier results (optuna), where interval(a,b) and tag(log,interval(a,b)) are choices as well.",
+        "Combinations of the choices to run: all (none), or those that Optuna's TPE sampler derives from earlier "
+        "results (optuna), which also takes interval(a,b) and tag(log,interval(a,b)).",
         choices=SEARCHES,
     )
     trials: int = setting(20, "Combinations that a search tries, each with all seeds.", low=1, high=10**6)
@@ -55,7 +55,7 @@ class SweepConfig:
     )
     direction: str = setting("maximize", "Whether a search maximizes or minimizes the objective.", choices=DIRECTIONS)
     parts: Any = setting(
-        None, "Several grids by name, null leaving one out; null: the command line's choices.", entries=SweepPart
+        None, "Several grids by name (a grid of null is left out); null: the command line's choices.", entries=SweepPart
     )
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class SweepConfig:
         named = {str(k): entry for k, entry in self.parts.items() if entry} if isinstance(self.parts, Mapping) else {}
         check(
             named and all(isinstance(entry, Mapping) for entry in named.values()),
-            f"sweep.parts={self.parts} are no grids by name; allowed: null, or such as "
+            f"sweep.parts={self.parts} does not map names to grids; allowed: null, or such as "
             "{quality:{overrides:['async.lag=0,4']}}.",
         )
         default = SweepPart(seeds=self.seeds, timing=self.timing)

@@ -1,5 +1,5 @@
-"""Settings that a run was given and does not read, since another one chose a different kind: said at its start, not
-refused, for a user changes ``generator.engine`` of an experiment without clearing what belongs to the engine before."""
+"""Given settings that a run does not read, because another setting chose a different kind. They are reported at the
+start, not refused, so that ``generator.engine`` of an experiment can be changed without clearing the old engine's."""
 
 from __future__ import annotations
 

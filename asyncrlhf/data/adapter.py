@@ -1,4 +1,4 @@
-"""LoRA adapters: put into a loaded model with PEFT, read out of it, and merged into the weights they stand beside."""
+"""LoRA adapters: added to a loaded model with PEFT, read out of it, and merged into its weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 from asyncrlhf.data.data_config import LoraConfig
 from asyncrlhf.errors import ConfigError, WeightSyncError
 
-_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"  # PEFT's names behind a layer's; [r, in] and [out, r]
+_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"  # PEFT's suffixes of a layer; [r, in] and [out, r]
 _BASE = ".base_layer."
 
 
 def add_adapter(model: transformers.PreTrainedModel, config: LoraConfig) -> transformers.PreTrainedModel:
-    """Freeze ``model`` and put a trainable pair of matrices beside each target (Hu et al., 2106.09685), in place.
+    """Freeze ``model`` and add a trainable pair of matrices to each target (Hu et al., 2106.09685), in place.
 
-    The new policy is the old one at first, since B starts at zero. Raises ConfigError when PEFT is not installed or
-    finds nothing to adapt.
+    The new policy initially equals the old one, because B starts at zero. Raises ConfigError if PEFT is not installed
+    or finds nothing to adapt.
     """
     settings = peft_settings(config)
     from peft import inject_adapter_in_model
@@ -36,7 +36,7 @@ def add_adapter(model: transformers.PreTrainedModel, config: LoraConfig) -> tran
 
 
 def peft_settings(config: LoraConfig, **more: Any) -> Any:
-    """``model.lora`` as PEFT's ``LoraConfig``, with ``more`` keywords of it; raises ConfigError without PEFT."""
+    """``model.lora`` as PEFT's ``LoraConfig``, with ``more`` arguments of it; raises ConfigError without PEFT."""
     try:
         from peft import LoraConfig as PeftConfig
     except ImportError as error:
@@ -48,7 +48,7 @@ def peft_settings(config: LoraConfig, **more: Any) -> Any:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What training changes, by name: all parameters of a plain model, an adapted one's adapter alone."""
+    """The trained tensors, by name: all parameters of a plain model, or only the adapter of an adapted one."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -60,7 +60,7 @@ def is_adapter(names: Mapping[str, object]) -> bool:
 def merged(
     base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], scaling: float
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of ``base``, by its checkpoint name, with W + scaling B A in the place of each adapted W [out, in].
+    """Every tensor of ``base``, by its checkpoint name, with W + scaling B A instead of each adapted W [out, in].
 
     Computed in float32 on W's device and rounded to W's dtype. Raises WeightSyncError when a tensor of ``adapter``
     belongs to no pair or its pair fits no tensor of ``base``.
@@ -86,8 +86,8 @@ def merged(
 
 
 def merged_state(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state of the plain model that computes what ``model`` does, under the plain model's names: ``model``'s own
-    when it has no adapter."""
+    """The state of the equivalent plain model, under its names: ``model``'s own
+    if it has no adapter."""
     state = model.state_dict()
     if not is_adapter(state):
         return state

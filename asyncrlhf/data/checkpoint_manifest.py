@@ -16,7 +16,7 @@ from asyncrlhf.errors import CheckpointError
 MANIFEST = "manifest.json"
 HASHERS = 8  # files that are hashed at a time
 
-# Of each file, by its path within the checkpoint: {"bytes": its size, "sha256": its hash in hex}.
+# By each file's path within the checkpoint: {"bytes": its size, "sha256": its hash in hex}.
 Seals = dict[str, dict[str, Any]]
 
 
@@ -27,7 +27,7 @@ def seal(folder: Path, files: Iterable[Path]) -> Seals:
 
 def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> None:
     """Seal every file of ``folder`` that has no seal among ``known``, and write the manifest. Raises CheckpointError
-    when a file that was sealed is gone or has another size."""
+    if a sealed file is missing or has another size."""
     found = _plain_files(folder)
     gone = sorted(name for name, facts in known.items() if found.get(name) != facts["bytes"])
     if gone:
@@ -41,16 +41,16 @@ def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> None
 def check_manifest(folder: Path) -> None:
     """Raise CheckpointError, in one sentence, unless ``folder`` holds exactly the files of its manifest, unchanged.
 
-    Opens no file outside of ``folder``, and none that is not a plain file. A hash finds errors of a disk or a copy; it
-    is no defence against someone who writes another manifest, so the readers of the files must not trust them either.
+    Opens only plain files inside ``folder``. A hash detects errors of a disk or a copy; it does
+    not protect against someone who writes another manifest, so the readers must not trust the files either.
     """
     found = _plain_files(folder)
     if found.pop(MANIFEST, None) is None:
-        raise CheckpointError(f"the checkpoint {folder} has no {MANIFEST}, which is written last: it is not whole.")
+        raise CheckpointError(f"the checkpoint {folder} has no {MANIFEST}, which is written last: it is incomplete.")
     seals = _read(folder / MANIFEST)
     missing, extra = sorted(seals.keys() - found.keys()), sorted(found.keys() - seals.keys())
     if missing or extra:
-        what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}, which is not of it"
+        what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}, which does not belong to it"
         raise CheckpointError(f"the checkpoint {folder} {what} (by its {MANIFEST}).")
     for name, size in found.items():
         if size != seals[name].get("bytes"):
@@ -66,11 +66,11 @@ def check_manifest(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}.") from error
     if damaged:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {damaged[0]} is not as it was written.")
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {damaged[0]} has changed since it was written.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises CheckpointError for anything else, however deep it is nested."""
+    """A JSON object; raises CheckpointError for anything else, including excessive nesting."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -108,7 +108,7 @@ def _hash(file: Path) -> str:
 
 def _plain_files(folder: Path) -> dict[str, int]:
     """The size of each file below ``folder``, by its path within; raises CheckpointError for a link and for anything
-    else that is no plain file."""
+    else that is not a plain file."""
     found = {}
 
     def fail(error: OSError) -> None:
@@ -120,5 +120,5 @@ def _plain_files(folder: Path) -> dict[str, int]:
             if stat.S_ISREG(facts.st_mode):
                 found[name] = facts.st_size
             elif not stat.S_ISDIR(facts.st_mode):
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is no plain file.")
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not a plain file.")
     return found

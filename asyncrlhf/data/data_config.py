@@ -11,7 +11,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Of from_pretrained, what follows from other settings.
+# Arguments of from_pretrained that follow from other settings.
 OWN_INIT = ("dtype", "torch_dtype", "trust_remote_code", "device_map", "use_safetensors")
 PICKLED_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 TASKS = ("arithmetic", "prompts", "reasoning_gym")
@@ -19,12 +19,12 @@ TASKS = ("arithmetic", "prompts", "reasoning_gym")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """A LoRA adapter that is trained in the model's stead, under PEFT's names; without dropout, as the policy is."""
+    """A LoRA adapter that is trained instead of the model, under PEFT's names; without dropout, like the policy."""
 
     r: int = setting(0, "The adapter's rank; 0 trains the whole model.", low=0)
-    alpha: int = setting(32, "The adapter's product is multiplied with alpha / r.", low=1)
+    alpha: int = setting(32, "Scales the adapter's output by alpha / r.", low=1)
     target_modules: list[str] = setting(
-        [], "Last parts of the adapted layers' names; empty is all linear layers but the output's."
+        [], "Name suffixes of the adapted layers; empty: all linear layers except the output layer."
     )
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """What the adapter's product is multiplied with."""
+        """The factor on the adapter's output."""
         return self.alpha / self.r
 
 
@@ -50,7 +50,7 @@ class ModelConfig:
         "folder, or a name on the Hugging Face hub.",
     )
     dtype: str = setting("float32", "Number format of the weights that train and of the HF engine.", choices=DTYPES)
-    trust_remote_code: bool = setting(False, "Lets a checkpoint bring Python code of its own, and runs it.")
+    trust_remote_code: bool = setting(False, "Allows a checkpoint to run its own Python code.")
     model_init_kwargs: Any = setting(None, "More keywords of transformers' from_pretrained, by name.")
     lora: LoraConfig = group(LoraConfig, "A LoRA adapter in place of the whole model; needs learner.sharding=none.")
 
@@ -59,15 +59,15 @@ class ModelConfig:
         for name in self.model_init_kwargs or ():
             check(
                 name not in OWN_INIT,
-                f"model.model_init_kwargs.{name} is decided by settings of its own: model.dtype, "
-                "model.trust_remote_code, generator.gpus and learner.gpus; weights are read as safetensors alone.",
+                f"model.model_init_kwargs.{name} has its own setting: model.dtype, model.trust_remote_code, "
+                "generator.gpus or learner.gpus; weights are only read as safetensors.",
             )
         check(self.path, "model.path is empty; give tiny, smollm2, a local folder or a hub name.")
         check_settings("model", self)
 
 
 def refuse_pickled_weights(folder: Path, setting_and_value: str) -> None:
-    """Raise ConfigError for a checkpoint's folder without safetensors and with weights whose reading can run code."""
+    """Raise ConfigError for a checkpoint's folder that has only weights whose reading can run code, no safetensors."""
     pickled = sorted(file.name for pattern in PICKLED_WEIGHTS for file in folder.glob(pattern))
     check(
         not pickled or any(folder.glob("*.safetensors")),
@@ -77,7 +77,7 @@ def refuse_pickled_weights(folder: Path, setting_and_value: str) -> None:
 
 
 def refuse_missing_model(path: str) -> None:
-    """Raise ConfigError for a ``model.path`` that looks like a local folder and is none."""
+    """Raise ConfigError for a ``model.path`` that looks like a local folder but does not exist."""
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -93,51 +93,49 @@ def refuse_missing_model(path: str) -> None:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where prompts come from. Each kind reads the keys that name it, and those that name none."""
+    """Where prompts come from. Each kind uses the keys that name it, and those that name no kind."""
 
     kind: str = setting(
         "arithmetic",
-        "Where prompts come from: sums made on the spot, a file or dataset, or reasoning-gym.",
+        "Source of prompts: generated sums, a file or dataset, or reasoning-gym.",
         choices=TASKS,
     )
     max_prompt_length: int = setting(512, "Longest prompt in tokens; a longer one is refused at the start.", low=1)
     skip_long_prompts: bool = setting(
-        False, "kind=prompts: leaves prompts over max_prompt_length out, and says how many, instead of refusing them."
+        False, "kind=prompts: drops prompts over max_prompt_length and reports their number instead of refusing them."
     )
-    heldout_size: int = setting(256, "Prompts that are only evaluated on and never trained on.", low=1, high=10**7)
-    chat_template: bool = setting(False, "Puts each prompt through the model's chat template.")
+    heldout_size: int = setting(256, "Number of held-out prompts, for evaluation only.", low=1, high=10**7)
+    chat_template: bool = setting(False, "Formats each prompt with the model's chat template.")
     chat_template_kwargs: Any = setting(None, "Keywords for the chat template, such as enable_thinking: false.")
     system_prompt: str = setting("", "System message before each prompt, under chat_template=true.")
     prompt_template: str = setting(
-        "{prompt}", "What the model sees around a prompt, inside its chat template if any; has {prompt} in it."
+        "{prompt}", "Text around a prompt, inside the chat template if any; contains {prompt}."
     )
     digits: int = setting(2, "kind=arithmetic: digits of each operand.", low=1, high=6)
-    operations: list[str] = setting(["+"], "kind=arithmetic: which operations are asked.", choices=("+", "-", "*"))
+    operations: list[str] = setting(["+"], "kind=arithmetic: operations of the sums.", choices=("+", "-", "*"))
     path: str = setting(
         "",
         "kind=prompts: a JSONL or Parquet file, a folder of them or of `save_to_disk`, the name of a dataset of "
-        "`datasets`, or package.module:name of a dataset of your own or of a function that makes it.",
+        "`datasets`, or package.module:name of your own dataset or of a function that returns it.",
     )
     subset: str = setting("", "kind=prompts: a dataset's configuration by name, such as main of openai/gsm8k.")
     prompt_key: str = setting("prompt", "kind=prompts: the column that holds the prompt.")
     answer_key: str = setting("answer", "kind=prompts: the column that holds the reference answer, if there is one.")
-    split: str = setting("train", "kind=prompts: the dataset's split that is trained on.")
+    split: str = setting("train", "kind=prompts: the dataset's split for training.")
     heldout_split: str = setting(
         "",
-        "kind=prompts: a dataset's split that is evaluated on; empty holds out up to a tenth of the texts.",
+        "kind=prompts: the dataset's split for evaluation; empty: up to a tenth of the texts is held out.",
     )
-    streaming: bool = setting(
-        False, "kind=prompts: reads rows as they are needed, in an order shuffled within shuffle_buffer rows."
-    )
-    shuffle_buffer: int = setting(1000, "Rows that streaming=true shuffles among each other.", low=1)
+    streaming: bool = setting(False, "kind=prompts: reads rows on demand, shuffled within shuffle_buffer rows.")
+    shuffle_buffer: int = setting(1000, "streaming=true: rows in the shuffle buffer.", low=1)
     mixture: Any = setting(
         None,
-        "kind=prompts: several sources by name, each with a weight and what it has different from the settings here, "
-        "such as {gsm8k: {path: openai/gsm8k, weight: 3}, own: {path: own.jsonl}}.",
+        "kind=prompts: several sources by name, each with a weight and its differences from the settings here, such "
+        "as {gsm8k: {path: openai/gsm8k, weight: 3}, own: {path: own.jsonl}}.",
     )
     datasets: list[str] = setting([], "kind=reasoning_gym: names of its datasets, taken in turn.")
     dataset_options: dict[str, Any] = setting({}, "kind=reasoning_gym: keywords of a dataset's config, by its name.")
-    train_size: int = setting(20000, "kind=reasoning_gym: training prompts that are made.", low=1, high=10**8)
+    train_size: int = setting(20000, "kind=reasoning_gym: number of training prompts.", low=1, high=10**8)
 
     def __post_init__(self) -> None:
         check_settings("task", self)
@@ -153,7 +151,7 @@ class TaskConfig:
             "task=prompts needs task.path: a JSONL or Parquet file or a dataset.",
         )
         check(self.mixture is None or self.kind == "prompts", f"task.mixture needs task.kind=prompts, not {self.kind}.")
-        check(not (self.mixture and self.path), f"task.path={self.path} says nothing beside task.mixture; keep one.")
+        check(not (self.mixture and self.path), f"task.path={self.path} has no effect with task.mixture; keep one.")
         self.parts  # noqa: B018  raises ConfigError for what cannot be read as sources
         check(
             self.kind != "reasoning_gym" or self.datasets,
@@ -170,7 +168,7 @@ class TaskConfig:
         named = self.mixture if isinstance(self.mixture, Mapping) else {}
         check(
             named and all(isinstance(entry, Mapping) and entry.get("path") for entry in named.values()),
-            f"task.mixture={self.mixture} are no sources by name; allowed: null, or such as "
+            f"task.mixture={self.mixture} does not map names to sources; allowed: null, or such as "
             "{gsm8k:{path:openai/gsm8k,weight:3},own:{path:own.jsonl}}.",
         )
         found: dict[str, tuple[TaskConfig, float]] = {}
@@ -179,7 +177,7 @@ class TaskConfig:
             check(isinstance(weight, int | float), f"{key}.weight={weight} is of the wrong kind; allowed: a number.")
             check_range(f"{key}.weight", weight, low=0, exclusive_low=True)
             strangers = [k for k in ("kind", "mixture", "heldout_size") if k in entry]
-            check(not strangers, f"{key}.{strangers and strangers[0]} belongs to all sources; set it as task.*.")
+            check(not strangers, f"{key}.{strangers and strangers[0]} applies to all sources; set it as task.*.")
             base = replace(self, mixture=None, path=str(entry["path"]))
             found[str(name)] = overlay(base, {k: v for k, v in entry.items() if k != "weight"}, key), float(weight)
         total = sum(weight for _, weight in found.values())

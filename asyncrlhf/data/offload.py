@@ -1,5 +1,5 @@
-"""Tensors that leave their device while another part works there, and come back bit for bit: into the same tensors, so
-that views, optimizers and sharded parameters go on as if nothing had been."""
+"""Moves tensors off their device while another part works there, and back bit for bit: into the same tensors, so that
+views, optimizers and sharded parameters stay valid."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-MADV_DONTNEED = 4  # Linux: the pages are gone, and read as zeros until they are written again
+MADV_DONTNEED = 4  # Linux: frees the pages, which read as zeros until they are written again
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.UntypedStorage]:
-    """What lies behind the tensors on a device of that type, each storage once; of a sharded tensor the own shard."""
+    """The storages of the tensors on a device of that type, each once; of a sharded tensor the local shard."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().untyped_storage()
@@ -26,7 +26,7 @@ def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[
 
 
 def free_cache(device: torch.device) -> None:
-    """Give memory that the process freed and kept for itself back to the device, or on a CPU to the system."""
+    """Return freed memory that the process caches to the device, or on a CPU to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
@@ -36,7 +36,7 @@ def free_cache(device: torch.device) -> None:
 
 
 class Depot(Protocol):
-    """Where the bytes of storages wait, each at a place of its own."""
+    """Keeps the bytes of storages, each at its own place."""
 
     def take(self, storage: torch.UntypedStorage, place: int) -> None:
         """Keep the bytes and free their memory on the device."""
@@ -46,7 +46,7 @@ class Depot(Protocol):
 
 
 class HostDepot:
-    """Host memory, taken at the first turn and kept, page-locked for a GPU. A storage that is away has no bytes."""
+    """Host memory, allocated at the first turn and kept, page-locked for a GPU. An offloaded storage has no bytes."""
 
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
@@ -64,8 +64,8 @@ class HostDepot:
 
 
 class FileDepot:
-    """What host memory is to a GPU, a disk is to a CPU: a file without a name, gone with the process. A storage that is
-    away keeps its addresses and has no pages behind them."""
+    """A disk as the depot of a CPU: an unnamed file, which ends with the process. An offloaded
+    storage keeps its addresses without pages."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="asyncrlhf-offload-")  # noqa: SIM115
@@ -96,7 +96,7 @@ class Offload:
 
     @property
     def asleep(self) -> bool:
-        """Whether anything is away."""
+        """Whether any tensor is offloaded."""
         return bool(self._away)
 
     def resident_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -104,7 +104,7 @@ class Offload:
         return sum(s.nbytes() for s in storages(tensors, self._device) if s._cdata not in self._away)
 
     def out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take what lies behind the tensors off the device; does nothing when something is away already."""
+        """Move the tensors' storages off the device; does nothing if they are offloaded already."""
         if self._away:
             return
         if self._depot is None:
@@ -118,7 +118,7 @@ class Offload:
         free_cache(self._device)
 
     def back(self) -> None:
-        """Bring everything back; does nothing when nothing is away."""
+        """Bring everything back; does nothing if nothing is offloaded."""
         while self._away:
             key, (storage, place, size) = next(reversed(self._away.items()))
             assert self._depot is not None
@@ -132,5 +132,5 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """The same for files. NumPy's view would forbid the storage to be resized from then on."""
+    """The same for files. A NumPy view would prevent later resizing of the storage."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrlhf.types import FloatArray, IdArray, IntArray, Prompt, Rollout, TrainBatch, TrainSample
 
-# Arrays of a TrainBatch by what they have an entry for; the sets that truncated sampling kept lie otherwise.
+# Arrays of a TrainBatch by the unit of their entries; the kept sets of truncated sampling have another layout.
 _TOKENS = ("token_ids", "loss_mask", "response_mask", "behavior_logprobs", "policy_versions", "ref_logprobs", "values")
 _ROWS = ("rewards", "weights", "group_ids", "rollout_ids", "truncated", "critic_versions")
 
@@ -19,8 +19,8 @@ def pack(samples: Sequence[TrainSample]) -> TrainBatch:
     """Concatenate N samples, prompt then response, in the order given.
 
     Response tokens older than ``masked_before_version`` leave ``loss_mask`` and stay in ``response_mask``. Raises
-    ValueError for an empty list, for an empty prompt or response, which have no token to condition on or to train, and
-    if some rollouts have reference log-probs, or values, and others have none.
+    ValueError for an empty list, for an empty prompt or response, which leaves no token to condition on or to train,
+    and if only some rollouts have reference log-probs, or values.
     """
     if not samples:
         raise ValueError("cannot pack a batch of no samples")
@@ -74,7 +74,7 @@ def _kept(rollouts: Sequence[Rollout], response_mask: np.ndarray) -> tuple[IdArr
 
 
 def _served(given: Sequence[FloatArray | None], response_mask: np.ndarray, what: str) -> FloatArray | None:
-    """A service's array for each rollout [L], laid out over all tokens [T]; None if no rollout has one."""
+    """A service's arrays of the rollouts [L], laid out over all tokens [T]; None if no rollout has one."""
     there = [array for array in given if array is not None]
     if not there:
         return None
@@ -125,7 +125,7 @@ def microbatch_indices(lengths: IntArray, token_budget: int) -> list[IntArray]:
 
 
 def empty_batch(*, reference: bool, values: bool) -> TrainBatch:
-    """The share of a rank for which no group is left.
+    """The share of a rank without any group.
 
     ``reference``, ``values``: whether the other ranks' shares have the reference's log-probs and values.
     """

@@ -38,7 +38,7 @@ def check_model(config: ModelConfig) -> None:
     own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(shape, "auto_map", None) or {})
     check(
         own_code or type(shape) in transformers.AutoModelForCausalLM._model_mapping,
-        f"model.path={config.path} is a model of the kind {shape.model_type}, which generates no text; allowed: a "
+        f"model.path={config.path} has the model type {shape.model_type}, which does not generate text; allowed: a "
         "causal language model.",
     )
     load_tokenizer(config)
@@ -51,8 +51,8 @@ def check_model(config: ModelConfig) -> None:
 
 
 def _check_keywords(config: ModelConfig, shape: transformers.PretrainedConfig) -> None:
-    """Keywords that ``from_pretrained`` neither takes nor finds in the model's config reach the model's constructor,
-    which takes none. A checkpoint's own code may take some."""
+    """Arguments that are neither of ``from_pretrained`` nor in the model's config reach the model's constructor,
+    which accepts none. A checkpoint's own code may accept some."""
     if not config.model_init_kwargs or config.trust_remote_code:
         return
     loads = transformers.PreTrainedModel.from_pretrained, transformers.AutoModelForCausalLM.from_pretrained

@@ -1,4 +1,4 @@
-"""Rows of prompts: JSONL and Parquet files, folders that `datasets` saved, datasets by name, objects of the user's."""
+"""Rows of prompts: JSONL and Parquet files, folders saved by `datasets`, datasets by name, the user's objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.plugins import guarded, load_object
 
 SUFFIXES = (".jsonl", ".parquet")
-# What `save_to_disk` leaves in the folder of a table, and in that of several splits.
+# Files of `save_to_disk` in the folder of a table, and in that of several splits.
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"
 _OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # (where the row stands, for messages; the row)
@@ -24,7 +24,7 @@ Row = tuple[str, dict[str, Any]]
 
 
 def read_rows(config: TaskConfig, split: str) -> Iterator[Row]:
-    """The rows that ``task.path`` names, one after the other; raises ConfigError, naming file and line where it can."""
+    """The rows of ``task.path``, one after the other; raises ConfigError, naming file and line if possible."""
     path = config.path
     local = Path(path).expanduser()
     if is_saved(local):
@@ -46,7 +46,7 @@ def read_rows(config: TaskConfig, split: str) -> Iterator[Row]:
 
 
 def has_splits(path: str) -> bool:
-    """Whether another split than ``task.split`` may be asked for: not of plain local files."""
+    """Whether there may be splits other than ``task.split``: not for plain local files."""
     local = Path(path).expanduser()
     return not local.exists() or (local / SAVED_SPLITS).is_file()
 
@@ -70,7 +70,7 @@ def _rows_of(found: Any, path: str, split: str) -> Iterator[Row]:
     """The rows of a Dataset, an IterableDataset, splits of them, or a plain list of mappings."""
     table = pick_split(found, split, "task.path", path)
     if not isinstance(table, Iterable):
-        raise ConfigError(f"task.path={path} gave {type(table).__name__}; needed is a dataset, or a list of rows.")
+        raise ConfigError(f"task.path={path} gave {type(table).__name__}; it must give a dataset or a list of rows.")
     for number, row in enumerate(table, start=1):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{path} row {number} is {type(row).__name__}, not a mapping of columns.")
@@ -104,7 +104,7 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
 
 
 def read_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """One line of JSONL: the row; or None, and what is wrong with it as the end of a sentence."""
+    """One line of JSONL: the row; or None, and its error as the end of a sentence."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -119,7 +119,7 @@ def read_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return None, "has half a surrogate pair (such as \\ud800), which is no character"
+            return None, "has half a surrogate pair (such as \\ud800), which is not a character"
     return row, ""
 
 
@@ -141,7 +141,7 @@ def _load_dataset(config: TaskConfig, split: str) -> Any:
         return datasets.load_dataset(config.path, config.subset or None, split=split, **streaming)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"task.path={config.path} is no local file, and no dataset that loads: {_reason(error)}."
+            f"task.path={config.path} is neither a local file nor a dataset that loads: {_reason(error)}."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The prompt source, an endless and resumable cursor over prompts that are given by index; streams and mixtures."""
+"""The prompt source, an endless and resumable cursor over prompts by index; streams and mixtures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PromptStream:
         self._prompts: Iterator[Prompt] | None = None
 
     def __call__(self, number: int) -> Prompt:
-        """Raises ConfigError when a whole pass gives no prompt."""
+        """Raises ConfigError if a whole pass gives no prompt."""
         if self._prompts is None or number < self._number:
             self._number, self._epoch, self._prompts = 0, 0, self._read(0)
         while True:
@@ -94,7 +94,7 @@ class PromptStream:
 
 
 def shuffled(items: Iterable[Item], size: int, generator: np.random.Generator) -> Iterator[Item]:
-    """``items`` in an order that ``generator`` draws, each at most ``size`` places early."""
+    """``items`` in random order by ``generator``, each at most ``size`` places early."""
     buffer: list[Item] = []
     for item in items:
         if len(buffer) < size:
@@ -107,8 +107,8 @@ def shuffled(items: Iterable[Item], size: int, generator: np.random.Generator) -
 
 
 class Mixture:
-    """Prompts by number of several sources, each drawn with the probability of its share: for a
-    :class:`PromptSource` of no length."""
+    """Prompts by number from several sources, each drawn with the probability of its share, for a
+    :class:`PromptSource` without length."""
 
     def __init__(self, sources: Sequence[PromptSource], shares: Sequence[float], seed: int) -> None:
         self._sources, self._shares, self._seed = sources, shares, seed

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by name, read from its safetensors files a part at a time; models without weights for them."""
+"""A checkpoint's tensors by name, read from its safetensors files in parts; models without weights for them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class WeightFiles:
         return frozenset(self._files)
 
     def rows(self, name: str, first: int, last: int, *columns: slice) -> torch.Tensor:
-        """The rows ``first`` to ``last`` (not included) of a tensor, and of these the ``columns``, in the type of the
-        file, in host memory.
+        """The rows ``first`` to ``last`` (not included) of a tensor, and of these the ``columns``, in the file's
+        dtype, in host memory.
 
-        Raises ConfigError where the file cannot be read.
+        Raises ConfigError if the file cannot be read.
         """
         try:
             with safe_open(self._files[name], "pt") as file:
@@ -47,11 +47,11 @@ class WeightFiles:
 
 
 def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.PreTrainedModel, WeightFiles] | None:
-    """The model in ``eval()``, its parameters on the device ``meta``, its buffers as they are computed, and the files
-    that hold the parameters; None where only transformers can load it.
+    """The model in ``eval()``, with its parameters on the device ``meta`` and its computed buffers, and the files
+    with the parameters; None if only transformers can load it.
 
-    That is so for names of the hub, keywords of ``from_pretrained``, tensors that transformers renames, splits or joins
-    on their way (fused experts, quantised weights), and a checkpoint that lacks some.
+    That is so for hub names, arguments of ``from_pretrained``, tensors that transformers renames, splits or joins
+    while loading (fused experts, quantised weights), and a checkpoint that lacks some.
     """
     folder, shape = Path(resolve(config.path)), load_shape(config)
     if config.model_init_kwargs or not folder.is_dir() or getattr(shape, "quantization_config", None):
@@ -59,7 +59,7 @@ def load_blank(config: ModelConfig, dtype: torch.dtype) -> tuple[transformers.Pr
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
     with accelerate.init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(shape, **options)
-    model.tie_weights()  # again: what stands for a parameter on ``meta`` is a new one each time it is set
+    model.tie_weights()  # again: a parameter on ``meta`` is replaced by a new object each time it is set
     files = WeightFiles(folder)
     persistent = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     if persistent or {name for name, _ in model.named_parameters()} != files.names - tied_names(model):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CacheMode = Literal["keep", "recompute"]
 Decode = Callable[[Sequence[int]], str]
-SPARE_TOKENS = 8  # looked at beyond the length of a stop text
+SPARE_TOKENS = 8  # checked beyond the length of a stop text
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Engine(ABC):
         self.slots = slots
         self.version = version  # the policy version that the next token will carry
         self.asleep = False
-        self.torn = False  # a load broke off half way: nothing is sampled before another one is through
+        self.torn = False  # a load was interrupted: nothing is sampled before a complete one
         self._context = context
         self._vocabulary = vocabulary
         self._queue: deque[GenerationRequest] = deque()  # waiting for a slot
         self._order: dict[int, None] = {}  # rollout ids in flight, oldest first
-        self._finished: list[Rollout | GenerationFailure] = []  # for the next step to bring
+        self._finished: list[Rollout | GenerationFailure] = []  # for the next step to return
 
     def in_flight(self) -> list[int]:
         """Rollout ids submitted and not yet returned, oldest first."""
@@ -92,7 +92,7 @@ class Engine(ABC):
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
             return f"The prompt holds a token id outside the model's vocabulary of {self._vocabulary}."
         if request.sampling.stop and self.decode is None:
-            return "The engine was given no tokenizer, so that it cannot look for stop texts."
+            return "The engine has no tokenizer, so it cannot find stop texts."
         return None
 
     def ends_at_stop(self, request: GenerationRequest, sampled: Sequence[int] | IntArray) -> bool:
@@ -100,7 +100,7 @@ class Engine(ABC):
         stop = request.sampling.stop
         if not stop or self.decode is None:
             return False
-        # A token has a character; some have none, parts of a letter among them.
+        # Most tokens have at least a character; some have none, such as parts of a letter.
         tail = self.decode([int(token) for token in sampled[-max(map(len, stop)) - SPARE_TOKENS :]])
         return any(text in tail for text in stop)
 
@@ -161,8 +161,8 @@ class Engine(ABC):
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Load every parameter by its name in ``model.named_parameters()``; raises WeightSyncError naming a parameter
         that is missing, unknown or of another shape. In-flight sequences continue from their tokens: with
-        ``cache="keep"`` on the old KV cache, with ``"recompute"`` after a new prefill with the new weights. Step an
-        engine that makes tokens by the clock (``wake_at`` given) once before, so that the tokens made until now keep
+        ``cache="keep"`` on the old KV cache, with ``"recompute"`` after a new prefill with the new weights. First
+        step an engine that makes tokens by the clock (``wake_at`` given), so that tokens up to now keep
         their version."""
 
     @abstractmethod
@@ -174,7 +174,7 @@ class Engine(ABC):
         """Log-probs of each token given those before it, at temperature 1 without filters; [len-1] for each text."""
 
     def close(self) -> None:
-        """Forget every request and free what the engine holds."""
+        """Forget every request and free the engine's resources."""
         self.cancel(self.in_flight())
 
 
@@ -182,7 +182,7 @@ class AdapterMerge:
     """Computes each version's whole weights from the checkpoint's weights and the adapter that the learner sent.
 
     The base stays once in the host's memory, in the engine's dtype: a version is computed from it and not from the
-    previous version, whose rounding would add up. Weights that are no adapter pass unchanged.
+    previous version, whose rounding would add up. Weights that are not an adapter pass unchanged.
     """
 
     def __init__(self, config: LoraConfig, base: Mapping[str, torch.Tensor]) -> None:

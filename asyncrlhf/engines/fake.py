@@ -17,12 +17,12 @@ from asyncrlhf.types import FinishReason, FloatArray, GenerationFailure, Generat
 
 AnswerIds = Callable[[GenerationRequest], IntArray | None]  # the reference answer's tokens, without a stop token
 
-_CLOCK_TOLERANCE = 1e-6  # seconds: sums of wall-clock times are no more exact than this
+_CLOCK_TOLERANCE = 1e-6  # seconds: precision of sums of wall-clock times
 
 
 @dataclass
 class _Draft:
-    """The planned response of a request, and how much of it is made. Times are of the engine's own clock."""
+    """The planned response of a request, and the part already made. Times are of the engine's own clock."""
 
     request: GenerationRequest
     response_ids: IntArray  # [L]
@@ -67,7 +67,7 @@ class FakeEngine(Engine):
         self._waiting: deque[_Draft] = deque()  # arrived before the last step
         self._running: list[tuple[float, int, _Draft]] = []  # heap of (end, rollout id, draft)
         self._clock = 0.0
-        self._origin: float | None = None  # when the clock was 0; None: the next step's time is a new beginning
+        self._origin: float | None = None  # when the clock was 0; None: the clock restarts at the next step
 
     def _refusal(self, request: GenerationRequest) -> None:
         """None: it accepts any request."""
@@ -79,7 +79,7 @@ class FakeEngine(Engine):
             self._clock, self._origin = 0.0, None  # idle
         if self._origin is None:
             self._origin = now - self._clock
-        # Of two times and never a sum of steps, whose rounding would tell how often the engine was looked at.
+        # A difference of two times, not a sum of steps, whose rounding would depend on the number of steps.
         self._clock = max(self._clock, now - self._origin)
         tokens = self._advance()
         while self._queue:

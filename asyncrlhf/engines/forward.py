@@ -1,4 +1,4 @@
-"""The hf engine's forward pass over packed tokens: a lean route for the Llama family, transformers' own for others."""
+"""The hf engine's forward pass over packed tokens: a lean one for the Llama family, transformers' for others."""
 
 from __future__ import annotations
 

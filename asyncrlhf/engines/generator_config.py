@@ -12,15 +12,15 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
 MAX_REPLICAS, MAX_SLOTS, MAX_THREADS = 10**4, 10**5, 1024
-VLLM_MAX_TOP_K = 128  # each kept token is one more log-prob that vLLM makes a Python object of
+VLLM_MAX_TOP_K = 128  # vLLM creates a Python object for the log-prob of each kept token
 ENGINES = ("hf", "vllm", "fake")
 VLLM_DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Of vLLM's SamplingParams, what follows from other settings.
+# Fields of vLLM's SamplingParams that follow from other settings.
 OWN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n",
     "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
 )  # fmt: skip
-# Of vLLM's EngineArgs likewise.
+# The same for vLLM's EngineArgs.
 OWN_ENGINE = (
     "model", "skip_tokenizer_init", "trust_remote_code", "dtype", "generation_config", "logprobs_mode", "max_logprobs",
     "max_num_seqs", "max_model_len", "block_size", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
@@ -28,10 +28,10 @@ OWN_ENGINE = (
     "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
     "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes",
 )  # fmt: skip
-# Of vLLM's EngineArgs, what would break the promise that a token's version is that of the weights that sampled it, or
-# that engine and learner hold one model; and why.
-_OTHER_MODEL = "makes the engine's model another one than the learner's"
-_PLACED = "is decided by the run, which starts and places every worker"
+# Fields of vLLM's EngineArgs that would break the guarantee that a token's version is that of its weights, or
+# that engine and learner hold the same model; with the reason.
+_OTHER_MODEL = "makes the engine's model differ from the learner's"
+_PLACED = "is set by the run, which starts and places every worker"
 REFUSED_ENGINE = {
     "stream_interval": "hands tokens on after the step that sampled them, when the weights may be newer",
     "diffusion_config": "samples tokens again that were handed on already",
@@ -87,46 +87,43 @@ class VllmConfig:
 
     dtype: str = setting("auto", "Number format of the engine's weights; auto is model.dtype.", choices=VLLM_DTYPES)
     max_model_len: int = setting(0, "Longest prompt and response together, in tokens; 0 is the model's context.", low=0)
-    max_num_batched_tokens: int = setting(0, "Tokens of one engine step at most; 0 is vLLM's choice.", low=0)
-    block_size: int = setting(0, "Tokens of one block of the KV cache; 0 is vLLM's choice.", low=0)
+    max_num_batched_tokens: int = setting(0, "Most tokens of one engine step; 0: vLLM's default.", low=0)
+    block_size: int = setting(0, "Tokens of one block of the KV cache; 0: vLLM's default.", low=0)
     kv_cache_gb: float = setting(
         0.0,
-        "Memory of the KV cache, in GiB; 0 is on a CPU enough for all slots at full length (at most a quarter of the "
-        "free memory), on GPUs what gpu_memory_utilization leaves.",
+        "Memory of the KV cache, in GiB; 0: on a CPU enough for all slots at full length (at most a quarter of the "
+        "free memory), on GPUs the rest of gpu_memory_utilization.",
         low=0,
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        "Share of a GPU's memory that the engine takes; null is 0.9, or what a learner leaves that shares it.",
+        "Share of a GPU's memory for the engine; null: 0.9, or the rest beside a learner on the same GPU.",
         low=0,
         high=1,
         exclusive_low=True,
     )
     enforce_eager: bool | None = setting(
-        None, "Runs without compiling; null is true on a CPU, where compiling takes minutes, and false on GPUs."
+        None, "Runs without compilation; null: true on a CPU, where compilation takes minutes, false on GPUs."
     )
-    enable_prefix_caching: bool = setting(True, "Keeps the KV cache of prompts, which siblings share.")
+    enable_prefix_caching: bool = setting(True, "Keeps the KV cache of prompts, so that siblings share it.")
     enable_sleep_mode: bool = setting(
-        False, "A replica that takes turns with the learner frees its GPUs' memory meanwhile; needs GPUs."
+        False, "A replica that takes turns with the learner frees its GPU memory while it sleeps; needs GPUs."
     )
     sleep_level: int = setting(
         1,
-        "What a sleeper does with its weights: 1 keeps them in host memory, 2 forgets them wherever new ones are sure "
-        "to follow.",
+        "Weights of a sleeping replica: 1 keeps them in host memory, 2 discards them if new ones will follow.",
         low=1,
         high=2,
     )
     tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1)
-    pipeline_parallel_size: int = setting(
-        1, "GPUs, or groups of them, that hold some of the layers; needs GPUs.", low=1
-    )
-    enable_expert_parallel: bool = setting(False, "Deals the experts of a mixture out over the workers.")
+    pipeline_parallel_size: int = setting(1, "Pipeline stages, each with some of the layers; needs GPUs.", low=1)
+    enable_expert_parallel: bool = setting(False, "Distributes the experts of a mixture over the workers.")
     engine_kwargs: Any = setting(None, "More keywords of vLLM's EngineArgs, by name.")
 
     def __post_init__(self) -> None:
         check_keywords("generator.vllm.engine_kwargs", self.engine_kwargs)
         for name in self.engine_kwargs or ():
-            check(name not in OWN_ENGINE, f"generator.vllm.engine_kwargs.{name} is decided by settings of its own.")
+            check(name not in OWN_ENGINE, f"generator.vllm.engine_kwargs.{name} has its own setting.")
             why = "is generator.replicas here" if name.startswith("data_parallel_") else REFUSED_ENGINE.get(name)
             check(why is None, f"generator.vllm.engine_kwargs.{name} is not allowed: it {why}.")
         check_known("generator.vllm.engine_kwargs", self.engine_kwargs or (), "EngineArgs")
@@ -150,8 +147,8 @@ class GroupConfig:
     threads: int | None = setting(None, "As generator.threads.")
     gpus: float | None = setting(None, "As generator.gpus.")
     virtual_step_seconds: float | None = setting(None, "As generator.virtual_step_seconds.")
-    fake: dict[str, Any] = setting({}, "Settings of generator.fake that differ.")
-    vllm: dict[str, Any] = setting({}, "Settings of generator.vllm that differ.")
+    fake: dict[str, Any] = setting({}, "Differences from generator.fake.")
+    vllm: dict[str, Any] = setting({}, "Differences from generator.vllm.")
 
 
 @dataclass(frozen=True)
@@ -159,27 +156,27 @@ class GeneratorConfig:
     """Engines, replicas and sampling."""
 
     engine: str = setting(
-        "hf", "What samples: continuous batching on transformers models, vLLM, or drawn latencies.", choices=ENGINES
+        "hf",
+        "The engine: continuous batching on transformers models (hf), vLLM, or random latencies (fake).",
+        choices=ENGINES,
     )
-    # Any: replica_kinds says what is wrong with a value that is no number
-    replicas: Any = setting(1, "Replicas that are alike; a whole number from 1 to 10,000.")
+    # Any: replica_kinds reports a value that is not a number
+    replicas: Any = setting(1, "Number of equal replicas; a whole number from 1 to 10,000.")
     max_replicas: int = setting(
         0, "Most replicas on a Ray cluster that grows; 0: no more than at the start.", low=0, high=MAX_REPLICAS
     )
-    groups: Any = setting(None, "Replicas of several kinds, by name; null: all are alike.", entries=GroupConfig)
+    groups: Any = setting(None, "Replicas of several kinds, by name; null: all are equal.", entries=GroupConfig)
     slots: int = setting(128, "Responses that one replica generates at once.", low=1, high=MAX_SLOTS)
-    max_completion_length: int = setting(
-        16, "Longest response, in tokens; a longer one is cut there.", low=1, high=10**7
-    )
+    max_completion_length: int = setting(16, "Longest response, in tokens; longer ones are cut off.", low=1, high=10**7)
     temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
     top_p: float = setting(
         1.0,
-        "Samples from the likeliest tokens that hold this probability; 1 is all.",
+        "Samples from the likeliest tokens with this total probability; 1: all.",
         low=0,
         high=1,
         exclusive_low=True,
     )
-    top_k: int = setting(0, "Samples from so many of the likeliest tokens; 0 is all.", low=0)
+    top_k: int = setting(0, "Samples from this many of the likeliest tokens; 0: all.", low=0)
     min_p: float = setting(
         0.0, "Leaves out tokens below this share of the largest probability.", low=0, high=1, exclusive_high=True
     )
@@ -191,31 +188,30 @@ class GeneratorConfig:
     threads: int = setting(1, "CPU threads of one replica; 0 is Ray's choice.", low=0, high=MAX_THREADS)
     gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0, high=1024)
     ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
-    max_restarts: int = setting(3, "Times that a replica that dies is started again.", low=0)
+    max_restarts: int = setting(3, "Restarts of a replica that dies.", low=0)
     virtual_step_seconds: float = setting(
         0.01, "runtime=local: seconds that one decode iteration costs on the virtual clock.", low=0
     )
-    fake: FakeConfig = group(FakeConfig, "The world of engine=fake: lengths and latencies from distributions.")
-    vllm: VllmConfig = group(VllmConfig, "What engine=vllm hands on to vLLM, under vLLM's own names.")
+    fake: FakeConfig = group(FakeConfig, "engine=fake: distributions of lengths and latencies.")
+    vllm: VllmConfig = group(VllmConfig, "engine=vllm: settings passed to vLLM, under vLLM's names.")
 
     def _check_engine(self) -> None:
-        """Refuse settings that the engine does not support, and keywords for which a setting exists."""
+        """Refuse settings that the engine does not support, and arguments that have their own setting."""
         check_keywords("generator.generation_kwargs", self.generation_kwargs)
         check(all(self.stop), "generator.stop holds an empty text; allowed: texts of at least one character.")
         check(
             self.engine != "fake" or not (self.stop or self.repetition_penalty != 1),
-            "generator.stop and generator.repetition_penalty need a model, which generator.engine=fake has not.",
+            "generator.stop and generator.repetition_penalty need a model, which generator.engine=fake does not have.",
         )
         check(
             self.engine == "vllm" or not self.generation_kwargs,
-            f"generator.generation_kwargs={self.generation_kwargs} are vLLM's; generator.engine={self.engine} "
-            "samples by temperature, top_p, top_k, min_p, repetition_penalty and stop alone.",
+            f"generator.generation_kwargs={self.generation_kwargs} are for vLLM; generator.engine={self.engine} "
+            "samples only by temperature, top_p, top_k, min_p, repetition_penalty and stop.",
         )
         for name in self.generation_kwargs or ():
             check(
                 name not in OWN_SAMPLING,
-                f"generator.generation_kwargs.{name} is decided by settings of its own: generator.{name}, or those of "
-                "the run.",
+                f"generator.generation_kwargs.{name} has its own setting: generator.{name}, or those of the run.",
             )
         check_known("generator.generation_kwargs", self.generation_kwargs or (), "SamplingParams")
 
@@ -261,29 +257,31 @@ def replica_kinds(config: GeneratorConfig) -> list[Kind]:
     number = config.replicas
     check(
         isinstance(number, int) and not isinstance(number, bool) and number >= 1,
-        f"generator.replicas={number} is no whole number from 1 on; replicas of several kinds are set by name, such as "
+        f"generator.replicas={number} is not a whole number >= 1; replicas of several kinds are set by name, such as "
         "generator.groups={fast:{replicas:2},slow:{slots:16}}.",
     )
     if config.groups is None:
         return [Kind("generator", _sized(config, number, config.max_replicas, "generator"))]
-    check(number == 1, f"generator.replicas={number} says nothing beside generator.groups; set it in each group.")
+    check(number == 1, f"generator.replicas={number} has no effect with generator.groups; set it in each group.")
     named = config.groups
     check(
         isinstance(named, Mapping) and named and all(isinstance(entry, Mapping) for entry in named.values()),
-        f"generator.groups={named} are no groups by name; allowed: null, or such as "
+        f"generator.groups={named} does not map names to groups; allowed: null, or such as "
         "{fast:{replicas:2},slow:{slots:16}}.",
     )
     groups = {str(name): overlay(GroupConfig(), entry, f"generator.groups.{name}") for name, entry in named.items()}
     check(
         config.max_replicas == 0,
-        f"generator.max_replicas={config.max_replicas} says nothing beside groups; set it in each group.",
+        f"generator.max_replicas={config.max_replicas} has no effect with groups; set it in each group.",
     )
     return [Kind(f"generator-{name}", _resolve(config, name, group)) for name, group in groups.items()]
 
 
 def _resolve(config: GeneratorConfig, name: str, group: GroupConfig) -> GeneratorConfig:
     where = f"generator.groups.{name}"
-    check(_GROUP.fullmatch(name), f"{where}: a group's name has letters, digits and underscores, and a letter first.")
+    check(
+        _GROUP.fullmatch(name), f"{where}: a group's name starts with a letter and has letters, digits and underscores."
+    )
     changes = {key: value for key in _INHERITED if (value := getattr(group, key)) is not None}
     fake = overlay(config.fake, group.fake, f"{where}.fake")
     vllm = overlay(config.vllm, group.vllm, f"{where}.vllm")

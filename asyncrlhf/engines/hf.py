@@ -1,4 +1,4 @@
-"""The hf engine: continuous batching of a transformers model over a static KV cache with one row a slot."""
+"""The hf engine: continuous batching of a transformers model over a static KV cache with one row per slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HFEngine(Engine):
     """``Engine`` over a loaded decoder-only model, which the engine owns from then on.
 
     Each step is one forward pass: the last token of every active row, and the prompts of the refilled rows, packed
-    without padding. Siblings share one prefill, also with a sibling that came earlier under the same weights. A
+    without padding. Siblings share one prefill, also with an earlier sibling under the same weights. A
     request's draws depend only on its seed; a greedy request (``temperature=0``) reports log-probs at temperature 1
     without filters. Errors of the model's forward pass propagate.
     """
@@ -51,7 +51,7 @@ class HFEngine(Engine):
         super().__init__(slots, version, _context_length(model), int(embedding.num_embeddings))
         self._table = SlotTable(slots)
         self._holes: list[int] = []  # rows below the table's count that hold no request
-        self._row_prompt = [b""] * slots  # whose prompt's keys and values a row begins with, or will
+        self._row_prompt = [b""] * slots  # by row: the prompt whose keys and values it begins with, or will
         # Prompt -> a row that was prefilled with it under these weights, and holds it until it gets another prompt.
         self._donors: dict[bytes, int] = {}
         self._capacity = 0  # of the cache when it fell asleep
@@ -99,7 +99,7 @@ class HFEngine(Engine):
         return self.ends_at_stop(request, self._table.tokens[row, start:end])
 
     def _refill(self) -> None:
-        """Put waiting requests into free rows; then close the holes, so that the active rows come first."""
+        """Put waiting requests into free rows; then move the active rows to the front."""
         copies: list[tuple[int, int]] = []
         self._holes.sort(reverse=True)
         while self._queue and (self._holes or self._table.count < self.slots):
@@ -157,7 +157,7 @@ class HFEngine(Engine):
                 self._holes.append(row)
 
     def sleep(self, keep_weights: bool = True) -> None:
-        """Keeps its weights in any case."""
+        """Always keeps its weights."""
         if self.asleep:
             return
         self.asleep = True
@@ -220,7 +220,7 @@ class HFEngine(Engine):
             return np.zeros(0, np.float32)
         plan = plan_score(text, self._device)
         logprobs = torch.log_softmax(self._forward(self._cache, plan).float(), dim=-1)
-        # Entry t speaks of token t + 1; what the last token predicts is left out.
+        # Entry t is the log-prob of token t + 1; the prediction of the last token is left out.
         return logprobs[:-1].gather(1, plan.input_ids[1:, None])[:, 0].cpu().numpy()
 
     def close(self) -> None:

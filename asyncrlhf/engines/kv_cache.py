@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncrlhf.types import IntArray
 
-LENGTH_MULTIPLE = 8  # attended lengths are rounded up to it: few shapes, and kernels want aligned masks
+LENGTH_MULTIPLE = 8  # attended lengths are rounded up to it: few shapes, and aligned masks for the kernels
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ForwardPlan:
     num_logits: int
     longest: int  # the largest position
     buckets: tuple[PrefillBucket, ...]
-    attended: int = 0  # cache positions that decoding rows look at
+    attended: int = 0  # cache positions that decoding rows attend to
     bias: torch.Tensor | None = None  # [num_decode, 1, 1, attended] 0 or -inf
     write_source: torch.Tensor | None = None  # [W] token of each cache write; None: token w itself
     write_index: torch.Tensor | None = None  # [W * Hkv] flat places in the cache; None: nothing is written
@@ -124,7 +124,7 @@ class KVCache:
             scores = scores.view(n, heads, 1, plan.attended).mul_(scale).add_(plan.bias)
             weights = torch.softmax(scores, dim=-1).view(n * heads, 1, plan.attended)
             return torch.bmm(weights, value.flatten(0, 1)).view(n, heads * dim)
-        # The heads of a group stand as queries of one key head: grouped attention without copies of the keys.
+        # The heads of a group become queries of one key head: grouped attention without copies of the keys.
         grouped = query.reshape(n, self.kv_heads, group, dim)
         bias = plan.bias.expand(n, 1, group, plan.attended)
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale)

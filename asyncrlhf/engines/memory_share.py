@@ -1,4 +1,4 @@
-"""How much of a GPU vLLM may take where a learner that sleeps meanwhile keeps some of it."""
+"""The share of a GPU's memory for vLLM if a sleeping learner keeps some of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
 
-CONTEXT_BYTES = 3 << 29  # 1.5 GiB: of a learner's process on the device beside its tensors, NCCL's buffers among it
-MARGIN = 0.02  # of a device, for memory that is counted nowhere
+CONTEXT_BYTES = 3 << 29  # 1.5 GiB: a learner's process on the device without its tensors, including NCCL's buffers
+MARGIN = 0.02  # share of a device for other memory
 
 
 def memory_share(name: str, total: int, free: int, beside: int, weights: int, part: float = 1.0) -> float:
@@ -23,9 +23,9 @@ def memory_share(name: str, total: int, free: int, beside: int, weights: int, pa
         total, free: bytes of the device, and those free now, while the learner sleeps.
         beside: bytes that the learner keeps there asleep.
         weights: bytes of the replica's own weights on the device.
-        part: of the device, where several replicas share it.
+        part: of the device, if several replicas share it.
 
-    Raises ConfigError where the weights alone do not fit.
+    Raises ConfigError if the weights alone do not fit.
     """
     room = min(free, total - beside - CONTEXT_BYTES) * part / total
     share = math.floor(100 * (room - MARGIN * part)) / 100
@@ -40,7 +40,7 @@ def memory_share(name: str, total: int, free: int, beside: int, weights: int, pa
 
 
 def with_share(config: GeneratorConfig, model: ModelConfig, name: str, beside: int) -> GeneratorConfig:
-    """``config`` with the share of this process's GPU; as it is where the user has set one, and off GPUs."""
+    """``config`` with the share of this process's GPU; unchanged if the user has set one, and without GPUs."""
     if config.engine != "vllm" or config.gpus == 0 or config.vllm.gpu_memory_utilization is not None:
         return config
     free, total = torch.cuda.mem_get_info()
@@ -50,7 +50,7 @@ def with_share(config: GeneratorConfig, model: ModelConfig, name: str, beside: i
 
 
 def weight_bytes(config: GeneratorConfig, model: ModelConfig) -> int:
-    """Of the model's weights on each device of a replica."""
+    """Bytes of the model's weights on each device of a replica."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Sampling: counter-based uniforms, and one draw per row from logits under temperature, top-k, top-p and min-p."""
+"""Sampling: counter-based uniforms, and one draw per row from logits with temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DoubleArray = NDArray[np.float64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
-MAX_KEPT = 1024  # tokens that truncated sampling keeps at most: part of the sampler, so that what it kept can be told
+MAX_KEPT = 1024  # most tokens that truncated sampling keeps: part of the sampler, so that kept sets can be reported
 _CDF_BLOCK = 256
 
 
@@ -43,7 +43,7 @@ def seed_state(seed: int) -> np.uint64:
 def uniforms(states: UIntArray, counters: NDArray[np.int64]) -> DoubleArray:
     """Draw ``counters[i]`` of the stream ``states[i]``: [n] numbers inside (0, 1), which depend only on these two."""
     bits = _mix(states + _GOLDEN * (counters.astype(np.uint64) + np.uint64(1)))
-    # 48 bits: u * total stays below total in double precision, so that a draw never falls off the end.
+    # 48 bits: u * total stays below total in double precision, so that a draw never exceeds the range.
     return ((bits >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-48
 
 

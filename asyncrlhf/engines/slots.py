@@ -1,5 +1,5 @@
 """The hf engine's slots: the request of each row, with its tokens, log-probs and versions; and the plans of its forward
-passes: which tokens go through the model, and where their keys and values go."""
+passes: their tokens, and the places of their keys and values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from asyncrlhf.engines.kv_cache import LENGTH_MULTIPLE, ForwardPlan, KVCache, ma
 from asyncrlhf.engines.sampling import Draws, seed_state
 from asyncrlhf.types import FinishReason, GenerationRequest, IdArray, IntArray, Rollout
 
-# What is known of one row beside its tokens: their number, prompt included; where it ends at the latest; whether the KV
-# cache holds all of them but the last, which the next decode iteration feeds; its stream of draws; how it samples.
+# Fields of one row beside its tokens: their number, including the prompt; its latest end; whether the KV cache holds
+# all of them except the last, which the next decode iteration feeds; its stream of draws; its sampling settings.
 ROW = np.dtype([
     ("length", np.int64), ("prompt_length", np.int64), ("limit", np.int64), ("ready", np.bool_), ("state", np.uint64),
     ("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64), ("min_p", np.float64),
@@ -111,7 +111,7 @@ class SlotTable:
         )
 
 
-PREFILL_TOKENS = 8192  # of one forward pass: bounds its memory when many long sequences want a prefill at once
+PREFILL_TOKENS = 8192  # tokens of one forward pass: bounds its memory if many long sequences need a prefill at once
 
 
 def choose_prefills(table: SlotTable) -> list[tuple[IntArray, list[int]]]:

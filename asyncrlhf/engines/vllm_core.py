@@ -20,19 +20,19 @@ from asyncrlhf.types import GenerationRequest, IntArray, SamplingParams
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-SCORE_SLOTS = 4  # texts scored at once, beside the slots that generate: an audit does not wait for a sequence to end
+SCORE_SLOTS = 4  # texts scored at once, in further slots: an audit does not wait for a sequence to end
 RAY_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"  # vLLM's own; beside it VLLM_RAY_PER_WORKER_GPUS, 1 unless told
-TIES = 8  # log-probs asked for beyond top_k: vLLM keeps all tokens that tie with the last
-# What vLLM's workers can do beyond vLLM's own, by name: this layer knows no transport.
+TIES = 8  # log-probs requested beyond top_k: vLLM keeps all tokens that tie with the last
+# The extension of vLLM's workers, by name: this layer does not import transports.
 WORKER_EXTENSION = "asyncrlhf.transport.vllm_workers.WeightReceiving"
-MEMORY_SHARE = 0.9  # of a GPU that the replica has for itself
-CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies what it carries
+MEMORY_SHARE = 0.9  # of a GPU that only the replica uses
+CHUNK_BYTES = 64 << 20  # of one update to workers in other processes, which copies its tensors
 
 
 class VllmCore:
     """An ``LLMEngine`` that the caller's thread steps.
 
-    Not ``AsyncLLM``: its core steps in a process of its own, so that the tokens before and after an update are known
+    Not ``AsyncLLM``: its core steps in a separate process, so the tokens before and after an update are known
     only after the outputs were drained. Here no code runs between two steps; an update is exact by construction,
     weights pass by reference to a worker in this process, and no token crosses a socket. ``AsyncLLM`` prepares the next
     step during the model's work; on GPUs vLLM's asynchronous scheduling does that here too.
@@ -105,7 +105,7 @@ class VllmCore:
         ``seconds``. ``names``: each tensor's in the checkpoint. Raises WeightSyncError; the model is then torn."""
         try:
             errors = self._llm.collective_rpc("receive_weights", seconds, (ticket, dict(names)))
-        except (RuntimeError, TimeoutError) as error:  # what vLLM makes of a worker that died or hangs
+        except (RuntimeError, TimeoutError) as error:  # vLLM's error for a worker that died or hangs
             raise WeightSyncError(f"vLLM's workers did not load version {ticket.version}: {error}.") from error
         failed = [f"worker {i}: {error}" for i, error in enumerate(errors) if error]
         if failed:
@@ -123,7 +123,7 @@ class VllmCore:
 
     def forget_cache(self, *, running: bool) -> None:
         """Drop the prefix cache; with ``running`` also the keys and values of running requests, which are then
-        prefilled again. Without it vLLM keeps their blocks while they run, and the salt keeps other requests off."""
+        prefilled again. Without it vLLM keeps their blocks while they run, and the salt hides them from others."""
         if running or not self._llm.has_unfinished_requests():
             self._llm.reset_prefix_cache(reset_running_requests=running)
 
@@ -169,12 +169,12 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         "gpu_memory_utilization": own.gpu_memory_utilization or MEMORY_SHARE,
         "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
         "enable_prefix_caching": own.enable_prefix_caching,
-        # vLLM 0.32 takes back the draw of a half prefilled request with a seed, which torch's CPU generator cannot do.
+        # vLLM 0.32 reverts the draw of a partly prefilled request with a seed, which torch's CPU generator cannot do.
         "enable_chunked_prefill": False if on_cpu else None,
         "tensor_parallel_size": own.tensor_parallel_size,
         "pipeline_parallel_size": own.pipeline_parallel_size,
         "enable_expert_parallel": own.enable_expert_parallel,
-        # Several workers: on this machine, or in a placement group with a bundle a worker, named in the environment.
+        # Several workers: on this machine, or in a placement group with a bundle per worker, named in the environment.
         "distributed_executor_backend": "uni" if own.workers == 1 else "ray" if os.environ.get(RAY_BUNDLES) else "mp",
         "enable_sleep_mode": own.enable_sleep_mode,
         "weight_transfer_config": {"backend": BACKEND},
@@ -215,8 +215,8 @@ def sampling_arguments(request: GenerationRequest, vocabulary: int = 2**31) -> d
         "seed": request.seed & (2**63 - 1),
         "max_tokens": sampling.max_completion_length,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # the request's stop tokens alone end it
-        # Beside the sampled token's.
+        "ignore_eos": True,  # only the request's stop tokens end it
+        # In addition to the sampled token's.
         "logprobs": min(sampling.top_k + TIES, vocabulary) if tells_kept(sampling) else 0,
         "detokenize": False,
     }

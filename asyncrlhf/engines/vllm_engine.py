@@ -40,7 +40,7 @@ class _Draft:
             if tells_kept(self.request.sampling):
                 kept = {i: told.logprob for i, told in entry.items() if told.logprob > -math.inf}
                 self.kept.append(np.fromiter(kept, np.int32, len(kept)))
-                # 1 but for rounding, unless more tokens tied at the threshold than were asked for.
+                # 1 up to rounding, unless more tokens tied at the threshold than were requested.
                 logprob -= math.log(sum(map(math.exp, kept.values())))
             self.logprobs.append(logprob)
 
@@ -62,7 +62,7 @@ class VllmEngine(Engine):
         self._scored: dict[str, FloatArray] = {}
         self._tokens = 0  # sampled and not yet reported
         self._scores = 0  # texts scored so far: names for the next ones
-        # vLLM compiles a kernel at its first sampled token and at its first scored one: not in the run's time.
+        # vLLM compiles a kernel at its first sampled and its first scored token: done before the run's clock starts.
         self.score([np.arange(2)])
 
     def step(self, now: float) -> StepOutput:
@@ -208,7 +208,7 @@ class VllmEngine(Engine):
         return known
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        # Some at once: each step for them is a step of what is in flight, too.
+        # Several at once: each step for them also advances the requests in flight.
         results = [np.zeros(0, np.float32) for _ in token_ids]
         waiting = deque(i for i, text in enumerate(token_ids) if len(text) > 1)
         running: dict[str, int] = {}

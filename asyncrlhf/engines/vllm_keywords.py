@@ -14,13 +14,13 @@ _FILES = {"EngineArgs": "engine/arg_utils.py", "SamplingParams": "sampling_param
 
 
 def check_known(key: str, names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a name that is no field of vLLM's class ``kind``. Accepts all names if vLLM is not
+    """Raise ConfigError for a name that is not a field of vLLM's class ``kind``. Accepts all names if vLLM is not
     installed, or if its source does not define the class in the expected file."""
     fields = _fields(kind)
     for name in names:
         check(
             not fields or name in fields,
-            f"{key}.{name} is no field of the installed vLLM's {kind}{did_you_mean(name, fields)}.",
+            f"{key}.{name} is not a field of the installed vLLM's {kind}{did_you_mean(name, fields)}.",
         )
 
 

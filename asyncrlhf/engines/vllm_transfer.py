@@ -45,7 +45,7 @@ class StagedWeightTransferEngine:
         initialize_layerwise_reload(self.model)
 
     def _forget_unfinished(self) -> None:
-        """Remove the state of an update that broke off: layers without memory, and parts of incomplete layers."""
+        """Remove the state of an interrupted update: layers without memory, and parts of incomplete layers."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -167,7 +167,7 @@ def _experts(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int | N
     parent = path.removesuffix(".routed_experts")
     own = layer.moe_config.intermediate_size_per_partition
     up, down = (_unpacked(layer, matrix) for matrix in (layer.w13_weight.data, layer.w2_weight.data))
-    whole = layer.use_ep  # each worker has some experts, and those whole
+    whole = layer.use_ep  # each worker has some experts as a whole
     yield f"{parent}.gate_up_proj", up.unflatten(1, (2, -1))[:, :, :own], 0 if whole else 2
     yield f"{parent}.down_proj", down[:, :, :own], 0 if whole else 2
 
@@ -221,7 +221,7 @@ def _embedding(path: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, int |
 
     share = layer.shard_indices
     rows = share.num_org_elements
-    # The head's product may have been packed from other weights than those that the embedding looks up.
+    # The head may have been packed from other weights than the embedding's.
     matrix = packed_matrix(layer) if isinstance(layer, ParallelLMHead) else layer.weight
     yield f"{path}.weight", matrix[:rows], 0
     if getattr(layer, "bias", None) is not None:
@@ -237,7 +237,7 @@ def packed_matrix(layer: Any) -> torch.Tensor:
     weight: torch.Tensor = layer.weight
     if not hasattr(layer, "cpu_linear"):
         return weight
-    # A layer that every worker has whole, a mixture's gate among them, knows no partition.
+    # A layer that every worker has whole, such as a mixture's gate, has no partition.
     width = getattr(layer, "input_size_per_partition", layer.input_size) if weight.numel() == 0 else weight.shape[1]
     identity = torch.eye(width, dtype=weight.dtype, device=weight.device)
     columns = [layer.quant_method.apply(layer, rows) for rows in identity.split(_ROWS)]

@@ -47,7 +47,7 @@ class Annotator:
         self.workers = workers  # alive
         self._budget = budget
         self._ready: deque[RolloutInfo] = deque()
-        self._suspects: deque[RolloutInfo] = deque()  # their worker died in a call with them: each is asked for alone
+        self._suspects: deque[RolloutInfo] = deque()  # their worker died in a call with them: each is scored alone
         self._deaths: dict[int, int] = {}  # by rollout id
         self.in_hand: dict[str, set[int]] = {}  # by worker: rollout ids in its call under way
         self._calls = 0  # under way
@@ -175,7 +175,7 @@ class Annotator:
             return False
         except ReplicaError as error:
             self._ahead.lost(worker)
-            self._state.message(f"{error} So what it read ahead is lost.")
+            self._state.message(f"{error} Its read-ahead is lost.")
         return True
 
     def _file(self, batch: Sequence[RolloutInfo], annotations: Sequence[Annotation]) -> None:

@@ -128,7 +128,7 @@ class Bookkeeping:
             self.state.changed.notify()
         self.state.ledger.check()
         if self._writing is not None and self._writing.done():
-            await self.settle()  # raises now what failed
+            await self.settle()  # raises its error now
         if self._falls_on(step, self.state.config.checkpoint.every):
             await self.save()
 
@@ -254,6 +254,6 @@ class Bookkeeping:
             state.journal.note("rested", step=state.version)
             self.publisher.publish(state.version)
             await self.publisher.idle()
-        # An engine tells of its last responses when their step begins, and can take no other before it ends.
+        # An engine reports its last responses when their step begins, and can start no other before it ends.
         await asyncio.sleep(2 * max(k.config.virtual_step_seconds for k in replica_kinds(state.config.generator)))
         return state.now() - begun

@@ -16,8 +16,8 @@
     Rollback         nothing: it runs in the LearnLoop's place when the       the learner's death
                      learner has died
     Recovery         a dead replica; beside it, where replicas may be     the loop that met the death (state.died)
-                     added, nothing: it looks now and then for room
-    Supervisor       nothing: it looks now and then whether anything moved
+                     added, nothing: it regularly checks for room
+    Supervisor       nothing: it regularly checks for progress
 
         ┌──────────▶ Dispatcher ──submit──▶ replicas ──collect──▶ Annotators ▶ Assembly ─▶ ReplayBuffer ──┐
         │                                      ▲ load                                                   take

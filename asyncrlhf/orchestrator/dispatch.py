@@ -48,7 +48,7 @@ class Dispatcher:
         plan: Plan = {}
         self._pacing.look()
         if self._state.stopping and not self._state.scheduled:
-            return plan  # a schedule is finished even so, for a resume could not make up for the version that is gone
+            return plan  # a schedule is completed anyway: a resume could not replace the lost version
         self._plan_requeued(plan)
         if self._state.resting:
             return plan
@@ -64,7 +64,7 @@ class Dispatcher:
             group = self._state.groups[rollout_id // self._state.config.num_generations]
             replica = self._choose_again(group.version)
             if replica is None:
-                requeue.append(rollout_id)  # after as many turns as there are rollouts their order is what it was
+                requeue.append(rollout_id)  # a full rotation restores their order
             else:
                 self._assign(replica, rollout_id, group.group_id, group.prompt, plan)
 

@@ -16,7 +16,7 @@ from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.summary import REPLICA_PREFIX
 from asyncrlhf.types import RolloutGroup
 
-LAG_SECONDS = 0.05  # between two looks at the event loop's delay
+LAG_SECONDS = 0.05  # between two measurements of the event loop's delay
 
 
 class LoopLag:

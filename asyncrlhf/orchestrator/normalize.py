@@ -62,7 +62,7 @@ class RewardNormalizer:
         rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
         normal = self.normalize(rewards, [r.group_id for r in rollouts])
         figures = {
-            "reward_mean": float(rewards.mean()),  # as it was scored; the learner's own are of what it got
+            "reward_mean": float(rewards.mean()),  # of raw rewards; the learner's own are of normalised ones
             "reward_std": float(rewards.std()),
             "normalized_reward_mean": float(normal.mean()),
             "normalized_reward_std": float(normal.std()),

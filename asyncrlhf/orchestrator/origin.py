@@ -42,7 +42,7 @@ def find_origin(config: RunConfig, run_dir: Path, saved: Saved | None) -> Origin
     own = saved.folder.parent.parent
     check(
         run_dir.resolve() == own.resolve(),
-        f"checkpoint.resume={config.checkpoint.resume} is a checkpoint of the run in {own}, which goes on there and "
+        f"checkpoint.resume={config.checkpoint.resume} is a checkpoint of the run in {own}, which continues there, "
         f"not in run_dir={run_dir}; leave run_dir out.",
     )
     held: dict[str, str] = next((row["inputs"] for row in read_attempts(run_dir)), {})
@@ -57,10 +57,10 @@ def _begin(config: RunConfig, run_dir: Path, inputs: Mapping[str, str]) -> Origi
         return Origin(inputs=inputs)
     check(
         exit_reason(run_dir) != "done",
-        f"run_dir={run_dir} holds a finished run without a checkpoint to go on from; give another run_dir.",
+        f"run_dir={run_dir} holds a finished run without a checkpoint to continue from; give another run_dir.",
     )
     said = (
-        f"{run_dir} has no checkpoint to go on from: the run starts anew, and the records of {recorded_steps(run_dir)} "
-        "learner steps are removed, which an attempt before made without one."
+        f"{run_dir} has no checkpoint to continue from: the run starts anew and removes the records of "
+        f"{recorded_steps(run_dir)} learner steps of an earlier attempt."
     )
     return Origin(marker=RecordMarker(), inputs=inputs, said=said)

@@ -6,7 +6,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.validation import check
 
-# Of vLLM's SamplingParams, those that leave every token a chance.
+# Fields of vLLM's SamplingParams that leave every token a positive probability.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
 
@@ -17,14 +17,14 @@ def check_truncation(generator: GeneratorConfig) -> None:
     check(
         told or all(kind.config.engine != "vllm" for kind in replica_kinds(generator)),
         f"generator.top_p={generator.top_p:g} generator.top_k={generator.top_k} generator.min_p={generator.min_p:g} "
-        "leave out tokens that generator.engine=vllm does not name, so that the learner could not renormalise its "
-        f"policy on those that were kept; allowed: top_p=1 min_p=0 top_k<={VLLM_MAX_TOP_K}, or generator.engine=hf.",
+        "exclude tokens that generator.engine=vllm does not report, so the learner could not renormalise its policy "
+        f"over the kept ones; allowed: top_p=1 min_p=0 top_k<={VLLM_MAX_TOP_K}, or generator.engine=hf.",
     )
 
 
 def check_penalties(config: RunConfig) -> None:
-    """Refuse penalties under an algorithm that does not correct for them. A penalty makes the sampler another policy
-    than the model's; the sampler's log-probs are recorded, so that training is right if the loss weighs by pi / mu."""
+    """Refuse penalties under an algorithm that does not correct for them. A penalty makes the sampler differ from the
+    model's policy; the sampler's log-probs are recorded, so that training is right if the loss weighs by pi / mu."""
     generator, algorithm = config.generator, config.algorithm
     asked = {"repetition_penalty": generator.repetition_penalty} if generator.repetition_penalty != 1 else {}
     more = generator.generation_kwargs or {}
@@ -33,11 +33,11 @@ def check_penalties(config: RunConfig) -> None:
     strange = [name for name in more if name not in WEIGHABLE]
     check(
         not strange,
-        f"generator.generation_kwargs.{strange and strange[0]} may leave tokens without a chance that the learner does "
-        f"not hear of; allowed in training: {', '.join(WEIGHABLE)}.",
+        f"generator.generation_kwargs.{strange and strange[0]} may exclude tokens without the learner's knowledge; "
+        f"allowed in training: {', '.join(WEIGHABLE)}.",
     )
     check(
         not given or algorithm.correction != "none" or algorithm.anchor == "mu",
         f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
-        "weigh the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
+        "correct the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
     )

@@ -12,7 +12,7 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
-LOOK_SECONDS = 3.0  # between two looks at the cluster; twice as long after each start that failed
+LOOK_SECONDS = 3.0  # between two checks of the cluster; doubled after each failed start
 LONGEST_WAIT = 300.0
 
 

@@ -100,7 +100,7 @@ async def _annotated(
     places = []
     for payload, given in zip(stored, await annotate(workers[0], stored, moved, ticket), strict=True):
         if given.arrays is None:
-            raise AsyncRLHFError(f"Rollout {given.rollout_id} of the checkpoint cannot be taken up: {given.error}")
+            raise AsyncRLHFError(f"Rollout {given.rollout_id} of the checkpoint cannot be resumed: {given.error}")
         places.append(replace(payload, annotations=(given.arrays,)))
     return {rollout.rollout_id: rollout for rollout in await runtime.fetch(places)}
 
@@ -119,7 +119,7 @@ def try_on(saved: Saved, state: RunState, source: PromptSource) -> None:
             raise ValueError(f"the learner's part is of version {version!r:.80}, not {saved.step}")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, LedgerError) as error:
         what = str(error) if isinstance(error, LedgerError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the checkpoint {saved.folder} does not hold together ({what:.300}).") from error
+        raise CheckpointError(f"the checkpoint {saved.folder} is inconsistent ({what:.300}).") from error
     try:
         config = state.config
         check_fits(saved.learner, read_head(saved.learner), config.learner.layout, config.algorithm.saved_parts)

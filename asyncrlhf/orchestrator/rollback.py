@@ -56,7 +56,7 @@ class Rollback:
     assembly: Assembly
     run_dir: Path
     begun: Saved
-    _deaths: list[tuple[int, ReplicaError]] = field(default_factory=list)  # at which version, since it got no further
+    _deaths: list[tuple[int, ReplicaError]] = field(default_factory=list)  # at the same version, without progress
 
     async def recover(self, error: ReplicaError) -> None:
         """Restart the learner after ``error`` and take the run back. Raises ReplicaError with the first cause if the
@@ -118,7 +118,7 @@ class Rollback:
         state.published_version = -1
         for replica in state.replicas:
             replica.version = -1
-        await asyncio.sleep(0)  # what was handed out just now is on its way: a cancellation must come behind it
+        await asyncio.sleep(0)  # work just submitted is in transit: a cancellation must arrive after it
         await (self._restore if state.scheduled else self._undo)(saved)
         self.learn.taken, self.learn.ended = (), []
         state.message(f"The learner is back: from step {died_at} to the checkpoint of step {state.version}.")

@@ -54,7 +54,7 @@ from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 ERROR_FILE = "error.txt"
-CLOSE_SECONDS = 60.0  # for records on their way, beyond the limit of what must move
+CLOSE_SECONDS = 60.0  # for records being written, beyond the stall limit
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizer
             raise ConfigError("There is no room for a prompt.")
         return build_task(replace(config.task, max_prompt_length=room), tokenizer)
     except ConfigError as error:
-        build_task(config.task, tokenizer)  # raises what is wrong whatever the context is
+        build_task(config.task, tokenizer)  # raises errors that do not depend on the context
         raise ConfigError(
             f"generator.max_completion_length={completion} leaves room for prompts of {max(room, 0)} tokens in the "
             f"{context} tokens of context that model.path={config.model.path} has: {error}"

@@ -1,4 +1,4 @@
-"""Simulated runs: the real controller on a virtual clock writes a run's records; its parts only let time pass."""
+"""Simulated runs: the real controller on a virtual clock writes a run's records; its parts only advance the clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.types import SamplingParams
 from asyncrlhf.validation import check
 
-# What a simulated run is beside the settings under study: parts in one process, nothing evaluated, saved or sent.
+# Settings of every simulated run: parts in one process, no evaluations, checkpoints or sinks.
 OVERRIDES = (
     "runtime=local",
     "generator.engine=fake",
@@ -54,7 +54,7 @@ def simulate(
     """Run ``config`` on the virtual clock and write its records to ``run_dir``; returns the summary, whose
     ``controller_ms_per_rollout`` is the CPU time, in ms, that the real controller took on this machine.
 
-    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` one simulated replica stands for that many, with all
+    ``config``: with :data:`OVERRIDES`. With ``conditions.cohort`` one simulated replica represents that many, with all
     their slots (:func:`in_cohorts`). ``take_turns``: all replicas share their devices with the learner, whose ranks the
     overrides leave out. Raises ConfigError for a folder that holds a run, and the error of a loop that failed.
     """
@@ -110,8 +110,8 @@ def in_cohorts(config: RunConfig, cohort: int) -> RunConfig:
         return config
     check(
         given.groups is None and given.replicas % cohort == 0,
-        f"A cohort of {cohort} replicas does not divide generator.replicas={given.replicas}; replicas of a cohort are "
-        "alike, and allowed are its divisors.",
+        f"A cohort of {cohort} replicas does not divide generator.replicas={given.replicas}; allowed: its divisors, "
+        "because the replicas of a cohort are equal.",
     )
     merged = replace(given, replicas=given.replicas // cohort, slots=given.slots * cohort)
     return replace(config, generator=merged)

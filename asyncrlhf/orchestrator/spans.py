@@ -8,7 +8,7 @@ from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.spans import Span, SpanBatch, SpanRow, host
 
-DRIFT = 50e-6  # seconds a second by which two machines' clocks may come apart
+DRIFT = 50e-6  # drift of two machines' clocks, seconds per second
 
 
 @dataclass
@@ -68,7 +68,7 @@ class SpanLog:
                 self._take(SpanRow(batch.part, moved, clock.error))
         if batch.lost:
             self._lost[batch.part] = self._lost.get(batch.part, 0) + batch.lost
-            self.state.message(f"{batch.lost} spans of {batch.part} found no room and are not in the timeline.")
+            self.state.message(f"{batch.lost} spans of {batch.part} did not fit and are missing from the timeline.")
 
     def _take(self, row: SpanRow) -> None:
         last = self._open.get(row.part)

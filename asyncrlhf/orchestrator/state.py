@@ -77,9 +77,9 @@ class GroupInProgress:
     unfinished: set[int]
     unscored: set[int]
     scored: list[RolloutInfo] = field(default_factory=list)
-    epoch: int = 0  # in which it was issued, the last time: what was given out before is not its own
+    epoch: int = 0  # of its last issue: results of earlier ones are not accepted
     newest: int = -1  # version of a token of a sibling that has left its replica
-    # What workers of each kind (reward, reference, critic) gave, and when, by rollout id: until all kinds have.
+    # Answers of each kind of worker (reward, reference, critic) and their times, by rollout id, until all have come.
     annotations: dict[str, dict[int, tuple[Annotation, float]]] = field(default_factory=lambda: defaultdict(dict))
 
 
@@ -122,7 +122,7 @@ class RunState:
     gate: Gate
     buffer: ReplayBuffer
     message: Callable[[str], None] = lambda text: None  # for the user
-    published: Callable[[int], None] = lambda version: None  # told of each publish that is through, beside the loop
+    published: Callable[[int], None] = lambda version: None  # called after each complete publish, outside the loop
     journal: Journal = field(default_factory=Journal)
     replicas: list[Replica] = field(default_factory=list)
     groups: Groups = field(default_factory=Groups)
@@ -137,14 +137,14 @@ class RunState:
     elapsed: float = 0.0  # seconds of the run up to the last step, earlier sessions of a resumed run included
     stopping: bool = False
     resting: bool = False  # nothing begins until a checkpoint is written
-    rests: int = 0  # such checkpoints so far; what was learnt of the replicas' pace before counts no more
+    rests: int = 0  # number of such checkpoints; earlier measurements of the replicas' pace are discarded
     last_progress: float = 0.0
     room: Signal = field(default_factory=Signal)
     batch: Signal = field(default_factory=Signal)
     queue: Signal = field(default_factory=Signal)
     emptied: Signal = field(default_factory=Signal)
     changed: Signal = field(init=False)
-    touched: dict[str, Replica] = field(default_factory=dict)  # by name, what the dispatcher has to look at anew
+    touched: dict[str, Replica] = field(default_factory=dict)  # by name, replicas that the dispatcher must check again
     prefill: ReadTotals = field(default_factory=ReadTotals)  # by the reward model
     reference_prefill: ReadTotals = field(default_factory=ReadTotals)
     reward_batch_faults: int = 0  # calls of rewards that failed whole, since the last step

@@ -3,14 +3,14 @@ the run only if that does not help.
 
     after                       what happens
     --------------------------  -----------------------------------------------------------------------------------
-    half the limit in one call  the part is asked for a sign of life (``ping``) and has the other half to answer; a
+    half the limit in one call  the part is pinged and has the other half to answer; a
                                 part that does not is frozen: generators, reward, reference and critic workers are
                                 replaced like dead ones, a learner rank ends the run under its name
-    the limit without movement  a message says what each part waits for
+    the limit without progress  a message says what each part waits for
     twice the limit             parts that live but have been in the same call all the time are replaced; StallError
                                 if there is none
 
-The limit is ``stall_timeout_seconds``. Movement is an answer that moves a rollout or a version on, and any token that a
+The limit is ``stall_timeout_seconds``. Progress is an answer that advances a rollout or a version, and any token that a
 generator makes, also for an evaluation: a slow part is never replaced. Starts have a limit of their own.
 """
 
@@ -45,9 +45,9 @@ class Supervisor:
     learn: LearnLoop | None = None
     doing: str = "starts"
     _beats: dict[str, tuple[float, float]] = field(default_factory=dict)  # by generator: its beat, and since when
-    _asked: dict[str, float] = field(default_factory=dict)  # by part: when it was last asked for a sign of life
+    _asked: dict[str, float] = field(default_factory=dict)  # by part: time of its last ping
     _checks: set[asyncio.Task[None]] = field(default_factory=set)
-    _said: float = -1.0  # of which movement it was said that none followed
+    _said: float = -1.0  # the last progress before the reported stall
     _looked: float = 0.0
 
     @property
@@ -56,7 +56,7 @@ class Supervisor:
 
     @property
     def still(self) -> float:
-        """Seconds since the last movement."""
+        """Seconds since the last progress."""
         return self.state.now() - self.state.last_progress
 
     async def watch(self) -> None:
@@ -82,12 +82,12 @@ class Supervisor:
             return
         self._say()
         if self.state.stopping:
-            raise StallError(f"The run did not come to its end: {self._blame()}")
+            raise StallError(f"The run did not end: {self._blame()}")
         if self.still > 2 * self.limit and not self._replace_standing():
             raise StallError(f"Nothing moved for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
 
     def _feel_beats(self) -> None:
-        """Count new tokens of any generator as movement, also those of an evaluation."""
+        """Count new tokens of any generator as progress, also those of an evaluation."""
         now = self.state.now()
         for replica in self.state.replicas:
             beat = replica.handle.beat
@@ -96,7 +96,7 @@ class Supervisor:
                 self.state.last_progress = now
 
     def _long_asked(self) -> set[str]:
-        """Parts in a call for over half the limit that have not been asked for a sign of life meanwhile."""
+        """Parts in a call for over half the limit that have not been pinged meanwhile."""
         now = self.state.now()
         held = {call.name for call in self.calls if now - call.since > self.limit / 2}
         if self.still > self.limit / 2:
@@ -105,7 +105,7 @@ class Supervisor:
 
     def _ask(self, name: str) -> None:
         part = next((part for part in self.runtime.parts() if part.name == name), None)
-        if part is None:  # no part of ours that could be asked, such as the object store
+        if part is None:  # not one of our parts, such as the object store
             return
         self._asked[name] = self.state.now()
         check = asyncio.create_task(self._check(part), name=f"sign of life of {name}")
@@ -122,7 +122,7 @@ class Supervisor:
                 return  # replaced meanwhile
             if self.still > self.limit / 2:
                 self._say()
-            why = f"gave no sign of life for {self.limit / 2:g} s{self._of(part.name)}."
+            why = f"did not respond for {self.limit / 2:g} s{self._of(part.name)}."
             self._end(part.name, replica, calls, why)
 
     def _end(self, name: str, replica: Replica | None, calls: Sequence[Call], why: str) -> None:
@@ -144,29 +144,29 @@ class Supervisor:
             since = self._beats[replica.name][1]
             if now - since > self.limit:
                 found = True
-                why = f"made no token for {now - since:.0f} s with {_in_flight(sorted(replica.in_flight))}."
+                why = f"generated no token for {now - since:.0f} s with {_in_flight(sorted(replica.in_flight))}."
                 self._end(replica.name, replica, self.calls.of(replica.name), why)
         for name in {worker.name for worker in self._annotating()}:
             standing = [call for call in self.calls.of(name) if now - call.since > self.limit]
             found = found or bool(standing)
             if standing:
-                self._end(name, None, standing, f"lives and gave no answer{self._of(name)}.")
+                self._end(name, None, standing, f"is alive but did not answer{self._of(name)}.")
         return found
 
     def _say(self) -> None:
         """Report the stall to the user, once for each stall."""
         if self._said != self.state.last_progress:
             self._said = self.state.last_progress
-            self.state.message(f"Nothing has moved for {self.still:.0f} s. {' '.join(self.sentences())}")
+            self.state.message(f"No progress for {self.still:.0f} s. {' '.join(self.sentences())}")
 
     def _blame(self) -> str:
         """A sentence that names the part whose answer has been awaited for longest."""
         now = self.state.now()
         asked = [call for call in self.calls if call.verb != "ping" and now - call.since > self.limit / 2]
         if not asked:
-            return "every part answers, and none has anything to do."
+            return "every part answers, and none has work."
         name = min(asked, key=lambda call: call.since).name
-        return f"{name} is waited for{self._of(name)}."
+        return f"{name} has not answered{self._of(name)}."
 
     def _of(self, name: str) -> str:
         """The oldest call to the part: its verb, its age in seconds, and its rollout ids; empty if there is none."""

@@ -36,7 +36,7 @@ class Turns:
     @asynccontextmanager
     async def learner(self, *, publishes: bool = False) -> AsyncIterator[None]:
         """The learner's turn: in this context the generators on its devices sleep. After an error they stay asleep.
-        ``publishes``: a publish follows for sure, so that the generators may drop their weights."""
+        ``publishes``: a publish certainly follows, so that the generators may drop their weights."""
         if not self._runtime.sharing:
             yield
             return

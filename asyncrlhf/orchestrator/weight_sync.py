@@ -48,7 +48,7 @@ class WeightPublisher:
         self._lost: LearnerLostError | None = None  # met by a rejoin
         self._down = False  # from the learner's death until it has weights again
         self.last_seconds = 0.0
-        self.snapshot_seconds = 0.0  # that the learner stood still for the newest snapshot
+        self.snapshot_seconds = 0.0  # for which the newest snapshot blocked the learner
         self.mismatch_kl = 0.0
         self.waiting_for = ""
 

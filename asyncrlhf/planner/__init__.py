@@ -1,1 +1,1 @@
-"""Predicts what a run costs: shapes of models and machines, seconds, bytes, closed forms, layouts and their search."""
+"""Predicts the cost of a run: model and machine shapes, seconds, bytes, closed forms, layouts and their search."""

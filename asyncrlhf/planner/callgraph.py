@@ -1,5 +1,5 @@
-"""Calls on meshes: one PPO iteration as ReaL (2406.14088), HybridFlow and Pipe-RLHF plan it. What-if alone: the learner
-of this project has no tensor or pipeline parallelism, so `train` runs none of these plans."""
+"""Calls on meshes: one PPO iteration as ReaL (2406.14088), HybridFlow and Pipe-RLHF plan it. For what-if studies only:
+the learner has no tensor or pipeline parallelism, so `train` cannot run these plans."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from asyncrlhf.planner.memory import TEXTBOOK, USABLE
 from asyncrlhf.planner.resharding import reshard
 from asyncrlhf.planner.shapes import Cluster, ModelShape
 
-ITERATIONS = 5  # chained; the cost of a plan is their makespan over their number
+ITERATIONS = 5  # chained; the cost of a plan is their makespan divided by ITERATIONS
 Kind = Literal["generate", "infer", "train"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """``after``: calls of the same batch whose results it reads."""
+    """``after``: the calls of the same batch whose results this call reads."""
 
     name: str
     model: str
@@ -41,7 +41,7 @@ PPO = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Devices ``first`` to ``first + devices``, as ``pipeline`` x ``tensor`` x ``data``."""
+    """Devices ``first`` to ``first + devices - 1``, as ``pipeline`` x ``tensor`` x ``data``."""
 
     first: int
     devices: int
@@ -57,17 +57,17 @@ class Layout:
         return slice(self.first, self.first + self.devices)
 
 
-Plan = tuple[Layout, ...]  # of each call, in the graph's order
+Plan = tuple[Layout, ...]  # one layout per call, in the graph's order
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Calls, the models that they are of, and one batch of ``batch`` prompts and responses of these lengths in tokens.
+    """Calls, their models, and a batch of ``batch`` prompts (``prompt`` tokens) with responses (``response`` tokens).
 
     Args:
-        delay: by how many batches generation and inference run ahead of the weights that training makes (Pipe-RLHF's
+        delay: number of batches by which generation and inference run ahead of training's weights (Pipe-RLHF's
             delayed pipeline: 1).
-        recompute: training makes its forward pass twice.
+        recompute: training repeats the forward pass (gradient checkpointing).
     """
 
     shapes: Mapping[str, ModelShape]
@@ -81,7 +81,7 @@ class Graph:
     fitted: Coefficients = field(default_factory=Coefficients)
 
     def seconds(self, call: Call, layout: Layout) -> float:
-        """Of one call alone: ReaL's terms, with m = 2p micro-batches in training and inference and p in generation."""
+        """Seconds of one call, by ReaL's terms: 2p micro-batches in training and inference, p in generation."""
         shape, fitted, cluster = self.shapes[call.model], self.fitted, self.cluster
         p, t, d = layout.pipeline, layout.tensor, layout.data
         each = self.batch / d
@@ -104,8 +104,8 @@ class Graph:
     def _stage(
         self, shape: ModelShape, layout: Layout, length: int, microbatches: int, work: int = 1, talk: int = 1
     ) -> float:
-        """Seconds of one of the micro-batches in one stage: ``work`` times the compute of a forward pass, ``talk``
-        times its sums over the tensor-parallel ranks."""
+        """Seconds of one micro-batch in one stage: ``work`` times the compute of a forward pass plus ``talk`` times
+        its all-reduces over the tensor-parallel ranks."""
         rows, shards = self.batch / layout.data / microbatches, layout.pipeline * layout.tensor
         flops = rows * forward_flops(shape, [length])
         compute = flops / (shards * self.cluster.device.flops * self.fitted.compute)
@@ -115,7 +115,7 @@ class Graph:
         return work * compute + talk * (shape.layers / layout.pipeline * sums + hop)
 
     def reallocation(self, model: str, source: Layout, target: Layout) -> float:
-        """Seconds until the weights that training left in ``source`` lie as ``target`` wants them."""
+        """Seconds to move the model's weights from the layout ``source`` to the layout ``target``."""
         if source == target:
             return 0.0
         size = 2.0 * self.shapes[model].parameters
@@ -130,8 +130,8 @@ class Graph:
         return link.latency + share * size / link.bandwidth
 
     def held(self, plan: Plan) -> np.ndarray:
-        """[devices] bytes: trained models in mixed precision with sharded optimizers, frozen ones, and the largest of
-        what single calls add (copies in another layout, the cache, activations)."""
+        """[devices] bytes: trained models in mixed precision with sharded optimizers, frozen models, and the largest
+        temporary need of any one call (weights in another layout, key-value cache, activations)."""
         always, most = np.zeros(self.cluster.devices), np.zeros(self.cluster.devices)
         trained = {call.model: layout for call, layout in zip(self.calls, plan, strict=True) if call.kind == "train"}
         whole, shared = TEXTBOOK["1"]
@@ -153,12 +153,12 @@ class Graph:
         return always + most
 
     def makespan(self, plan: Plan, iterations: int = ITERATIONS) -> float:
-        """Seconds until the last of so many chained iterations has ended: a call starts when its parents are done and
-        all devices of its mesh are free; of those that could start, the earliest goes first."""
+        """Seconds until the last of ``iterations`` chained iterations ends. A call starts when its parents have ended
+        and all devices of its mesh are free; among several such calls the one with the earliest start goes first."""
         return max(end for _, _, _, end in self.timeline(plan, iterations))
 
     def timeline(self, plan: Plan, iterations: int = ITERATIONS) -> list[tuple[str, int, float, float]]:
-        """(call, batch, start, end) of each call and reallocation, in the order in which they start."""
+        """(call, batch, start, end) of each call and reallocation, ordered by start."""
         layouts = {call.name: layout for call, layout in zip(self.calls, plan, strict=True)}
         trains = {call.model: call for call in self.calls if call.kind == "train"}
         seconds = {call.name: self.seconds(call, layouts[call.name]) for call in self.calls}
@@ -197,7 +197,7 @@ class Graph:
         return sorted(done, key=lambda row: row[2])
 
     def cost(self, plan: Plan) -> float:
-        """Seconds an iteration; infinite where some device would hold too much."""
+        """Seconds per iteration; infinite if the plan exceeds the memory of a device."""
         if self.held(plan).max() > USABLE * self.cluster.device.memory:
             return math.inf
         return self.makespan(plan) / ITERATIONS
@@ -207,7 +207,7 @@ Mesh = tuple[int, int]  # (first device, devices)
 
 
 def meshes(cluster: Cluster) -> list[Mesh]:
-    """Runs of whole nodes, and power-of-two parts of one."""
+    """Meshes of consecutive whole nodes, and of halves, quarters, ... of one node."""
     node, runs = cluster.per_node, range(1, cluster.nodes + 1)
     found = [(first * node, count * node) for count in runs for first in range(cluster.nodes - count + 1)]
     part = node // 2
@@ -218,8 +218,8 @@ def meshes(cluster: Cluster) -> list[Mesh]:
 
 
 def layouts(graph: Graph, call: Call, mesh: Mesh) -> list[Layout]:
-    """All ways to lay a call over a mesh: powers of two of tensor parallelism inside a node that divide the heads,
-    stages that divide the layers, and as many copies as prompts allow."""
+    """All layouts of a call on a mesh: tensor parallelism is a power of two inside a node and divides the key-value
+    heads, pipeline stages divide the layers, and there are at most as many data-parallel copies as prompts."""
     shape, (first, devices) = graph.shapes[call.model], mesh
     widths = [t for t in (1, 2, 4, 8, 16) if t <= graph.cluster.per_node and shape.kv_heads % t == 0]
     found = [
@@ -235,8 +235,8 @@ PLACEMENTS = ("flatten", "interleave", "separate", "any")
 
 
 def placed(graph: Graph, placement: str) -> list[list[Mesh]]:
-    """The meshes that each call may have: ``flatten``, one mesh for all; ``interleave``, reference and reward side by
-    side on halves; ``separate``, generation on a half of its own; ``any``, all meshes."""
+    """The meshes allowed for each call: ``flatten``, one mesh of all devices; ``interleave``, reference and reward on
+    one half each; ``separate``, generation on one half and all else on the other; ``any``, all meshes."""
     everything, half = (0, graph.cluster.devices), graph.cluster.devices // 2
     first, second = (0, half), (half, graph.cluster.devices - half)
     if placement == "any":
@@ -250,7 +250,7 @@ def placed(graph: Graph, placement: str) -> list[list[Mesh]]:
 
 
 class Space:
-    """Plans for search.py: one layout a call. A walk starts at each call's fastest option and changes one call."""
+    """Plans for search.py. A walk starts with the fastest layout of each call; a step changes one call's layout."""
 
     def __init__(self, graph: Graph, allowed: Sequence[Sequence[Mesh]]) -> None:
         self.graph = graph

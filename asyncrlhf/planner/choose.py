@@ -1,4 +1,4 @@
-"""Which layout: memory refuses, closed forms rank, the controller on the virtual clock decides among the best."""
+"""Choice of a layout: memory excludes, closed forms rank, simulations on the virtual clock decide among the best."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Figures = Mapping[
     str, float
 ]  # of a simulated run: step_seconds, learner_idle, generator_idle, staleness, dropped_share
 SEEDS = (0, 1, 2)
-FINALISTS = 6  # that all seeds are tried of
-VARIANTS = 3  # of a learner on so many ranks: the fastest that fit
-HOPELESS = 1.5  # times the least step by the closed forms
-TIE = 0.01  # of a step: seeds differ by as much
+FINALISTS = 6  # candidates simulated with all seeds
+VARIANTS = 3  # fastest learner layouts kept per number of ranks
+HOPELESS = 1.5  # times the shortest step by the closed forms; slower layouts are not simulated
+TIE = 0.01  # share of a step by which seeds differ
 LEARNER = ("ranks", "sharding", "sequence_parallel", "offload", "checkpointing", "services")
 
 
@@ -32,13 +32,13 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """A rollout, simulated: what is made small."""
+        """Simulated seconds per rollout, the objective."""
         return self.figures["step_seconds"] / self.layout.batch_size
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """``refused``: sentences by what they are about; ``seen``: layouts that fit into memory."""
+    """``refused``: why layouts were excluded, by subject; ``seen``: number of layouts that fit into memory."""
 
     best: Candidate
     others: Sequence[Candidate]
@@ -48,7 +48,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen: learners, generators and further ``axes`` of a layout, on ``devices`` of each group."""
+    """The layouts to choose from: learners, generators and further ``axes``; ``devices``: number in each group."""
 
     learners: Sequence[Layout]
     generators: Sequence[Layout]
@@ -64,21 +64,21 @@ def choose(
     simulate: Callable[[Layout, int], Figures],
     simulated: int = 32,
 ) -> Chosen:
-    """The layout of the shortest step; of equals that of least staleness, then of fewest devices.
+    """The layout with the fewest seconds per rollout; among ties the least staleness, then the fewest devices.
 
     Args:
-        valid: says in one sentence what the config classes have against a layout.
+        valid: returns one sentence if the config classes refuse a layout, else None.
         simulate: figures of a run of this layout with this seed.
-        simulated: layouts of which one run is simulated; of the best few of them there are three.
+        simulated: number of layouts simulated with one seed; the best FINALISTS of them get all three seeds.
 
-    Raises ValueError with one sentence where nothing is left.
+    Raises ValueError with one sentence if no layout remains.
     """
     refused: dict[str, str] = {}
     learners = _variants(space, subject, valid, refused)
     ranked = _ranked(replace(space, learners=learners), subject, refused)
     if not ranked:
         why = f", for example: {next(iter(refused.values()))}" if refused else ""
-        raise ValueError(f"no layout fits onto these devices{why}" if why else "no layout is left to choose from")
+        raise ValueError(f"no layout fits these devices{why}" if why else "no layout is left to choose from")
     tried: list[Candidate] = []
     for layout, guess in ranked:
         if len(tried) == simulated:
@@ -88,7 +88,7 @@ def choose(
             continue
         tried.append(Candidate(layout, guess, simulate(layout, SEEDS[0])))
     if not tried:
-        raise ValueError(f"no layout passes the config's own checks, for example: {next(iter(refused.values()))}")
+        raise ValueError(f"no layout passes the config's checks, for example: {next(iter(refused.values()))}")
     tried.sort(key=lambda c: c.seconds)
     finalists = [_averaged(candidate, simulate) for candidate in tried[:FINALISTS]]
     least = min(c.seconds for c in finalists)
@@ -117,8 +117,8 @@ def _averaged(candidate: Candidate, simulate: Callable[[Layout, int], Figures]) 
 def _variants(
     space: Space, subject: Subject, valid: Callable[[Layout], str | None], refused: dict[str, str]
 ) -> list[Layout]:
-    """Of each number of ranks the fastest that fit and the smallest, for what else they are changes nothing but the
-    learner's seconds and bytes."""
+    """For each number of ranks the fastest learner layouts that fit, and the one with the least memory: their other
+    fields affect only the learner's seconds and bytes."""
     batch = max(space.axes.get("batch_size", (subject.base.batch_size,)))
     lengths = [round(subject.workload.prompt + subject.workload.mean)] * batch
     found: dict[tuple[int, int, int], list[Layout]] = {}
@@ -143,15 +143,15 @@ def _variants(
 
 
 def _ranked(space: Space, subject: Subject, refused: dict[str, str]) -> list[tuple[Layout, Estimate]]:
-    """Layouts that fit and are kept, best first; of each staleness bound one in turn, for the closed forms tell those
-    apart worst."""
+    """Layouts that fit and satisfy ``keeps``, best first, alternating between staleness bounds because the closed
+    forms compare bounds least accurately."""
     trained: dict[tuple[Any, ...], float] = {}
     by_bound: dict[int, list[tuple[Layout, Estimate]]] = {}
     for seen, layout in enumerate(
         enumerate_layouts(space.learners, space.generators, space.devices, space.axes, len(subject.kinds))
     ):
         if seen == MAX_LAYOUTS:
-            raise ValueError(f"over {MAX_LAYOUTS} layouts: keep some decisions, as in --keep tensor=8")
+            raise ValueError(f"over {MAX_LAYOUTS} layouts: fix some fields, for example with --keep tensor=8")
         if not all(keep(layout) for keep in space.keeps):
             continue
         if (sentence := refusal(layout, subject)) is not None:

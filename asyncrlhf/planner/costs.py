@@ -1,4 +1,4 @@
-"""Seconds of what a run does, from the shape of a model and a machine: roofline terms with named coefficients."""
+"""Seconds of a run's operations from the shapes of model and machine: roofline terms with named coefficients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asyncrlhf.planner.shapes import Cluster, Link, ModelShape
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What is fitted: the shares of a device's peak that computing and reading reach, the host's seconds a layer and a
-    pipeline hop, and the share of a sharded learner's communication that its compute hides."""
+    """Fitted coefficients: the shares of a device's peak FLOP/s and memory bandwidth in use, the host's seconds per
+    layer and per pipeline hop, and the share of compute time that can hide a sharded learner's communication."""
 
     compute: float = 0.4
     memory: float = 0.7
@@ -23,39 +23,39 @@ class Coefficients:
     def __post_init__(self) -> None:
         for name in ("compute", "memory"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"the utilisation {name}={getattr(self, name):g} is none; allowed: over 0, at most 1.")
+                raise ValueError(f"the utilisation {name}={getattr(self, name):g} is out of range; allowed: (0, 1].")
         if not 0 <= self.overlap <= 1 or self.layer < 0 or self.hop < 0:
-            raise ValueError("overlap lies between 0 and 1, and no seconds are negative.")
+            raise ValueError("overlap must lie in [0, 1], and layer and hop must not be negative.")
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Of one causal pass over packed sequences: ``2 P N + 2 L h sum(len^2)``."""
+    """FLOPs of one causal pass over packed sequences: ``2 P N + 2 L h sum(len^2)``."""
     squares = sum(length * length for length in lengths)
     return 2.0 * shape.parameters * sum(lengths) + 2.0 * shape.layers * shape.hidden * squares
 
 
 def train_flops(shape: ModelShape, lengths: Sequence[int], *, checkpointing: bool = False) -> float:
-    """Of a forward and a backward pass; with checkpointing the forward pass is made twice."""
+    """FLOPs of a forward and a backward pass; checkpointing repeats the forward pass."""
     return (4 if checkpointing else 3) * forward_flops(shape, lengths)
 
 
 def all_reduce(link: Link, ranks: int, size: float) -> float:
-    """Seconds of ``size`` bytes, in a ring."""
+    """Seconds of a ring all-reduce of ``size`` bytes."""
     return 2 * (ranks - 1) * (link.latency + size / (ranks * link.bandwidth))
 
 
 def all_gather(link: Link, ranks: int, size: float) -> float:
-    """Seconds until each rank holds all ``size`` bytes; a reduce-scatter takes as long."""
+    """Seconds until each rank holds all ``size`` bytes; the same for a reduce-scatter."""
     return (ranks - 1) * (link.latency + size / (ranks * link.bandwidth))
 
 
 def broadcast(link: Link, ranks: int, size: float) -> float:
-    """Seconds of ``size`` bytes in a pipelined tree; ``ranks`` counts the sender too."""
+    """Seconds to send ``size`` bytes along a pipelined tree; ``ranks`` includes the sender."""
     return math.ceil(math.log2(max(ranks, 1))) * link.latency + size / link.bandwidth if ranks > 1 else 0.0
 
 
 def pipelined(stages: int, microbatches: int, seconds: float) -> float:
-    """A pipeline's seconds, each stage taking ``seconds`` a microbatch."""
+    """Seconds of a pipeline whose stages take ``seconds`` per microbatch each."""
     return seconds * (stages - 1 + microbatches)
 
 
@@ -78,7 +78,7 @@ class CostModel:
         """Seconds of one iteration of a replica that advances ``running`` sequences of mean length ``context`` by a
         token each. Without CUDA graphs the host's launches, ``layer`` seconds each, dominate small batches."""
         shape, device, fitted = self.shape, self.cluster.device, self.fitted
-        each = max(1, math.ceil(running / self.pipeline))  # as many microbatches as stages keep all of them busy
+        each = max(1, math.ceil(running / self.pipeline))  # one microbatch per stage keeps all stages busy
         flops = 2.0 * shape.parameters * each + 4.0 * shape.layers * shape.hidden * each * context
         read = 2.0 * shape.parameters + each * context * shape.kv_bytes
         stage = max(
@@ -89,7 +89,7 @@ class CostModel:
         return shape.layers * fitted.layer + stage + sums + (self.pipeline - 1) * fitted.hop
 
     def prefill(self, tokens: int) -> float:
-        """Seconds that prompts of so many tokens add to an iteration."""
+        """Seconds that prompts of ``tokens`` tokens in all add to an iteration."""
         if not tokens:
             return 0.0
         return forward_flops(self.shape, [tokens]) / (
@@ -108,7 +108,7 @@ class CostModel:
         return compute + max(0.0, self._communication() - self.fitted.overlap * compute)
 
     def _communication(self) -> float:
-        """Seconds a step that the learner's ranks talk: gradients, and for shards the weights of each pass."""
+        """Seconds per step of collectives: gradients, and with sharded weights also the weights of each pass."""
         if self.ranks == 1:
             return 0.0
         link, size = self.cluster.link(self.ranks), 2.0 * self.shape.parameters
@@ -118,7 +118,7 @@ class CostModel:
 
     @property
     def snapshot(self) -> float:
-        """Seconds that the learner stands still for a publish: shards are gathered, whole weights copied."""
+        """Seconds for which a publish blocks the learner: shards are gathered, whole weights are copied."""
         size = 2.0 * self.shape.parameters
         if self.layout in ("3", "fsdp2"):
             return all_gather(self.cluster.link(self.ranks), self.ranks, size)
@@ -126,7 +126,7 @@ class CostModel:
 
     @property
     def transfer(self) -> float:
-        """Seconds until all replicas have the weights, beside the next step."""
+        """Seconds to send the weights to all replicas, concurrently with the next step."""
         receivers = 1 + self.replicas * self.tensor * self.pipeline
         return broadcast(
             self.cluster.inter if receivers > self.cluster.per_node else self.cluster.intra,
@@ -136,6 +136,6 @@ class CostModel:
 
     @property
     def load(self) -> float:
-        """Seconds between two tokens in which a replica takes the weights over."""
+        """Seconds for which a replica pauses between two tokens to load the weights."""
         shards = self.tensor * self.pipeline
         return 4.0 * self.shape.parameters / (shards * self.cluster.device.bandwidth * self.fitted.memory)

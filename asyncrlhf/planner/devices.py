@@ -1,4 +1,4 @@
-"""Devices by name: peaks of catalogues (devices.json), for machines without a profile."""
+"""Devices by name: data-sheet peaks (devices.json), for machines without a profile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from asyncrlhf.planner.shapes import Cluster, Device, Link
 
 FILE = Path(__file__).with_name("devices.json")
-LATENCY, FAR_LATENCY = 5e-6, 1e-5  # seconds a message inside a node and between nodes
-EXPECT = "from a catalogue's peaks, not measured here: expect 30%"
+LATENCY, FAR_LATENCY = 5e-6, 1e-5  # seconds per message inside a node and between nodes
+EXPECT = "from data-sheet peaks, not measured here: expect errors of 30%"
 
 
 def catalogue() -> dict[str, dict[str, Any]]:
@@ -21,15 +21,15 @@ def catalogue() -> dict[str, dict[str, Any]]:
 
 
 def cluster_of(name: str, devices: int) -> Cluster:
-    """So many of a named device, in full nodes or in one. Raises ValueError with one sentence for an unknown one."""
+    """A cluster of ``devices`` of a named device: one node or several full ones. Raises ValueError (one sentence)."""
     per_node = min(_row(name)["per_node"], devices)
     if devices < 1 or devices % per_node:
-        raise ValueError(f"{devices} devices fill no nodes of {per_node}; allowed: fewer than that, or a multiple.")
+        raise ValueError(f"{devices} devices do not fill nodes of {per_node}; allowed: fewer, or a multiple.")
     return nodes_for(name, devices, per_node)
 
 
 def nodes_for(name: str, devices: int, per_node: int = 0) -> Cluster:
-    """As many full nodes (of ``per_node`` devices, else of as many as the catalogue says) as ``devices`` need."""
+    """The full nodes that ``devices`` need, with ``per_node`` devices each (0: the catalogue's number)."""
     row = _row(name)
     each = min(devices, per_node or row["per_node"])
     device = Device(name, row["flops"], row["bandwidth"], row["memory"], row["source"])
@@ -40,5 +40,5 @@ def nodes_for(name: str, devices: int, per_node: int = 0) -> Cluster:
 def _row(name: str) -> dict[str, Any]:
     known = catalogue()
     if name not in known:
-        raise ValueError(f"{name} is no device of {FILE.name}; allowed: {', '.join(known)}.")
+        raise ValueError(f"{name} is not a device of {FILE.name}; allowed: {', '.join(known)}.")
     return known[name]

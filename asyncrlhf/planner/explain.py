@@ -1,4 +1,4 @@
-"""A plan in words: why this layout, why not the others, and what its figures rest on."""
+"""A plan in words: why this layout, why not the others, and where the figures come from."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.ranking import Subject, bytes_of, estimate
 
 STUDIES = "experiments/01_off_policyness, experiments/05_staleness_lab"
-WORTH = ("measured", "fitted", "extrapolated", "catalogue")  # of a figure's source, best first
+WORTH = ("measured", "fitted", "extrapolated", "catalogue")  # sources of a figure, most reliable first
 
 
 def sources(chosen: Layout, subject: Subject) -> dict[str, str]:
-    """By figure, where it comes from; what lies beyond the source's own setting is extrapolated."""
+    """Source of each figure; outside the layout that was measured it is ``extrapolated``."""
     if subject.measured is None:
         return {name: "catalogue" for name in ("decode", "prefill", "train", "publish", "messages", "memory")}
     known = dict(subject.measured.sources)
@@ -31,37 +31,37 @@ def weakest(known: Mapping[str, str]) -> str:
 
 
 def sentences(chosen: Chosen, subject: Subject) -> list[str]:
-    """Why this layout."""
+    """Sentences that explain why this layout was chosen."""
     best, layout = chosen.best, chosen.best.layout
     guess, figures = best.estimate, best.figures
     said = [
         f"A step of {layout.batch_size} rollouts takes {seconds_in_words(figures['step_seconds'])}: the learner needs "
         f"{seconds_in_words(guess.train)}, the generators {seconds_in_words(guess.generation)}; the learner waits "
-        f"{figures['learner_idle']:.0%} of its time, the generators {figures['generator_idle']:.0%}."
+        f"{figures['learner_idle']:.0%} of the time, the generators {figures['generator_idle']:.0%}."
     ]
     if layout.placement == "flatten":
-        said.append("Both sides take turns on the same devices, so that nothing overlaps there.")
+        said.append("Generators and learner take turns on the same devices, so nothing overlaps.")
     else:
         enough = guess.generation <= guess.train
         rate = layout.batch_size / guess.generation / layout.replicas
         another = estimate(replace(layout, replicas=layout.replicas + 1), subject)
         said.append(
-            f"A replica makes {rate:.3g} rollouts/s: {layout.replicas} of them "
+            f"A replica makes {rate:.3g} rollouts/s; replicas ({layout.replicas}) "
             + ("keep the learner busy" if enough else "are slower than the learner")
-            + f"; with another one a step would take {seconds_in_words(another.step)} by the closed forms, and the "
-            f"generators would be held back {another.held_back:.0%} of their time."
+            + f". With one more, a step would take {seconds_in_words(another.step)} by the closed forms, and the "
+            f"generators would be held back {another.held_back:.0%} of the time."
         )
     said.append(_lag(chosen))
     if layout.in_flight < layout.replicas * layout.slots:
         said.append(
-            f"Of {layout.replicas * layout.slots} slots no more than {layout.in_flight} are ever in use: the bound "
-            f"admits no more rollouts at once."
+            f"At most {layout.in_flight} of {layout.replicas * layout.slots} slots are in use, because the staleness "
+            f"bound limits the rollouts in flight."
         )
     generator, learner = bytes_of(layout, subject)
     said.append(
-        f"A rank holds {learner.total / 1e9:.3g} GB and a replica's device {generator.total / 1e9:.3g} GB"
+        f"A learner rank holds {learner.total / 1e9:.3g} GB, a generator's device {generator.total / 1e9:.3g} GB"
         + (
-            f"; {len(chosen.refused)} other layouts are refused, such as: {next(iter(chosen.refused.values()))}"
+            f"; reasons to refuse other layouts: {len(chosen.refused)}, such as: {next(iter(chosen.refused.values()))}"
             if chosen.refused
             else "."
         )
@@ -69,16 +69,16 @@ def sentences(chosen: Chosen, subject: Subject) -> list[str]:
     known = sources(layout, subject)
     if weakest(known) == "catalogue":
         device = subject.clusters[layout.learner_on].device
-        said.append(f"Figures of {device.name} are a data sheet's ({device.source}): not measured here, expect 30%.")
+        said.append(f"Figures of {device.name} come from its data sheet ({device.source}): expect errors of 30%.")
     elif weakest(known) == "extrapolated":
         names = ", ".join(name for name, source in known.items() if source == "extrapolated")
-        said.append(f"Beyond what was measured: {names}. Measure again after the first run (asyncrlhf plan --compare).")
-    said.append(f"Staleness is predicted, reward is not: what a lag costs in quality, see {STUDIES}.")
+        said.append(f"Extrapolated figures: {names}. Compare them with the first run (asyncrlhf plan --compare).")
+    said.append(f"The plan predicts staleness, not reward: {STUDIES} measure what staleness costs in reward.")
     return said
 
 
 def _lag(chosen: Chosen) -> str:
-    """Why this staleness bound: what the best layouts of the others would do."""
+    """Why this staleness bound: the step time of the best layout at each other bound."""
     best = chosen.best
     bound = best.layout.max_staleness
     rivals: dict[int, float] = {}
@@ -88,18 +88,18 @@ def _lag(chosen: Chosen) -> str:
             rivals[lag] = min(step, rivals.get(lag, math.inf))
     tried = ", ".join(f"{lag}: {seconds_in_words(step)}" for lag, step in sorted(rivals.items()))
     return (
-        f"max_staleness {bound} means a mean staleness of {best.figures['staleness']:.2f} and "
-        f"{best.figures['dropped_share']:.1%} dropped" + (f"; a step at other bounds: {tried}." if tried else ".")
+        f"max_staleness {bound} gives a mean staleness of {best.figures['staleness']:.2f} and drops "
+        f"{best.figures['dropped_share']:.1%} of rollouts" + (f"; a step at other bounds: {tried}." if tried else ".")
     )
 
 
 def reason(other: Candidate, best: Candidate) -> str:
-    """Why another one was not chosen."""
+    """Why another candidate was not chosen."""
     excess = other.figures["step_seconds"] / best.figures["step_seconds"] - 1
     changed = ", ".join(f"{name}={value}" for name, value in other.layout.changes(best.layout).items())
     slower = f"{abs(excess):.1%} {'slower' if excess >= 0 else 'faster'}"
-    worse = "" if excess >= 0.01 else ", which is no difference, and it is staler or takes more devices"
-    return f"{changed}: {seconds_in_words(other.figures['step_seconds'])} a step, {slower}{worse}"
+    worse = "" if excess >= 0.01 else ", within the noise, but staler or with more devices"
+    return f"{changed}: {seconds_in_words(other.figures['step_seconds'])} per step, {slower}{worse}"
 
 
 def seconds_in_words(value: float) -> str:

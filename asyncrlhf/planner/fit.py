@@ -1,4 +1,4 @@
-"""Costs of a machine and model out of what a run recorded: its spans, its metrics and its rollouts."""
+"""Costs of a machine and model from the records of a run: spans, metrics and rollouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pyarrow.dataset as ds
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted, fit
 
-LONG = 3.0  # times the median: a step that something else prolonged
-WARM_UP = 10  # learner steps whose costs are those of a start
+LONG = 3.0  # times the median: a longer step was delayed by something else (a hiccup)
+WARM_UP = 10  # first learner steps, left out
 SCORERS = ("reward", "reference", "critic")
 
 
 def costs_of_run(run_dir: Path) -> Fitted:
-    """Linear costs; every figure is of the controller's clock or of the part's own spans, so that what parts cost each
-    other on shared cores is in them. Raises ValueError with one sentence where the run recorded too little."""
+    """Linear costs, measured on the controller's clock or by the parts' own spans, so they include contention between
+    parts that share cores. Raises ValueError with one sentence if the run recorded too little."""
     spans = _columns(run_dir, "spans", "timeline (logging.spans)")
     metrics = [row for row in _metrics(run_dir) if row["step"] > WARM_UP]
     if len(metrics) < WARM_UP:
@@ -36,7 +36,7 @@ def costs_of_run(run_dir: Path) -> Fitted:
 
     decode = late & (kinds == "decode") & (spans["iterations"] > 0)
     if not decode.any():
-        raise ValueError(f"{run_dir} has no iterations of an engine: the fake engine makes tokens by the clock.")
+        raise ValueError(f"{run_dir} has no iterations of an engine; the fake engine records none.")
     iterations, sequences = spans["iterations"][decode], spans["sequence_iterations"][decode]
     base, each = fit(np.stack([iterations, sequences], axis=1), spans["busy_seconds"][decode])
     snapshot, load = mean("snapshot"), mean("load")
@@ -66,7 +66,7 @@ def costs_of_run(run_dir: Path) -> Fitted:
 
 
 def _message(run_dir: Path, iteration: float, began: float) -> float:
-    """Seconds of one message: half of what the quickest tenth of rollouts took over its own iterations."""
+    """Seconds of one message: half of the time beyond its iterations that the fastest tenth of rollouts took."""
     rollouts = _columns(run_dir, "rollouts", "rollouts", ["admitted_at", "generated_at", "policy_versions"])
     lengths = np.array([len(versions) for versions in rollouts["policy_versions"]])
     over = rollouts["generated_at"] - rollouts["admitted_at"] - lengths * iteration
@@ -75,7 +75,7 @@ def _message(run_dir: Path, iteration: float, began: float) -> float:
 
 
 def workload_of_run(run_dir: Path) -> Workload:
-    """The response lengths that the run recorded. They are of trained and dropped rollouts alike."""
+    """The recorded response lengths, of trained and of dropped rollouts."""
     rollouts = _columns(run_dir, "rollouts", "rollouts", ["policy_versions"])
     lengths = [len(versions) for versions in rollouts["policy_versions"] if versions is not None and len(versions)]
     rows = _metrics(run_dir)
@@ -84,7 +84,7 @@ def workload_of_run(run_dir: Path) -> Workload:
 
 
 def hiccups_of_run(run_dir: Path) -> tuple[float, float]:
-    """(stops an hour of training, seconds of one): train steps that took LONG times the median."""
+    """(hiccups per hour of training, extra seconds of one): train steps longer than LONG times the median."""
     seconds = np.array([row["train_seconds"] for row in _metrics(run_dir) if row["step"] > WARM_UP])
     usual = float(np.median(seconds))
     long = seconds[seconds > LONG * usual]
@@ -92,8 +92,8 @@ def hiccups_of_run(run_dir: Path) -> tuple[float, float]:
 
 
 def _step_terms(metrics: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds of a step and of a token in it: of all that the learner did not wait, the controller's own work between
-    two steps included, without the steps that a hiccup prolonged."""
+    """Seconds per step and per token, fitted to the time between two steps minus the learner's wait (so the
+    controller's work is included); steps with a hiccup are left out."""
     pairs = list(pairwise(metrics))
     seconds = [later["wall_time"] - row["wall_time"] - later["wait_seconds"] for row, later in pairs]
     usual = float(np.median(seconds))

@@ -1,4 +1,4 @@
-"""Layouts of a run in the words of its config: which there are for a machine, and the overrides that make each."""
+"""Layouts of a run in terms of its config: the layouts possible on a machine, and the overrides for each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COMPARED = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 
 @dataclass(frozen=True)
 class Layout:
-    """What a plan decides. On GPUs replicas are vLLM's, of ``tensor`` x ``pipeline`` devices each.
+    """The decisions of a plan. On GPUs a replica is a vLLM engine on ``tensor`` x ``pipeline`` devices.
 
     Args:
         sharding: 0 (each rank holds everything), 1, 2, 3 (DeepSpeed's ZeRO) or fsdp2.
-        services: devices for workers of the reference and for as many of the critic; 0: the learner asks its own.
+        services: number of devices for each of the reference and critic services; 0: the learner holds both models.
         max_staleness: 0 is ``async.mode=sync``.
-        generators_on: number of the machine's group of devices that holds the generators; ``learner_on`` likewise.
+        generators_on: index of the device group that holds the generators; ``learner_on`` likewise.
     """
 
     placement: str = "separate"
@@ -48,23 +48,23 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Of both sides; under flatten they are the same ones."""
+        """Devices of generators and learner together; with placement flatten both use the same ones."""
         sides = (self.generator_devices, self.ranks)
         return max(sides) if self.placement == "flatten" else sum(sides)
 
     @property
     def in_flight(self) -> int:
-        """Sequences that run at once: as many as fit, and as the staleness bound admits."""
+        """Sequences generated at once: limited by the slots and by the staleness bound."""
         return min(self.replicas * self.slots, (self.max_staleness + 1) * self.batch_size)
 
     def changes(self, other: Layout) -> dict[str, Any]:
-        """What this layout has other than ``other``."""
+        """The fields in which this layout differs from ``other``, with this layout's values."""
         return {name: value for name, value in asdict(self).items() if value != getattr(other, name)}
 
 
 def overrides(layout: Layout, *, gpus: bool, kinds: Sequence[str] = ()) -> list[str]:
-    """The settings that make a run have this layout. ``kinds``: which services the algorithm has use for, of
-    ``reference`` and ``critic``."""
+    """The overrides that give a run this layout. ``kinds``: the models that the algorithm needs beside the policy,
+    among ``reference`` and ``critic``."""
     said: dict[str, Any] = {
         "cluster.placement": layout.placement,
         "generator.replicas": layout.replicas,
@@ -106,24 +106,24 @@ def _word(value: Any) -> str:
 
 
 def keeps(said: str) -> Any:
-    """The test of a layout that ``[WHY=]NAME<=VALUE`` stands for (or ``>=``, ``=``); raises ValueError."""
+    """The condition on a layout that ``[WHY=]NAME<=VALUE`` (or ``>=``, ``=``) describes; raises ValueError."""
     found = _KEEP.fullmatch(said)
     kinds: dict[str, Any] = {declared.name: declared.default for declared in fields(Layout)}
     if found is None or found[1] not in kinds:
-        raise ValueError(f"{said} keeps nothing; write NAME<=VALUE, NAME>=VALUE or NAME=VALUE of {', '.join(kinds)}")
+        raise ValueError(f"{said} is not NAME<=VALUE, NAME>=VALUE or NAME=VALUE with NAME one of {', '.join(kinds)}")
     name, compare, word = found.groups()
     kind = type(kinds[name])
     try:
         value = {"true": True, "false": False}[word] if kind is bool else kind(word)
     except (KeyError, ValueError):
-        raise ValueError(f"{said}: {word} is no {kind.__name__}") from None
+        raise ValueError(f"{said}: {word} is not of type {kind.__name__}") from None
     if kind is not int and compare != "=":
-        raise ValueError(f"{said}: {name} has no order; write {name}=VALUE")
+        raise ValueError(f"{said}: {name} cannot be compared; write {name}=VALUE")
     return lambda layout: bool(_COMPARED[compare](getattr(layout, name), value))
 
 
 def counts(most: int) -> list[int]:
-    """1 to ``most``: all up to 16, and beyond it powers of two, three times these, and ``most``."""
+    """Counts to try from 1 to ``most``: all up to 16, then powers of two, three times these, and ``most``."""
     more = {k * 2**i for k in (1, 3) for i in range(24)}
     return sorted(n for n in {*range(1, 17), *more, most} if 1 <= n <= most)
 
@@ -135,8 +135,8 @@ def enumerate_layouts(
     axes: Mapping[str, Sequence[Any]],
     kinds: int = 0,
 ) -> Iterator[Layout]:
-    """Every layout of one of ``learners`` (ranks and what they hold), one of ``generators`` (replicas, slots) and one
-    value of each of ``axes``, that the ``devices`` of each group suffice for. ``kinds``: services of the algorithm."""
+    """Every combination of a layout in ``learners`` (fields of ranks), one in ``generators`` (fields of replicas) and
+    a value of each of ``axes`` that fits the number of ``devices`` per group. ``kinds``: number of services."""
     side = ("replicas", "tensor", "pipeline", "slots", "generators_on")
     for learner, generator in product(learners, generators):
         both = asdict(learner) | {name: getattr(generator, name) for name in side}
@@ -147,8 +147,8 @@ def enumerate_layouts(
 
 
 def _suffices(layout: Layout, devices: Sequence[int], kinds: int) -> bool:
-    """Whether the devices are enough. Under flatten the ranks lie over all of the generators' devices, so that no
-    device works alone while another waits."""
+    """Whether the devices suffice. With placement flatten ranks and generators use exactly the same devices, so that
+    no device idles while another works."""
     asked = [0] * len(devices)
     asked[layout.generators_on] += layout.generator_devices + kinds * layout.services
     if layout.placement == "flatten":

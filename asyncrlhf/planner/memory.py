@@ -1,4 +1,4 @@
-"""Bytes that one device holds, by part: of our learner (docs/learners.md), of a generator, of frozen models."""
+"""Bytes on one device, by part: learner rank (docs/learners.md), generator, frozen models."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from asyncrlhf.planner.shapes import ModelShape
 
 USABLE = 0.92  # of a device's memory: allocators, kernels' workspaces and the communicators take the rest
-MAX_LOGITS = 2**27  # elements that the learner holds at once (learner/forward.py); beyond, it computes them anew
+MAX_LOGITS = 2**27  # elements that the learner holds at once (learner/forward.py); beyond this it recomputes them
 
-# Bytes a parameter: (whole on every rank, shared by the ranks), by dtype and layout. ZeRO-3 and FSDP2 gather a layer.
+# Bytes per parameter: (on every rank, divided among the ranks), by dtype and layout. ZeRO-3 and FSDP2 gather a layer.
 LEARNER: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "float32": {"0": (16, 0), "1": (8, 12), "2": (4, 16), "3": (0, 20), "fsdp2": (0, 16)},
     "bfloat16": {"0": (16, 0), "1": (6, 12), "2": (2, 16), "3": (0, 18), "fsdp2": (0, 16)},
 }
-# The textbook's table (ZeRO, 1910.02054), for plans of other systems.
+# The table of the ZeRO paper (1910.02054), for plans of other systems.
 TEXTBOOK: Mapping[str, tuple[float, float]] = {"0": (16, 0), "1": (4, 12), "2": (2, 14), "3": (0, 16)}
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on one device by what they are for."""
+    """Bytes on one device by part."""
 
     parts: Mapping[str, float]
 
@@ -30,7 +30,7 @@ class Bytes:
         return sum(self.parts.values())
 
     def refusal(self, memory: float, who: str) -> str | None:
-        """One sentence where they do not fit into a device of ``memory`` bytes; None where they do."""
+        """One sentence if the parts do not fit into a device of ``memory`` bytes, else None."""
         if self.total <= USABLE * memory:
             return None
         most = max(self.parts, key=lambda name: self.parts[name])
@@ -42,13 +42,13 @@ class Bytes:
 
 
 def layout_bytes(parameters: float, layout: str, ranks: int, dtype: str = "bfloat16") -> float:
-    """Weights, gradients, masters and moments of our learner on one rank, without the layer that is gathered."""
+    """Weights, gradients, master weights and moments of our learner on one rank, without the gathered layer."""
     whole, shared = LEARNER[dtype][layout]
     return parameters * (whole + shared / ranks)
 
 
 def textbook_bytes(parameters: float, stage: str, ranks: int) -> float:
-    """The same of another system, in mixed precision."""
+    """The same for other systems, in mixed precision."""
     whole, shared = TEXTBOOK[stage]
     return parameters * (whole + shared / ranks)
 
@@ -64,7 +64,7 @@ def learner_bytes(
     sequence_parallel: int = 1,
     frozen: int = 0,
 ) -> Bytes:
-    """One rank with microbatches of ``tokens``; ``frozen``: models beside it (a reference), sharded as it is."""
+    """One rank with microbatches of ``tokens``; ``frozen``: number of frozen models on it, sharded like the policy."""
     width, own = (2 if dtype == "bfloat16" else 4), tokens / sequence_parallel
     gathered = shape.block_parameters * width if layout in ("3", "fsdp2") else 0.0
     kept = own * shape.layers * (2 * shape.hidden if checkpointing else 34 * shape.hidden)
@@ -83,7 +83,7 @@ def learner_bytes(
 def generator_bytes(
     shape: ModelShape, context_tokens: float, tensor_parallel: int = 1, pipeline: int = 1, *, dtype: str = "bfloat16"
 ) -> Bytes:
-    """One device of a replica that holds ``context_tokens`` of context in its cache."""
+    """One device of a replica whose cache holds ``context_tokens``."""
     shards, width = tensor_parallel * pipeline, 2 if dtype == "bfloat16" else 4
     cache = context_tokens * shape.kv_bytes * width / 2
     return Bytes({"weights": width * shape.parameters / shards, "key-value cache": cache / shards})
@@ -92,7 +92,7 @@ def generator_bytes(
 def slots_that_fit(
     shape: ModelShape, memory: float, context: float, tensor_parallel: int = 1, pipeline: int = 1
 ) -> int:
-    """How many sequences of ``context`` tokens a replica on devices of ``memory`` bytes holds at once."""
+    """Number of sequences of ``context`` tokens that fit a replica on devices of ``memory`` bytes."""
     shards = tensor_parallel * pipeline
     room = USABLE * memory * shards - 2.0 * shape.parameters
     return max(0, int(room // (context * shape.kv_bytes)))

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Steady:
-    """What is expected once a run has settled.
+    """Expected figures of a run in its steady state.
 
     Args:
-        step: seconds a learner step.
-        learner_idle: share of its time that the learner waits.
-        held_back: share of their time that the generators wait for admission.
-        staleness: versions, mean over rollouts; where the bound is met an interval, [low, high].
+        step: seconds per learner step.
+        learner_idle: share of time that the learner waits.
+        held_back: share of time that the generators wait for admission.
+        staleness: mean over rollouts in versions, as an interval [low, high].
     """
 
     step: float
@@ -26,13 +26,13 @@ class Steady:
 def steady(
     generation: float, training: float, batch: int, in_flight: float, bound: int, longest: float = 1.0
 ) -> Steady:
-    """Of generators that make ``generation`` rollouts a second alone beside a learner that takes ``training``.
+    """Steady state of generators and a learner that alone handle ``generation`` and ``training`` rollouts/s.
 
     Args:
-        batch: rollouts a step.
+        batch: rollouts per step.
         in_flight: sequences that all generators hold at once.
         bound: max_staleness.
-        longest: the expected longest of a group's responses over the mean (``Workload.longest_of``).
+        longest: expected longest response of a group divided by the mean (``Workload.longest_of``).
 
     By Little's law a rollout is in flight for ``in_flight / generation`` seconds; its group waits for the longest.
     """
@@ -45,13 +45,13 @@ def steady(
 
 
 def least_bound(batch: int, in_flight: float, ratio: float, longest: float = 1.0, tail: float = 0.0) -> int:
-    """The smallest max_staleness that costs no rollouts where generators are the slower side (``ratio`` <= 1); below
-    it some are dropped. ``tail``: what the 95th percentile of staleness in flight lies over its mean."""
+    """The smallest max_staleness that drops no rollouts if the generators are the slower side (``ratio`` <= 1).
+    ``tail``: 95th percentile of staleness in flight minus its mean."""
     return math.ceil(in_flight * longest / batch + min(ratio, 1.0) + tail)
 
 
 def balanced(devices: int, generator_rate: float, learner_rate: float) -> tuple[int, int]:
-    """(generator devices, learner devices) at which both sides make as many rollouts a second; rates are a device's."""
+    """(generator devices, learner devices) for equal rollouts/s of both sides; the rates are per device."""
     generators = round(devices * learner_rate / (learner_rate + generator_rate))
     generators = min(max(generators, 1), devices - 1)
     return generators, devices - generators

@@ -1,4 +1,4 @@
-"""What a layout needs and would do, by tables of memory and closed forms: enough to say what is worth simulating."""
+"""Memory and speed of a layout by tables and closed forms; they select the layouts worth simulating."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload
 from asyncrlhf.planner.tables import Fitted
 
-MESSAGE = 0.005  # seconds of a call between actors, where it was not measured
-HOST_LINK = 25e9  # bytes/s between a device and its host, PCIe 4.0 x16: optimizers that live there cross it
-ASLEEP = 2e9  # bytes that a sleeping vLLM keeps of its device: its context and the graphs
+MESSAGE = 0.005  # seconds per call between actors, if not measured
+HOST_LINK = 25e9  # bytes/s between a device and its host (PCIe 4.0 x16), for offloaded optimizers
+ASLEEP = 2e9  # bytes that a sleeping vLLM keeps on its device: CUDA context and graphs
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Subject:
     """What is planned.
 
     Args:
-        siblings: rollouts a prompt.
-        clusters: the machine's groups of devices; a CPU is one of as many devices as it has cores, which share memory.
+        siblings: rollouts per prompt.
+        clusters: the machine's groups of devices; the cores of a CPU are one group of devices with shared memory.
         measured: costs of this machine; None: those of the catalogue.
         base: the layout under which they were measured.
-        kinds: models beside the policy that the algorithm asks: ``reference``, ``critic``.
-        token_budget: packed tokens of one pass of the learner.
+        kinds: models that the algorithm needs beside the policy: ``reference``, ``critic``.
+        token_budget: packed tokens per pass of the learner.
     """
 
     shape: ModelShape
@@ -45,12 +45,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class CatalogueCosts:
-    """Seconds on devices of the catalogue; satisfies ``cluster.cost_parts.Costs``. The sides may lie on different ones.
+    """Seconds on devices of the catalogue; satisfies ``cluster.cost_parts.Costs``. Each side may have its own device.
 
     Args:
-        asks: passes over the batch that the learner makes for models beside the policy.
-        trains: models that it trains: two with a critic.
-        host_bytes: bytes a step between its devices and their hosts.
+        asks: forward passes of the learner over the batch for models beside the policy.
+        trains: number of models trained: two with a critic.
+        host_bytes: bytes per step between the learner's devices and their hosts.
     """
 
     generators: CostModel
@@ -98,7 +98,7 @@ class CatalogueCosts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step and of what it is made of, shares of time, versions."""
+    """Seconds of a step and its parts, shares of idle time, and staleness in versions."""
 
     step: float
     train: float
@@ -110,7 +110,7 @@ class Estimate:
 
 
 def costs_of(layout: Layout, subject: Subject) -> Any:
-    """Seconds under this layout, as ``cluster.cost_parts.Costs``."""
+    """Costs in seconds for this layout (``cluster.cost_parts.Costs``)."""
     if (fitted := subject.measured) is not None:
         base, token = fitted.train_terms
         return replace(fitted, train_terms=(base, token * subject.base.ranks / layout.ranks))
@@ -136,7 +136,7 @@ def costs_of(layout: Layout, subject: Subject) -> Any:
 
 
 def bytes_of(layout: Layout, subject: Subject) -> tuple[Bytes, Bytes]:
-    """(a device of a replica, a rank)."""
+    """Bytes on (one device of a replica, one learner rank)."""
     shape, work = subject.shape, subject.workload
     held = layout.slots * (work.prompt + work.mean)
     generator = generator_bytes(shape, held, layout.tensor, layout.pipeline, dtype=subject.dtype)
@@ -159,10 +159,10 @@ def bytes_of(layout: Layout, subject: Subject) -> tuple[Bytes, Bytes]:
 
 
 def refusal(layout: Layout, subject: Subject) -> str | None:
-    """Why the layout does not fit into the devices' memory, in one sentence; None where it does."""
+    """One sentence if the layout does not fit into the devices' memory, else None."""
     generator, learner = bytes_of(layout, subject)
     home = subject.clusters[layout.generators_on].device
-    if subject.measured is not None:  # one memory for all
+    if subject.measured is not None:  # one machine: all parts share its memory
         parts = {f"{layout.replicas} generators": generator.total * layout.replicas}
         parts |= {f"learner's {name}": size * layout.ranks for name, size in learner.parts.items()}
         return Bytes(parts).refusal(home.memory, f"The run on {home.name}")
@@ -174,7 +174,7 @@ def refusal(layout: Layout, subject: Subject) -> str | None:
 
 
 def rank_refusal(layout: Layout, subject: Subject) -> str | None:
-    """The same of a rank alone; under flatten beside the replicas that sleep there."""
+    """The same for one learner rank; with placement flatten a sleeping replica shares its device."""
     _, learner = bytes_of(layout, subject)
     school = subject.clusters[layout.learner_on].device
     parts = {**learner.parts, **({"sleeping generators": ASLEEP} if layout.placement == "flatten" else {})}
@@ -189,11 +189,11 @@ def _longest(workload: Workload, siblings: int) -> float:
 
 
 def estimate(layout: Layout, subject: Subject, train: float | None = None) -> Estimate:
-    """By the closed forms; ``train``: seconds of a step, where they are known already.
+    """Estimate by the closed forms; ``train``: seconds of a step, if already known.
 
-    A step takes at least the learner's time, the time in which the generators make a batch, and, as no more than
-    ``max_staleness + 1`` batches are under way, that share of one batch's way through all of the run: with a bound of
-    0 all of it, its longest response included.
+    A step takes at least the learner's time and the generators' time for a batch. As at most ``max_staleness + 1``
+    batches are under way, it also takes at least 1 / (max_staleness + 1) of the time of one batch from admission to
+    publish; with a bound of 0 this is all of it, including the longest response.
     """
     work, batch = subject.workload, layout.batch_size
     costs = costs_of(layout, subject)
@@ -202,7 +202,7 @@ def estimate(layout: Layout, subject: Subject, train: float | None = None) -> Es
     running, context = layout.in_flight / layout.replicas, work.prompt + work.mean / 2
     prefill = costs.prefill(round(work.prompt)) / subject.siblings
     rate = layout.replicas / (work.mean * costs.decode(running, context) / running + prefill)
-    share = batch / layout.replicas  # of one batch, a replica's rollouts
+    share = batch / layout.replicas  # rollouts of one batch per replica
     tail = _longest(work, batch if layout.max_staleness == 0 else subject.siblings)
     iterations = work.mean * (max(1.0, share / layout.slots) + tail - 1)
     alone = iterations * costs.decode(share * work.mean / iterations, context) + share * prefill

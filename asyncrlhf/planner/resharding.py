@@ -1,4 +1,4 @@
-"""Bytes that move when one model goes from its training layout to its generation layout (HybridFlow, 2409.19256)."""
+"""Bytes moved when a model changes from its training layout to its generation layout (HybridFlow, 2409.19256)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ System = Literal["ds-chat", "ungrouped", "hybridflow"]
 
 @dataclass(frozen=True)
 class Resharding:
-    """Shares of the model's bytes for one GPU: what it receives, its most at once, what it holds twice.
+    """Shares of the model's bytes on one GPU: received, held at peak, and held twice (redundant).
 
     Args:
-        holders: how many of one replica's GPUs hold a redundant shard.
+        holders: number of GPUs of one replica that hold a redundant shard.
     """
 
     received: Fraction
@@ -25,7 +25,7 @@ class Resharding:
 
 def reshard(system: System, pipeline: int, tensor: int, data: int, to_pipeline: int, to_tensor: int) -> Resharding:
     """From training on ``pipeline`` x ``tensor`` x ``data`` GPUs to generation in groups of ``to_pipeline`` x
-    ``to_tensor``. Raises ValueError where the second does not divide the first."""
+    ``to_tensor``. Raises ValueError if the second does not divide the first."""
     gpus, shards, wanted = pipeline * tensor * data, pipeline * tensor, to_pipeline * to_tensor
     if pipeline % to_pipeline or tensor % to_tensor:
         raise ValueError(
@@ -41,6 +41,6 @@ def reshard(system: System, pipeline: int, tensor: int, data: int, to_pipeline: 
 
 
 def _outside(shards: int, wanted: int) -> int:
-    """Ranks of one replica whose training shard is no part of their generation shard: shards are cut in the ranks'
-    order, and consecutive ranks make a group that generates."""
+    """Number of ranks of one replica whose training shard lies outside their generation shard. Shards follow the order
+    of the ranks, and consecutive ranks form a generation group."""
     return sum(rank * wanted // shards != rank % wanted for rank in range(shards))

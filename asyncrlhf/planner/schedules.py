@@ -1,4 +1,4 @@
-"""RLHFuse's fused training of actor and critic, and the consolidation of a generation's tail (2409.13221): what-if."""
+"""RLHFuse's fused training of actor and critic and consolidation of the generation tail (2409.13221), as what-if."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Pair:
     """Two models whose pipelines run in opposite directions over the same ``stages[0]`` devices.
 
     Args:
-        stages: of the actor and of the critic; the second divides the first, in as many copies.
-        microbatches: of the actor, and of each of the critic's copies.
-        forward: time of a microbatch's forward pass in one stage; a backward pass takes twice that.
+        stages: (p0 of the actor, p1 of the critic); p1 divides p0, and the critic has p0 / p1 copies.
+        microbatches: of the actor, and of each copy of the critic.
+        forward: time of a microbatch's forward pass in one stage; a backward pass takes twice as long.
     """
 
     stages: tuple[int, int]
@@ -22,14 +22,14 @@ class Pair:
 
     def __post_init__(self) -> None:
         if self.stages[0] % self.stages[1]:
-            raise ValueError(f"{self.stages[1]} stages of the critic do not divide {self.stages[0]} of the actor.")
+            raise ValueError(f"the critic's stages ({self.stages[1]}) must divide the actor's ({self.stages[0]}).")
 
 
 def bound(pair: Pair) -> float:
-    """A lower bound of the fused makespan; it need not be reached.
+    """A lower bound of the fused makespan, not always reached.
 
-    Each device works off both models' microbatches, and starts and ends no earlier than its distance from the nearer
-    first stage lets it; each pipeline alone takes its own time.
+    Each device processes the microbatches of both models and is idle for at least its distance from the nearer first
+    stage; the fused makespan is also at least that of each pipeline alone.
     """
     (p0, p1), (m0, m1), (f0, f1) = pair.stages, pair.microbatches, pair.forward
     idle = max(min(3 * f0 * s, 3 * f1 * (p1 - 1 - s % p1)) for s in range(p0))
@@ -37,14 +37,14 @@ def bound(pair: Pair) -> float:
 
 
 def one_after_another(pair: Pair) -> float:
-    """The makespan of both pipelines in turn, each by one-forward-one-backward."""
+    """The makespan of both pipelines in turn, each with the 1F1B schedule."""
     return sum(3 * f * (m + p - 1) for p, m, f in zip(pair.stages, pair.microbatches, pair.forward, strict=True))
 
 
 def greedy(pair: Pair) -> float:
-    """The makespan of a schedule that can be run, the best of a few rules: a free device takes of what is ready first
-    the one model or the other, or the one with more work left, and of that the backward or the forward pass. At stage
-    s at most p - s microbatches are in flight.
+    """The makespan of a feasible schedule, the best of six priority rules for a free device: prefer one model, the
+    other, or the one with more work left; among its passes prefer backward or forward. At most p - s microbatches are
+    in flight at stage s.
     """
     return min(_list_schedule(pair, first, backward) for first in (0, 1, None) for backward in (True, False))
 
@@ -85,12 +85,12 @@ class _Tasks:
         self.left = sum(2 * pair.microbatches[model] for model, _, _ in self._streams)
 
     def _device(self, model: int, copy: int, stage: int) -> int:
-        """The critic's stages run the other way within each copy's devices."""
+        """The device of a stage; the critic's stages run in reverse order on the devices of each copy."""
         p1 = self._pair.stages[1]
         return stage if model == 0 else copy * p1 + (p1 - 1 - stage)
 
     def ready(self, device: int) -> Sequence[tuple[float, Task]]:
-        """The next microbatch of each stream on the device, and when it may begin."""
+        """The next tasks of each stream on the device, each with its earliest start."""
         found = []
         for model, copy, stage in self._streams:
             if self._device(model, copy, stage) != device:
@@ -122,11 +122,11 @@ class _Tasks:
 
 @dataclass(frozen=True)
 class Tail:
-    """When to move a generation's last samples together.
+    """When to move the last samples of a generation to fewer instances.
 
     Args:
-        remaining: how many samples are left when they move; 0: never.
-        seconds: of generation and inference, one behind the other where nothing moves.
+        remaining: number of unfinished samples at the move; 0: no move.
+        seconds: of generation and inference together; without a move they run in sequence.
     """
 
     remaining: int
@@ -139,10 +139,10 @@ def consolidate(
     """The best number of remaining samples at which to move all of them to ``keep`` of ``instances``, by a scan.
 
     Args:
-        ends: when each sample would end without a move, seconds.
-        move_seconds: of the keys and values of one sample over the link.
-        infer_seconds: of all samples' inference on all instances.
-        slowdown: of the moved samples' decoding, for fuller batches.
+        ends: end of each sample without a move, in seconds.
+        move_seconds: time to send the keys and values of one sample over the link.
+        infer_seconds: inference of all samples on all instances.
+        slowdown: factor on the decoding time of the moved samples, because their batches are larger.
     """
     ordered = sorted(ends)
     total, best = len(ordered), Tail(0, ordered[-1] + infer_seconds)
@@ -151,7 +151,7 @@ def consolidate(
         at = ordered[total - remaining - 1]
         moved = at + remaining * move_seconds / keep
         end = moved + (ordered[-1] - at) * slowdown
-        done = min(infer_seconds, (end - at) * freed)  # what freed instances infer meanwhile, in seconds of all
+        done = min(infer_seconds, (end - at) * freed)  # inference done on the freed instances, in seconds of all
         seconds = end + infer_seconds - done
         if seconds < best.seconds:
             best = Tail(remaining, seconds)

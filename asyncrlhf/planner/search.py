@@ -1,4 +1,4 @@
-"""Searches over layouts: exhaustive, prior then grid, Metropolis walks and annealing, over one small protocol."""
+"""Searches over layouts with one small protocol: exhaustive, prior then grid, Metropolis walks, annealing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Problem(Protocol[T]):
-    """What a walk needs to know of a space."""
+    """The interface between a walk and a search space."""
 
     def start(self) -> T:
         """A good first guess."""
@@ -25,13 +25,13 @@ class Problem(Protocol[T]):
         ...
 
     def cost(self, state: T) -> float:
-        """To be made small; infinite where the state cannot run."""
+        """The objective, to be minimised; infinite if the state cannot run."""
         ...
 
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
-    """The best state seen, its cost, and how many costs were asked for."""
+    """The best state seen, its cost, and the number of costs computed."""
 
     state: T
     cost: float
@@ -39,7 +39,7 @@ class Found(Generic[T]):
 
 
 class Counted(Generic[T]):
-    """Costs by state, each computed once; the best one so far."""
+    """Costs by state, each computed once, and the best state so far."""
 
     def __init__(self, cost: Callable[[T], float], seconds: float) -> None:
         self._cost, self._known = cost, dict[T, float]()
@@ -63,7 +63,7 @@ class Counted(Generic[T]):
 
 
 def exhaustive(states: Sequence[T], cost: Callable[[T], float], seconds: float = math.inf) -> Found[T]:
-    """Every state, in order, as long as there is time."""
+    """Evaluates every state in order until the time is up."""
     counted = Counted(cost, seconds)
     for state in states:
         counted(state)
@@ -78,11 +78,12 @@ def prior_then_grid(
     cost: Callable[[tuple[int, ...]], float],
     seconds: float = math.inf,
 ) -> Found[tuple[int, ...]]:
-    """APP's search: the grid of one step around a prior on each axis, moved to its best point until that is its centre.
+    """APP's search: evaluates the grid of one step around a centre on each axis and moves the centre to the best point
+    until it stays there.
 
     Args:
         axes: the allowed values of each decision, ascending.
-        prior: where devices are split by cost shares; each value is taken to the nearest allowed one.
+        prior: the first centre (devices split by cost shares), rounded to the nearest allowed values.
     """
     counted = Counted(cost, seconds)
     centre = [min(range(len(axis)), key=lambda i: abs(axis[i] - want)) for axis, want in zip(axes, prior, strict=True)]
@@ -102,8 +103,8 @@ def prior_then_grid(
 def metropolis(
     problem: Problem[T], steps: int, seed: int, betas: Sequence[float] = (1, 4, 16, 64), seconds: float = math.inf
 ) -> Found[T]:
-    """ReaL's walk (2406.14088): a worse neighbour is taken with probability exp(-beta d), d its excess over the best
-    cost seen, relative to that; ``betas`` in turn, ``steps`` each, each from the best state."""
+    """ReaL's walk (2406.14088): accepts a neighbour that is worse by d, relative to the best cost seen, with
+    probability exp(-beta d). It walks ``steps`` steps for each of ``betas``, each time from the best state."""
     rng, counted = random.Random(seed), Counted(problem.cost, seconds)
     counted(problem.start())
     for beta in betas:
@@ -120,7 +121,7 @@ def metropolis(
 def annealing(
     problem: Problem[T], steps: int, seed: int, hot: float = 1.0, cold: float = 0.005, seconds: float = math.inf
 ) -> Found[T]:
-    """One walk whose temperature falls from ``hot`` to ``cold`` geometrically; both relative to the best cost."""
+    """One walk whose temperature falls geometrically from ``hot`` to ``cold``, both relative to the best cost."""
     rng, counted = random.Random(seed), Counted(problem.cost, seconds)
     state = problem.start()
     counted(state)
@@ -135,7 +136,7 @@ def annealing(
 
 
 def _taken(change: float, beta: float, scale: float, rng: random.Random) -> bool:
-    """Whether a walk goes on to a state that costs ``change`` more. From a state that cannot run it goes anywhere."""
+    """Whether a walk accepts a state that costs ``change`` more. From a state that cannot run it accepts any."""
     if change <= 0 or math.isnan(change):
         return True
     return math.isfinite(change) and rng.random() < math.exp(-beta * change / scale)

@@ -1,4 +1,4 @@
-"""What a prediction is about: the shape of a model, devices and their links, and the lengths of a workload."""
+"""Inputs of a prediction: the shape of a model, devices and their links, and the lengths of a workload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUANTILES = (np.arange(20_000) + 0.5) / 20_000
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family. All counts are of one model; ``bias``: of the query, key and value projections."""
+    """A decoder of the Llama family. ``bias``: the query, key and value projections have biases."""
 
     layers: int
     hidden: int
@@ -32,12 +32,12 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, path: Path) -> ModelShape:
-        """From a checkpoint's ``config.json``. Raises ValueError with one sentence for what is no dense decoder."""
+        """From a checkpoint's ``config.json``. Raises ValueError with one sentence if it is not a dense decoder."""
         try:
             given: Mapping[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
             hidden, heads = int(given["hidden_size"]), int(given["num_attention_heads"])
             if any("expert" in key for key in given):
-                raise ValueError("a mixture of experts; costs are known of dense decoders")
+                raise ValueError("a mixture of experts; the planner supports dense decoders only")
             return cls(
                 layers=int(given["num_hidden_layers"]),
                 hidden=hidden,
@@ -50,11 +50,11 @@ class ModelShape:
                 bias=bool(given.get("attention_bias", given.get("model_type") == "qwen2")),
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}/config.json gives no shape of a model: {error}.") from error
+            raise ValueError(f"{path}/config.json does not describe a supported model: {error}.") from error
 
     @property
     def block_parameters(self) -> int:
-        """Of one layer, its two norms included."""
+        """Parameters of one layer, including its two norms."""
         query, key = self.heads * self.head_width, self.kv_heads * self.head_width
         biases = (query + 2 * key) * self.bias
         return (
@@ -72,13 +72,13 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes a token of context in bfloat16: keys and values of all layers."""
+        """Bytes per token of context in bfloat16: keys and values of all layers."""
         return 4 * self.layers * self.kv_heads * self.head_width
 
 
 @dataclass(frozen=True)
 class Link:
-    """``latency`` seconds a message and ``bandwidth`` bytes a second."""
+    """``latency`` in seconds per message, ``bandwidth`` in bytes per second."""
 
     latency: float
     bandwidth: float
@@ -86,8 +86,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """``flops`` a second at its best, in bfloat16; ``bandwidth`` of its memory in bytes a second; ``memory`` in bytes;
-    ``source`` says where the figures come from."""
+    """``flops``: peak FLOP/s in bfloat16; ``bandwidth``: of the memory, in bytes per second; ``memory``: in bytes;
+    ``source``: where the figures come from."""
 
     name: str
     flops: float
@@ -111,14 +111,14 @@ class Cluster:
         return self.nodes * self.per_node
 
     def link(self, ranks: int) -> Link:
-        """The slowest link in a ring of so many ranks that fill their nodes one after another."""
+        """The slowest link in a ring of ``ranks`` ranks that fill one node after another."""
         return self.intra if ranks <= self.per_node else self.inter
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths in tokens: prompts of ``prompt``, responses log-normal of ``mean`` and coefficient of variation ``cv``
-    and at most ``longest``; or drawn from ``lengths``, where a run or a file gave them.
+    """Lengths in tokens: prompts of ``prompt``; responses log-normal with ``mean`` and coefficient of variation ``cv``,
+    at most ``longest``, or drawn from the recorded ``lengths`` if given.
     """
 
     prompt: float
@@ -154,7 +154,7 @@ class Workload:
         return min(max(1, round(self.mean * math.exp(s * rng.gauss(0.0, 1.0) - s**2 / 2))), self.longest)
 
     def longest_of(self, siblings: int) -> float:
-        """The expected longest of so many responses over the mean: M in the closed forms."""
+        """The expected longest of ``siblings`` responses divided by the mean: M in the closed forms."""
         if self.lengths:
             ordered = np.quantile(np.asarray(self.lengths, dtype=float), QUANTILES ** (1 / siblings))
             return float(ordered.mean() / self.mean)

@@ -1,4 +1,4 @@
-"""Costs that were fitted to a run's own records or measured on a machine, and the file that keeps them."""
+"""Costs fitted to a run's records or measured on a machine, and their file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Fitted:
     """Linear costs in seconds; satisfies ``cluster.cost_parts.Costs``.
 
     Args:
-        decode: an iteration, each sequence in it, each token of context.
-        train: a step, each token of its batch.
-        score: by kind of worker: a call, each rollout in it.
-        sources: by figure, where it comes from: ``measured``, ``fitted`` or ``catalogue``.
+        decode_terms: seconds per iteration, per sequence in it, and per token of a sequence's context.
+        train_terms: seconds per step and per token of its batch.
+        score_terms: by kind of worker: seconds per call and per rollout in it.
+        sources: source of each figure: ``measured``, ``fitted`` or ``catalogue``.
     """
 
     decode_terms: tuple[float, float, float]
@@ -52,14 +52,14 @@ class Fitted:
         return call + each * rollouts
 
     def save(self, path: Path, made: Mapping[str, Any], **more: Any) -> None:
-        """``made``: the commit, the machine, and what was run; ``more``: the tables behind the costs."""
+        """Write a profile. ``made``: commit, machine and command; ``more``: the measurements behind the costs."""
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = {"format": FORMAT, "made": dict(made), "costs": asdict(self), **more}
         path.write_text(json.dumps(facts, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Fitted:
-        """Raises ValueError with one sentence for a file that is no profile."""
+        """Raises ValueError with one sentence if the file is not a profile."""
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
             if given["format"] != FORMAT:
@@ -68,10 +68,10 @@ class Fitted:
             costs["score_terms"] = {kind: tuple(terms) for kind, terms in costs["score_terms"].items()}
             return cls(**costs)
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is no profile of `asyncrlhf profile`: {error}.") from error
+            raise ValueError(f"{path} is not a profile written by `asyncrlhf profile`: {error}.") from error
 
 
 def fit(rows: Any, seconds: Any) -> tuple[float, ...]:
-    """Non-negative coefficients of ``rows`` that give ``seconds``, by least squares."""
+    """Non-negative coefficients of the columns of ``rows`` that fit ``seconds`` by least squares."""
     found, _ = nnls(np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float))
     return tuple(float(value) for value in found)

@@ -19,7 +19,7 @@ WHOLE = "as with fusion.granularity=rollout"
 
 def fusion_in_force(config: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[RunConfig, list[str]]:
     """``config``, with ``fusion.granularity=rollout`` if no model can read ahead, and a sentence for each that cannot
-    although asked to. The rewards are already checked; ``tokenizer`` is the policy's."""
+    although configured to. The rewards are already checked; ``tokenizer`` is the policy's."""
     if not config.fusion.reads_ahead:
         return config, []
     possible, notes = reward_outlook(config.reward, tokenizer)
@@ -51,12 +51,12 @@ def reward_outlook(reward: RewardConfig, policy: transformers.PreTrainedTokenize
 
 def _refusal(part: RewardPart, key: str, policy: transformers.PreTrainedTokenizerBase) -> str | None:
     if build_encoder(part.model, key, policy) is not policy_ids:
-        return "reads the text in tokens of its own, which do not begin and end where the policy's chunks do"
+        return "has its own tokenizer, whose tokens do not align with the policy's chunks"
     shape = load(transformers.AutoConfig, part.model, key)
     with torch.device("meta"):
         build = transformers.AutoModelForSequenceClassification.from_config
         model = build(shape, trust_remote_code=part.model.trust_remote_code)
-    return reading_refusal(model) if is_causal(model) else "is no causal model with a linear head"
+    return reading_refusal(model) if is_causal(model) else "is not a causal model with a linear head"
 
 
 def reference_note(config: RunConfig) -> str | None:

@@ -1,7 +1,7 @@
 """The chunks of sequences that are still being sampled, and which worker reads each sequence ahead of its end.
 
 A worker is asked to read ahead only while no finished rollout waits for it, and for a moment at a time, so that a
-finished rollout waits for no more than that. All of this may be lost or wrong without changing a score or a log-prob.
+finished rollout waits for no more than that. Chunks may be lost or wrong without changing a score or a log-prob.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.types import Payload, RolloutInfo
 
-CALL_SECONDS = 0.02  # of reading ahead in one call, as far as a chunk can be so short: what a finished rollout may wait
-PATIENCE_SECONDS = 1.0  # after which another worker takes what waits for the one with its cache
+CALL_SECONDS = 0.02  # of reading ahead per call, if a chunk is that short: limits the delay of finished rollouts
+PATIENCE_SECONDS = 1.0  # after which another worker may take a rollout from the one with its cache
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Chunk:
     rollout_id: int
     start: int
     prompt_length: int
-    token_ids: Sequence[int]  # [n], as a list: many small arrays cost more to carry than they hold
+    token_ids: Sequence[int]  # [n], as a list: many small arrays cost more to send than their content
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ChunkInfo:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a worker did with chunks. ``taken`` is False where none of its models can read ahead; ``evicted`` are the
-    rollouts whose cache was freed to make room, which are read anew at their end."""
+    """A worker's result for chunks. ``taken`` is False if none of its models can read ahead; ``evicted`` are the
+    rollouts whose cache was freed to make room; they are read again at their end."""
 
     taken: bool
     evicted: list[int] = field(default_factory=list)
@@ -56,8 +56,8 @@ class ReaderHandle(Protocol):
     """A worker that may read ahead."""
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        """Forget ``released`` and read chunks of sequences under way. Raises ReplicaError when the worker died of it;
-        what it had read is lost then."""
+        """Forget ``released`` and read chunks of unfinished sequences. Raises ReplicaError if the worker died in the
+        call; its read-ahead is then lost."""
         ...
 
 
@@ -73,16 +73,16 @@ class ReadTotals:
 
 @dataclass(eq=False)
 class ReadAhead:
-    """Every sequence under way belongs to the worker that got its first chunk, the one with fewest of them. Without
-    workers nothing is read ahead, and every question is answered accordingly."""
+    """Every unfinished sequence belongs to the worker that got its first chunk: the one with the fewest sequences.
+    Without workers nothing is read ahead."""
 
-    who: str  # reads, as sentences name it
+    who: str  # reads, for sentences
     workers: Sequence[ReaderHandle]  # alive; the same list as the service's
     under_way: Callable[[int], bool]  # whether a rollout (by id) is being generated
-    wanted: Callable[[int], bool]  # whether a rollout, ended or not, still lacks what the workers give
+    wanted: Callable[[int], bool]  # whether a rollout, ended or not, still waits for the workers' annotation
     totals: ReadTotals
     message: Callable[[str], None]  # shows the user a sentence
-    wake: Callable[[], None]  # lets the workers' loops look again
+    wake: Callable[[], None]  # wakes the workers' loops
     _owner: dict[int, ReaderHandle] = field(default_factory=dict)  # by rollout id
     _waiting: dict[ReaderHandle, deque[ChunkInfo]] = field(default_factory=lambda: defaultdict(deque))
     _read: dict[int, int] = field(default_factory=dict)  # tokens that the owner holds, by rollout id
@@ -91,7 +91,7 @@ class ReadAhead:
     _refusing: set[ReaderHandle] = field(default_factory=set)
 
     def arrived(self, chunks: Sequence[ChunkInfo]) -> None:
-        """Queue the chunks of one look at a generator for their owners. Those of ended rollouts are skipped."""
+        """Queue the chunks of one collection from a generator for their owners. Those of ended rollouts are skipped."""
         able = [worker for worker in self.workers if worker not in self._refusing]
         if not chunks or not able:
             return
@@ -103,9 +103,9 @@ class ReadAhead:
             if rollout_id not in self._owner and chunk.start == 0:
                 self._owner[rollout_id] = min(able, key=loads.__getitem__)
                 loads[self._owner[rollout_id]] += 1
-            if rollout_id in self._owner:  # else its worker was lost, and another would miss what came before
+            if rollout_id in self._owner:  # else its worker was lost, and another would miss the earlier chunks
                 self._waiting[self._owner[rollout_id]].append(chunk)
-        # A worker that is never idle reads none, and they hold on to their tokens.
+        # A worker that is never idle reads no chunks, and they would keep their tokens alive.
         for waiting in self._waiting.values():
             while waiting and not self.under_way(waiting[0].rollout_id):
                 waiting.popleft()
@@ -120,13 +120,13 @@ class ReadAhead:
         return self._owner.get(info.rollout_id) is worker
 
     def read_by(self, worker: ReaderHandle, info: RolloutInfo) -> int:
-        """Tokens of the rollout that ``worker`` has read already, and need not read again."""
+        """Tokens of the rollout that ``worker`` has already read."""
         return self._read.get(info.rollout_id, 0) if self.owns(worker, info) else 0
 
     def promised(self, infos: Sequence[RolloutInfo]) -> None:
         """These rollouts have ended: after ``PATIENCE_SECONDS``, when any worker may take them, wake the loops."""
         if len(self.workers) > 1 and any(info.rollout_id in self._owner for info in infos):
-            # A little later than that: a clock's difference may come out a rounding error too short.
+            # Slightly later: a difference of clock times may be a rounding error too short.
             asyncio.get_running_loop().call_later(1.001 * PATIENCE_SECONDS, self.wake)
 
     def has_work(self, worker: ReaderHandle) -> bool:
@@ -158,7 +158,7 @@ class ReadAhead:
         tokens = 0
         while waiting and (not chunks or tokens + waiting[0].length <= budget):
             chunk = waiting.popleft()
-            if self.under_way(chunk.rollout_id):  # else its end is in the queue, with all of its tokens
+            if self.under_way(chunk.rollout_id):  # else the finished rollout is in the queue, with all of its tokens
                 chunks.append(chunk)
                 tokens += chunk.length
         return chunks
@@ -167,9 +167,11 @@ class ReadAhead:
         if not answer.taken:
             self._refusing.add(worker)
             self.lost(worker)
-            self.message(f"{self.who} reads a text in pieces otherwise than as a whole: it gets whole rollouts.")
+            self.message(
+                f"{self.who} scores a text read in chunks differently from the whole text: it now gets whole rollouts."
+            )
             return
-        # Without a clock that runs meanwhile (runtime=local) there is no reason to hold back.
+        # With the virtual clock (runtime=local) the time per call need not be limited.
         rate = sum(chunk.length for chunk in chunks) / max(seconds, 1e-9)
         self._tokens_per_second[worker] = 0.5 * rate + 0.5 * self._tokens_per_second.get(worker, rate)
         for chunk in chunks:

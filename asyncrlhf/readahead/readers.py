@@ -21,7 +21,7 @@ from asyncrlhf.types import FloatArray, IntArray, Rollout
 
 
 class ReadingModel(Readings, RewardSource):
-    """A causal :class:`ModelSource` that reads ahead: a score is made of the last token's hidden state [H]."""
+    """A causal :class:`ModelSource` that reads ahead: a score is computed from the last token's hidden state [H]."""
 
     def __init__(self, source: ModelSource, cache_tokens: int, budget: int) -> None:
         """``budget``: new tokens of one pass."""
@@ -40,7 +40,7 @@ class ReadingModel(Readings, RewardSource):
         self._source.thread.call(who, lambda: super(ReadingModel, self)._pass(batch), SLOW_PASS)
 
     def _answers(self, readings: Sequence[Reading]) -> list[Score]:
-        # On a GPU it is here that the passes are waited for.
+        # On a GPU this waits for the passes.
         who = f"A pass of the reward model over {len(readings)} sequences"
         values = self._source.thread.call(who, lambda: self._head(readings), SLOW_PASS)
         return [v if math.isfinite(v) else RewardError(f"The reward model's score is {v}.") for v in values]
@@ -52,9 +52,9 @@ class ReadingModel(Readings, RewardSource):
 
 
 def reading_model(source: ModelSource, cache_tokens: int, budget: int) -> ReadingModel | ModelSource:
-    """``source`` itself where it reads other tokens than the policy's, or its model cannot continue sequences."""
+    """``source`` itself if it reads other tokens than the policy's, or its model cannot continue sequences."""
     if source.encoder is policy_ids and source.is_causal and reading_refusal(source.model) is None:
-        # The errors of packed attention: for what it does not compute, and for a model that does not hand it on.
+        # Errors of packed attention: unsupported attention, or a model that does not pass it on.
         with contextlib.suppress(ConfigError, ValueError):
             made = ReadingModel(source, cache_tokens, budget)
             return made if made.try_out(exact=source.model.dtype.itemsize > 2) else source
@@ -62,7 +62,7 @@ def reading_model(source: ModelSource, cache_tokens: int, budget: int) -> Readin
 
 
 def read_ahead(scorer: Scorer, cache_tokens: int, budget: int) -> list[ReadingModel]:
-    """Have those of a scorer's models read ahead that can, and return them; with ``cache_tokens=0`` none does."""
+    """Let the capable models of a scorer read ahead, and return them; none with ``cache_tokens=0``."""
     for name, part in scorer.sources.items() if cache_tokens else ():
         if isinstance(part.source, ModelSource):
             scorer.sources[name] = part._replace(source=reading_model(part.source, cache_tokens, budget))
@@ -71,7 +71,7 @@ def read_ahead(scorer: Scorer, cache_tokens: int, budget: int) -> list[ReadingMo
 
 class ReadingReference(ReferencePolicy):
     """A :class:`ReferencePolicy` that reads ahead, with a cache of up to ``cache_tokens`` tokens. With
-    ``cache_tokens=0``, or where its model cannot be continued, ``readings`` is None and it reads whole rollouts."""
+    ``cache_tokens=0``, or if its model cannot continue sequences, ``readings`` is None and it reads whole rollouts."""
 
     def __init__(self, model: transformers.PreTrainedModel, *, cache_tokens: int, **options: Any) -> None:
         """``options``: of :class:`ReferencePolicy`."""

@@ -1,4 +1,4 @@
-"""Sequences that a model reads while they are still being sampled: what is known, cached and made of each."""
+"""Sequences that a model reads while they are still being sampled: their tokens, caches and results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from asyncrlhf.rewards.model import policy_ids
 from asyncrlhf.rewards.reward import StuckError
 from asyncrlhf.types import FloatArray, IntArray, Prompt, Rollout
 
-Answer = Callable[[Sequence[Rollout]], list[Any]]  # a number, an array, or why there is none, for each
-BLOCK = 64  # tokens: a sequence's cache counts as a multiple of it, which leaves room for the copy by which it grows
+Answer = Callable[[Sequence[Rollout]], list[Any]]  # for each: a number, an array, or the reason for a missing one
+BLOCK = 64  # tokens: a sequence's cache counts in multiples of it, which leaves room for the copy when it grows
 
 
-# Rotary embeddings that turn earlier tokens otherwise once the sequence is longer: what is cached would be wrong then.
+# Rotary embeddings whose rotation of earlier tokens changes with the sequence's length: cached keys would be wrong.
 MOVING_ROPE = ("dynamic", "longrope")
 
 
 def past_refusal(of_model: transformers.PretrainedConfig) -> str | None:
-    """Why a later token may see another past than the keys and values that were cached, as the end of a sentence."""
+    """Why cached keys and values may not be valid for later tokens, as the end of a sentence."""
     config: Any = of_model.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and set(kinds) != {"full_attention"}:
@@ -41,8 +41,8 @@ def past_refusal(of_model: transformers.PretrainedConfig) -> str | None:
 
 
 def reading_refusal(model: transformers.PreTrainedModel) -> str | None:
-    """Why ``model`` cannot continue sequences, as the end of a sentence. Its own code does it, around attention that
-    reads caches: it must call transformers' attention interface and hand its keyword arguments on."""
+    """Why ``model`` cannot continue sequences, as the end of a sentence. The model's own code runs with attention that
+    reads caches: it must call transformers' attention interface and pass its keyword arguments on."""
     known = signature(model.base_model.forward).parameters
     takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
     if not (model._supports_attention_backend and "position_ids" in known and takes_more):
@@ -52,7 +52,7 @@ def reading_refusal(model: transformers.PreTrainedModel) -> str | None:
 
 @dataclass(eq=False)
 class Reading:
-    """What is known of one sequence, and what was made of the tokens that were read."""
+    """The known tokens of one sequence, and the results of the tokens read."""
 
     prompt_length: int
     tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # [n] from the prompt on
@@ -66,7 +66,7 @@ class Reading:
 
     @property
     def size(self) -> int:
-        """Tokens that count against the limit, once all are read."""
+        """Tokens that count against the limit when all are read."""
         return -(-len(self.tokens) // BLOCK) * BLOCK
 
     def take(self, start: int, ids: IntArray) -> None:
@@ -83,13 +83,13 @@ class Reading:
 class Readings:
     """Takes chunks, reads them ahead, and holds caches of up to ``cache_tokens`` tokens.
 
-    An answer is made of the rollout's own tokens: as far as those were cached, the cache is taken, and the rest is
-    computed. What was touched least recently is evicted first and not cached again, so that sequences do not evict each
-    other in turn. Outside of the passes that read ahead the model keeps the attention that it has.
+    An answer is computed from the rollout's own tokens: the cache is used as far as it matches them, and the rest is
+    computed. The least recently used sequence is evicted first and not cached again, so that sequences do not evict
+    each other in turn. Outside of the passes that read ahead the model keeps its own attention.
     """
 
     def __init__(self, model: Any, whole: Answer, cache_tokens: int, budget: int, max_length: int) -> None:
-        """``whole`` answers rollouts of which nothing was read ahead. ``budget``: new tokens of one pass. Sequences of
+        """``whole`` answers rollouts without any read-ahead. ``budget``: new tokens of one pass. Sequences of
         more than ``max_length`` tokens are not read ahead."""
         transformers.AttentionInterface.register(IMPLEMENTATION, packed_attention)
         self._model = model
@@ -103,11 +103,11 @@ class Readings:
         self._evicted: set[int] = set()  # since the last answer to chunks
 
     def _answers(self, readings: Sequence[Reading]) -> list[Any]:
-        """What ``whole`` would answer, made of readings that have come to their end."""
+        """The answers of ``whole`` for complete readings."""
         raise NotImplementedError
 
     def _keep(self, batch: Sequence[Reading], hidden: Sequence[torch.Tensor]) -> None:
-        """Note what answers take of the hidden states [n, H] of each one's last n tokens, beside the last."""
+        """Store the results of the hidden states [n, H] of each sequence's last n tokens, besides the last state."""
 
     @torch.inference_mode()
     def _pass(self, batch: Sequence[Reading]) -> None:
@@ -122,15 +122,15 @@ class Readings:
             reading.last = last
 
     def _extend(self, sequences: Sequence[tuple[transformers.DynamicCache, IntArray]]) -> list[torch.Tensor]:
-        """The hidden states [n, H] of each sequence's new tokens [n], whose keys and values its cache takes up: all in
-        one pass, without padding. After an error the caches hold nothing that can be used."""
+        """The hidden states [n, H] of each sequence's new tokens [n], whose keys and values are added to its cache, in
+        one pass without padding. After an error the caches are unusable."""
         caches, tokens = zip(*sequences, strict=True)
         model: Any = self._model
         lengths = [len(ids) for ids in tokens]
         pasts = [int(cache.get_seq_length()) for cache in caches]
         places = [np.arange(past, past + n) for past, n in zip(pasts, lengths, strict=True)]
         ids, positions = (torch.from_numpy(np.concatenate(rows))[None].to(model.device) for rows in (tokens, places))
-        # Which of past + n tokens each of the last n may see; None where plain causality says it.
+        # Which of past + n tokens each of the last n may attend to; None if causality determines it.
         seen = [
             torch.ones((n, past + n), dtype=torch.bool, device=ids.device).tril(past) if past else None
             for past, n in zip(pasts, lengths, strict=True)
@@ -154,7 +154,7 @@ class Readings:
         return sum(reading.size for reading in self._readings.values() if reading is not None)
 
     def prefill(self, released: Iterable[int], chunks: Sequence[Chunk]) -> Prefilled:
-        """Forget ``released``, then read on where something new came."""
+        """Forget ``released``, then read the new chunks."""
         self.release(released)
         for chunk in chunks:
             self._note(chunk)
@@ -173,7 +173,7 @@ class Readings:
         """Store the chunk's tokens; give up a sequence that is too long for the cache or unreadable by the model."""
         reading = self._readings.setdefault(chunk.rollout_id, Reading(chunk.prompt_length))
         self._readings.move_to_end(chunk.rollout_id)
-        while len(self._readings) > self._cache_tokens:  # more than can hold a token: given up, and never released
+        while len(self._readings) > self._cache_tokens:  # more than the cache can hold: given up, and never released
             self._readings.popitem(last=False)
         if reading is not None:
             reading.take(chunk.start, np.asarray(chunk.token_ids, np.int64))
@@ -184,7 +184,7 @@ class Readings:
         return len(ids) <= self._max_length and ids.min(initial=0) >= 0 and ids.max(initial=0) < self._vocabulary
 
     def _give_up(self, rollout_id: int, reading: Reading) -> None:
-        reading.cache = None  # a caller may hold the reading for longer
+        reading.cache = None  # a caller may keep the reading for longer
         self._readings[rollout_id] = None
         self._evicted.add(rollout_id)
 
@@ -197,8 +197,8 @@ class Readings:
 
     @contextmanager
     def _caches_at_risk(self) -> Iterator[None]:
-        """On an error in this context free all caches. Running out of memory is not raised, for the sequences are then
-        computed whole; a pass that hangs, and may still write to the caches, is raised."""
+        """On an error in this context free all caches. Running out of memory is not raised, because the sequences are
+        then computed whole; the error of a hanging pass, which may still write to the caches, is raised."""
         try:
             yield
         except (torch.OutOfMemoryError, StuckError) as error:
@@ -207,7 +207,7 @@ class Readings:
                 raise
 
     def answers(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """What the model gives each rollout: read on where its beginning is cached, else computed as a whole."""
+        """The model's answer for each rollout: continued from its cached beginning, else computed as a whole."""
         begun = {i: r for i, rollout in enumerate(rollouts) if (r := self._begun(rollout)) is not None}
         found: dict[int, Any] = {}
         with self._caches_at_risk():
@@ -235,7 +235,7 @@ class Readings:
             self._readings.pop(rollout_id, None)
 
     def try_out(self, exact: bool) -> bool:
-        """Whether two short texts, read in pieces, give the same result as read whole. ``exact``: computed in float32
+        """Whether two short texts read in chunks give the same result as read whole. ``exact``: computed in float32
         or better."""
         room, self._cache_tokens = self._cache_tokens, 2 * BLOCK
         ids, zeros = np.arange(7, dtype=np.int64) * 7 % self._vocabulary, np.zeros(7, np.float32)
@@ -251,7 +251,7 @@ class Readings:
         self.release(text.rollout_id for text in texts)
         self._cache_tokens = room
         bound = (1e-4 if exact else 0.1) * np.abs(one).clip(min=1.0)
-        # Written so that a result that is no number is refused too.
+        # Written so that NaN is refused too.
         return kept and one.shape == other.shape and bool((np.abs(one - other) <= bound).all())
 
 
@@ -286,7 +286,7 @@ class _CachedLayout(Layout):
         pieces = (tensor.split(self.lengths, dim=2) for tensor in (query, key.to(held), value.to(held)))
         for cache, seen, q, new_keys, new_values in zip(self.caches, self.seen, *pieces, strict=True):
             keys, values = cache.update(new_keys, new_values, module.layer_idx)
-            # The heads of a group stand behind one key head: grouped attention without copies of the keys.
+            # The heads of a group share one key head: grouped attention without copies of the keys.
             q = q[0].unflatten(0, (key.shape[1], -1))
             k, v = (tensor[0][:, None].expand(-1, q.shape[1], -1, -1) for tensor in (keys, values))
             out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=options["scaling"])

@@ -28,7 +28,7 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); remove it to continue without its content.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "from_step" in row for row in rows):
-        raise ConfigError(f"{path} is no list of attempts; remove it to continue without its content.")
+        raise ConfigError(f"{path} is not a list of attempts; remove it to continue without its content.")
     return rows
 
 

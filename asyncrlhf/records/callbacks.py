@@ -30,8 +30,8 @@ class Callbacks:
         for callback in callbacks:
             check(
                 callable(callback) or any(hasattr(callback, event) for event in EVENTS),
-                f"callbacks: {callback!r} is no callback; allowed: a function of a step's metrics, or an object with "
-                f"any of {', '.join(EVENTS)}.",
+                f"callbacks: {callback!r} is not a callback; allowed: a function of a step's metrics, or an object "
+                f"with any of {', '.join(EVENTS)}.",
             )
         self._callbacks = tuple(callbacks)
         self.stop_asked = False

@@ -17,7 +17,7 @@ from asyncrlhf.records.summary import REPLICA_PREFIX
 
 SHOWN_COLUMNS = ("rollout_id", "prompt", "response", "reward", "staleness", "state", "generator_id")
 DEPTH = 4  # folders from runs to runs/sweeps/NAME/jobs/JOB
-QUIET_SECONDS = 120.0  # without a word from a run that has no summary: it may have been killed
+QUIET_SECONDS = 120.0  # of silence of a run without a summary: it may have been killed
 
 
 class MetricsTail:
@@ -27,7 +27,7 @@ class MetricsTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._last = b""  # the last line read: where it is no longer, the file is another one
+        self._last = b""  # the last line read: if it has moved, the file was replaced
         self.rows: list[dict[str, Any]] = []
 
     def read(self) -> bool:
@@ -47,7 +47,7 @@ class MetricsTail:
             self._last = line
             try:
                 row = json.loads(line)
-            except ValueError:  # torn by a crash, and gone on after by a resumed run
+            except ValueError:  # cut by a crash, then continued by a resumed run
                 continue
             if isinstance(row, dict) and "step" in row:
                 self.rows.append(row)
@@ -141,7 +141,7 @@ class RunFollower:
             return
         try:
             rows = pq.read_table(parts[-1], columns=list(SHOWN_COLUMNS)).to_pylist() if parts else []
-        except (OSError, pa.ArrowInvalid):  # taken away by a resumed run while it was read
+        except (OSError, pa.ArrowInvalid):  # removed by a resumed run while it was read
             return
         self._part, self.rollouts = newest, rows[::-1][:count]
 

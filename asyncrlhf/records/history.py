@@ -18,7 +18,7 @@ LIVE = (ADMITTED, GENERATING, SCORING, BUFFERED)
 
 
 class Findings:
-    """Broken promises. A finding about many rollouts is one sentence that names the first of them."""
+    """Broken guarantees. A finding about many rollouts is one sentence that names the first of them."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
@@ -125,10 +125,10 @@ def read_journal(path: Path, found: Findings) -> Iterator[tuple[int, dict[str, A
                 line = json.loads(raw)
                 at_its_place = line["n"] == number and isinstance(line["event"], str)
             except (ValueError, KeyError, TypeError):
-                found.add("journal.jsonl: line {ids} is no event.", number)
+                found.add("journal.jsonl: line {ids} is not an event.", number)
                 continue
             if not at_its_place:
-                said = f"journal.jsonl: line {number} calls itself line {line['n']}: lines are missing or were added."
+                said = f"journal.jsonl: line {number} has the number {line['n']}: lines are missing or were added."
                 found.add(said)
                 return
             yield number, line

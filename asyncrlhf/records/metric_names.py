@@ -48,7 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "Position",
         "time",
-        "Where in the run the line stands.",
+        "Position of the line in the run.",
         ("step", "steps", "step", "Learner steps done."),
         ("policy_version", "versions", "policy version", "The policy's version after the step: completed steps."),
         (
@@ -142,7 +142,7 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "By version lag",
         "lag",
-        "Over the tokens that are so many versions old: 0, 1, 2, 3-4, 5-8 or 9+. A bucket without a token is missing.",
+        "By the age of the tokens in versions: 0, 1, 2, 3-4, 5-8 or 9+. A bucket without a token is missing.",
         ("lag_<versions>/ess_fraction", "share", "effective share by lag", "As ess_fraction."),
         ("lag_<versions>/ratio_mean", "-", "ratio by lag", "Mean prox / mu, uncut."),
         ("lag_<versions>/kl", "nats", "KL by lag", "KL(mu || prox) a token."),
@@ -168,7 +168,7 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "Data",
         "response",
-        "What the batch held.",
+        "Contents of the batch.",
         ("sequences", "rollouts", "rollouts", "Rollouts of the batch."),
         ("tokens", "tokens", "tokens", "Tokens of prompts and responses."),
         ("response_tokens", "tokens", "response tokens", "Tokens of responses."),
@@ -203,7 +203,7 @@ FAMILIES: tuple[Family, ...] = (
     _family(
         "Buffer and generators",
         "buffer",
-        "What is under way. Figures of one replica appear where there are several; beyond 16 the rest are `others`.",
+        "Work in flight. With several replicas there are figures of each; beyond 16 the rest are `others`.",
         ("buffer_size", "rollouts", "buffer", "Finished rollouts that wait for the learner."),
         ("buffer_age", "versions", "buffer's age", "Their mean staleness if they were trained next."),
         ("dropped", "rollouts", "dropped", "Rollouts dropped since the run began."),

@@ -54,7 +54,7 @@ class Replay:
                 try:
                     handler(line)
                 except (KeyError, TypeError, ValueError):
-                    self._found.add("journal.jsonl: line {ids} lacks what its event says.", number)
+                    self._found.add("journal.jsonl: line {ids} lacks a field of its event.", number)
             history.wall = line.get("at", 0.0) - self._began_at
         return history
 
@@ -141,7 +141,7 @@ class Replay:
         history, size = self.history, self._now.num_generations
         for rollout_id in line["ids"]:
             if rollout_id != len(history.state) or rollout_id // size != line["group"]:
-                self._found.add("journal.jsonl: rollouts {ids} were admitted out of turn.", rollout_id)
+                self._found.add("journal.jsonl: rollouts {ids} were admitted out of order.", rollout_id)
                 continue
             history.state.append(ADMITTED)
             history.started.append(("", -1))
@@ -233,7 +233,9 @@ class Replay:
         scheduled = range((step - 1) * due, step * due) if rules.scheduled else None
         if scheduled is not None and not groups <= set(scheduled):
             strange = sorted(groups - set(scheduled))
-            self._found.add(f"journal.jsonl: step {step} trained groups {{ids}}, which are other steps'.", *strange)
+            self._found.add(
+                f"journal.jsonl: step {step} trained groups {{ids}}, which belong to other steps.", *strange
+            )
         if scheduled is None and len(groups) != due:
             self._found.add(f"journal.jsonl: step {step} trained {len(groups)} groups, where a batch has {due}.")
         state = self.history.state
@@ -258,7 +260,7 @@ class Replay:
             self._found.add(f"journal.jsonl: version {version} was published after version {before}.")
         elif not self._resumed_at <= version <= self._version:
             self._found.add(f"journal.jsonl: version {version} was published when it was {self._version}.")
-        # A free run may put a publish off; then the next one makes up for it, whatever its version.
+        # A free run may delay a publish; the next one then replaces it, at any version.
         every = rules.publish_every
         due = before < 0 or version in (rules.steps, self._rested) or version // every > before // every
         if not due or (

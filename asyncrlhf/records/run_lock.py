@@ -42,7 +42,7 @@ class RunLock:
         try:
             owner = json.loads(self._file.read())
             return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-        except (ValueError, KeyError, TypeError):  # it has just begun, or the file is no lock of ours
+        except (ValueError, KeyError, TypeError):  # it has just begun, or the file is not a lock of ours
             return "another process"
 
     def release(self) -> None:

@@ -68,7 +68,7 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
     for i, (text, place) in enumerate(zip(table["facts"].to_pylist(), places.indices.to_pylist(), strict=True)):
         facts: dict[str, Any] = json.loads(text)
         if set(facts) != set(FACTS) or not all(type(facts[name]) is int for name in ("rollout_id", "group_id")):
-            raise ValueError(f"row {i} is no rollout")
+            raise ValueError(f"row {i} is not a rollout")
         rollouts.append(Rollout(prompt=prompts[place], **facts, **{name: own[i] for name, own in arrays.items()}))
     return rollouts
 

@@ -1,6 +1,6 @@
-"""Where a run's metrics go beside its own files: W&B, TensorBoard, MLflow or a class of the user's.
+"""Receivers of a run's metrics in addition to its own files: W&B, TensorBoard, MLflow or the user's class.
 
-Each sink has a thread and a queue of its own: it may be slow, wait for a network or fail, and the run neither waits for
+Each sink has its own thread and queue: it may be slow, wait for a network or fail, and the run neither waits for
 it nor ends because of it.
 """
 
@@ -20,7 +20,7 @@ from asyncrlhf.records.recorder import METRICS_FILE, plain, read_metrics
 from asyncrlhf.validation import check_package
 
 FINISH_SECONDS = 90.0  # for a sink to send its queue after the run's end
-# Running totals that metrics.jsonl has by the step, and the lines they are added up from: more axes for curves.
+# Running totals, as further axes for curves, and the metrics of a step that they sum.
 TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 SPANS_FOLDER = "spans"
 LANE_LIMIT = 2048  # spans that wait for a message; further ones are counted as lost
-SHORT_WAIT = 0.001  # seconds: a shorter pause within one activity is no span of its own
+SHORT_WAIT = 0.001  # seconds: a shorter pause within one activity is not a span of its own
 
 SPAN_SCHEMA = pa.schema(
     [
@@ -69,7 +69,7 @@ class SpanBatch(NamedTuple):
     asked: float
     told: float
     host: str
-    lost: int = 0  # spans that found no room
+    lost: int = 0  # spans that did not fit
 
 
 @cache

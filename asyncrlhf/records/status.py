@@ -1,4 +1,4 @@
-"""``status.json`` of a run under way, written by a thread, so that it also works when the event loop hangs."""
+"""``status.json`` of a live run, written by a thread, so that it also works when the event loop hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StatusFile:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        self._thread.join(SECONDS)  # a disk that hangs keeps no run from its end
+        self._thread.join(SECONDS)  # a hanging disk must not delay the run's end
         self._path.unlink(missing_ok=True)
 
     def _answer(self) -> None:
@@ -53,7 +53,7 @@ class StatusFile:
     def _run(self) -> None:
         owner = {"host": socket.gethostname(), "pid": os.getpid()}
         while not self._closed.is_set():
-            with suppress(OSError):  # a full disk is the recorder's to report
+            with suppress(OSError):  # the recorder reports a full disk
                 write_atomically(self._path, json.dumps({**owner, "written": time.time(), **self._seen}) + "\n")
             self._closed.wait(SECONDS)
             with suppress(RuntimeError):  # the loop is closed

@@ -1,4 +1,4 @@
-"""The results of a run: the dictionary of summary.json, and the same in plain words for a newcomer."""
+"""The results of a run: the dictionary of summary.json, and the same in plain sentences."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Verdict:
 
 
 def verify(run_dir: Path) -> list[str]:
-    """One sentence per broken guarantee; empty if all hold. Raises ConfigError if the folder is no run of ``train``."""
+    """One sentence per broken guarantee; empty if all hold. Raises ConfigError if it is not a run of ``train``."""
     return examine(run_dir).broken
 
 
@@ -70,11 +70,11 @@ class _Examination:
             )
         has_journal = (run_dir / JOURNAL_FILE).is_file()
         if not has_journal and not (run_dir / METRICS_FILE).is_file():
-            raise ConfigError(f"{run_dir} holds no {JOURNAL_FILE} and no {METRICS_FILE}, so it is no run directory.")
+            raise ConfigError(f"{run_dir} holds no {JOURNAL_FILE} and no {METRICS_FILE}, so it is not a run directory.")
         self.summary: dict[str, Any] | None = self._document(SUMMARY_FILE, json.loads)
         self.config = self._document(CONFIG_FILE, _yaml) or {}
         if "stage" in (self.summary or {}) or "async" not in self.config:
-            raise ConfigError(f"{run_dir} is no run of asyncrlhf train; there is nothing else to verify.")
+            raise ConfigError(f"{run_dir} is not a run of asyncrlhf train; there is nothing else to verify.")
         self.metrics = self._metrics()
         self.rows = read_rollouts(run_dir, self.found)
         self.history = self._history() if has_journal else None

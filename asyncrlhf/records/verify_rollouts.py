@@ -51,7 +51,7 @@ class RolloutChecks:
         rows = self.rows
         order = np.argsort(rows.ids, kind="stable")
         self._name("rollouts {ids} have more than one row.", order[1:][np.diff(rows.ids[order]) == 0])
-        self._name("rollouts {ids} ended in a state that there is not.", np.flatnonzero(rows.ends < 0))
+        self._name("rollouts {ids} ended in an unknown state.", np.flatnonzero(rows.ends < 0))
         used = np.zeros(len(rows.ids), dtype=bool)
         used[rows.used_row] = True
         self._name("rollouts {ids} count as trained without a use.", np.flatnonzero((rows.ends == TRAINED) & ~used))

@@ -87,7 +87,7 @@ def load_run(path: Path) -> Run:
         for name, what in _WITHOUT_CURVES.items():
             if (path / name).is_file():
                 raise ConfigError(f"{path} holds {what} and no curves; give a run of train, sft or reward-model.")
-        raise ConfigError(f"{path} holds no {METRICS_FILE}, so it is no run directory, and holds none.")
+        raise ConfigError(f"{path} holds no {METRICS_FILE}, so it is not a run directory, and holds none.")
     try:
         rows = [row for row in read_metrics(metrics) if "step" in row]
     except (OSError, UnicodeDecodeError) as error:
@@ -95,12 +95,12 @@ def load_run(path: Path) -> Run:
     if not rows:
         raise ConfigError(f"{metrics} has no complete learner step yet; there is nothing to report.")
     if not all(_is_number(row["step"]) for row in rows):
-        raise ConfigError(f"{metrics} has a line whose step is no number; was it edited by hand?")
+        raise ConfigError(f"{metrics} has a line whose step is not a number; was it edited by hand?")
     config = _read(path / CONFIG_FILE, _yaml, yaml.YAMLError) or {}
     summary = _read(path / SUMMARY_FILE, json.loads, json.JSONDecodeError)
     for key in _MAPPINGS:
         if not isinstance((summary or {}).get(key) or {}, dict):
-            raise ConfigError(f"{path / SUMMARY_FILE} has a {key} that is no mapping; was it edited by hand?")
+            raise ConfigError(f"{path / SUMMARY_FILE} has a {key} that is not a mapping; was it edited by hand?")
     columns = _with_heldout_ends(_with_totals(_columns(rows)), summary)
     resolved = path.resolve()
     return Run(path, f"{resolved.parent.name}/{resolved.name}", rows, columns, flatten(config), summary)

@@ -81,7 +81,7 @@ def _compact(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Three decimals; None for a value that is no number."""
+    """Three decimals; None for a value that is not a number."""
     return round(float(value), 3) if value is not None and np.isfinite(value) else None
 
 

@@ -34,7 +34,7 @@ def sweep_section(results: Results, groups: Sequence[Group], canvas: Canvas) -> 
         charts.append(Chart(title, results.what, {"": traces}, "mean over seeds; band: one standard error", x))
     if timed:
         traces = _quality(timed, numbers, arrays, lambda point: point.train_seconds, [_front(timed, numbers, arrays)])
-        note = "jobs that had the machine alone; ringed: the Pareto front, what no other beats in both"
+        note = "jobs that had the machine alone; ringed: the Pareto front"
         charts.append(Chart("Quality against wall-clock", results.what, {"": traces}, note, "seconds of training"))
     found = reached(cells, groups, canvas.axes)
     if found is not None:
@@ -76,7 +76,7 @@ def _quality(
 
 
 def front(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells that no other one beats in both: quicker first, each better than all before."""
+    """The Pareto front: fastest cell first, each better than all before."""
     kept: list[Cell] = []
     for cell in sorted(cells, key=lambda c: (c.seconds.mean, -c.quality.mean)):
         if not kept or cell.quality.mean > kept[-1].quality.mean:
@@ -104,7 +104,7 @@ def _reach_chart(found: Reached, arrays: Arrays) -> Chart:
                 traces[axis.name].append(
                     {"kind": "line", "s": number, "x": arrays.add(x), "y": arrays.add(mean[known])}
                 )
-    note = "a line ends where not every seed came so far; over wall-clock: jobs that had the machine alone"
+    note = "a line ends at the last point that all seeds reached; over wall-clock: jobs that had the machine alone"
     return Chart("Time to a given quality", "first time that it is reached", traces, note, found.what, swapped=True)
 
 

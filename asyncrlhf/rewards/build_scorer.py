@@ -1,4 +1,4 @@
-"""Builds the scorer that ``reward.*`` asks for, and finds what is wrong with it before any actor starts."""
+"""Builds the scorer of ``reward.*``, and finds its errors before any actor starts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def build_scorer(
     max_completion_length: int,
     only: Collection[str] | None = None,
 ) -> Scorer:
-    """Loads every part, or those that ``only`` names; raises ConfigError for one that cannot be. ``close()`` ends what
-    the parts hold open. ``tokenizer`` is the policy's; ``task`` is asked for only by a part that is the task's rule."""
+    """Loads every part, or those in ``only``; raises ConfigError if one cannot be loaded. ``close()`` closes the
+    parts' resources. ``tokenizer`` is the policy's; ``task`` is needed only by a part that is the task's rule."""
     thread = ModelThread(config.model_timeout_seconds)  # of all models, started with the first
     sources: dict[str, WeightedSource] = {}
     scorer = Scorer(sources, config, max_completion_length)
@@ -46,8 +46,8 @@ def check_rewards(
     max_completion_length: int,
     prompt: Prompt,
 ) -> None:
-    """Raise ConfigError for rewards that cannot be given. Parts that cost little to start score a first probe; of
-    models and judges that a worker will load, only the config and the tokenizer are looked at."""
+    """Raise ConfigError for rewards that cannot be computed. Parts that start cheaply score a first probe; for
+    models and judges that a worker will load, only the config and the tokenizer are checked."""
     light = [name for name, part in config.sources.items() if not _is_heavy(part)]
     for name, part in config.sources.items():
         if name not in light:
@@ -68,7 +68,7 @@ def _build(
     task: Callable[[], Task],
     thread: ModelThread,
 ) -> RewardSource:
-    """What each kind needs is imported where it is built: requests and transformers' classifiers take a while."""
+    """Each kind imports its packages here: requests and transformers' classifiers are slow to import."""
     if part.kind == "task":
         return FunctionSource(task_reward(task()), config.timeout_seconds)
     if part.kind == "length":
@@ -112,8 +112,8 @@ def _check_heavy(part: RewardPart, key: str, tokenizer: transformers.PreTrainedT
 
 
 def preflight(scorer: Scorer, prompt: Prompt) -> None:
-    """Score a probe twice in one call, the reference answer or else the prompt's own text; ConfigError if that gives
-    no score."""
+    """Score a probe twice in one call, the reference answer or else the prompt's own text; ConfigError without a
+    score."""
     ids, text = prompt.token_ids, prompt.answer or prompt.text
     logprobs, versions = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.int64)
     probes = [Rollout(-i, -1, prompt, ids, logprobs, versions, "stop", text, "preflight") for i in (1, 2)]

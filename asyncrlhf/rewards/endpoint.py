@@ -1,4 +1,4 @@
-"""Remote endpoints: one POST a batch, retries and limits; a reward that asks one for a number a rollout."""
+"""Remote endpoints: one POST per batch, retries and limits; a reward from an endpoint, one number per rollout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncrlhf.rewards.reward import (
 from asyncrlhf.rewards.reward_config import HttpConfig
 from asyncrlhf.types import Rollout
 
-# Answers that another try may change; any other that is no success says that the request itself was refused.
+# Answers that a retry may change; any other failure means that the request itself was refused.
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 ANSWER_BYTES = 64 << 20
 REDIRECTS = 3
@@ -60,8 +60,8 @@ class Breaker:
                 return
             if self._clock() < self._open_until:
                 raise ServiceError(
-                    f"{who} is not asked for {self._seconds:g} s after {self._failures} failures in a row, "
-                    f"the last one: {self._cause}"
+                    f"{who} is not called for {self._seconds:g} s after {self._failures} failures in a row, the last "
+                    f"one: {self._cause}"
                 )
             self._open_until = self._clock() + self._seconds
 
@@ -79,7 +79,7 @@ class Breaker:
 
 
 class Endpoint:
-    """POSTs JSON to ``config.url`` + ``path``; ``timeout_seconds`` limits one whole try, however slow the answer."""
+    """POSTs JSON to ``config.url`` + ``path``; ``timeout_seconds`` limits one whole try."""
 
     def __init__(self, config: HttpConfig, timeout_seconds: float, path: str = "") -> None:
         self._config = config
@@ -173,8 +173,8 @@ class Endpoint:
         if 300 <= response.status_code < 400:
             to = redact(response.headers.get("Location", "no address"))
             raise ServiceError(
-                f"{self.who} answered {response.status_code} {response.reason} and redirects to {to[:SHOWN]}; rollouts "
-                "are sent on within one origin alone, by 307 and 308; give the address that answers as the url."
+                f"{self.who} answered {response.status_code} {response.reason} and redirects to {to[:SHOWN]}; only "
+                "307 and 308 within one origin are followed; give the final address as the url."
             )
         if not response.ok:
             raise RewardError(f"{self.who} answered {_status(response)}.")
@@ -199,7 +199,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _retry_after(response: requests.Response) -> float:
-    """Seconds that the service asks for; its other form, a date, is left to the back-off."""
+    """The seconds of Retry-After; its other form, a date, is ignored."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "0")))
     except ValueError:
@@ -220,7 +220,7 @@ class HttpSource(RewardSource):
             scores = checked_scores(answer.get("rewards") if isinstance(answer, dict) else answer, count, who)
             causes = [score for score in scores if isinstance(score, RewardError)]
             if len(causes) == count:
-                raise causes[0]  # all nonsense: a failure of the service, which its breaker should count
+                raise causes[0]  # no usable answer: a failure of the service, which its breaker should count
             return scores
 
         scores: list[Score] = self._endpoint.ask(texts_of(rollouts), parse)

@@ -17,28 +17,28 @@ from typing import Any
 from asyncrlhf.errors import RewardError
 from asyncrlhf.plugins import load_function
 
-# Of what a reward function logs in one call: names of metrics, columns, characters of a name and of a text.
+# Limits of one call's logging: names of metrics, columns, characters of a name and of a text.
 MAX_METRICS, MAX_COLUMNS, MAX_NAME, MAX_TEXT = 32, 8, 64, 1000
-_GIVEN = ("prompts", "completions", "log_extra", "log_metric")  # arguments that are no columns
+_GIVEN = ("prompts", "completions", "log_extra", "log_metric")  # arguments other than columns
 
 
 class WrongCountError(RewardError):
-    """An answer that is not a list with one score a completion."""
+    """An answer that is not a list with one score per completion."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What TRL hands over as ``trainer_state``, as far as it is known here: ``global_step``, the newest policy version
+    """TRL's ``trainer_state``, as far as known here: ``global_step``, the newest policy version
     that sampled a token of the call's completions."""
 
     global_step: int
 
 
 class CallLog:
-    """What a reward function logs in one call by TRL's ``log_metric`` and ``log_extra``; both raise ValueError, which
-    fails the call, beyond their limits.
+    """The log of one call of a reward function, by TRL's ``log_metric`` and ``log_extra``; beyond their limits both
+    raise ValueError, which fails the call.
 
-    ``metrics``: each name's mean. ``extras``: a JSON object a completion, with a value a column; empty without columns.
+    ``metrics``: each name's mean. ``extras``: one JSON object per completion, with its columns; empty without columns.
     """
 
     def __init__(self, completions: int) -> None:
@@ -50,12 +50,12 @@ class CallLog:
         """Names are cut to their letters, digits and ``_.+-``; values that are not finite are left out."""
         name = re.sub(r"[^\w.+-]", "_", str(name))[:MAX_NAME]
         if math.isfinite(number := float(value)):
-            _room(self._values, name, MAX_METRICS, "log_metric takes at most {} names a call").append(number)
+            _room(self._values, name, MAX_METRICS, "log_metric takes at most {} names per call").append(number)
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """One value a completion."""
+        """One value per completion."""
         name = str(column)[:MAX_NAME]
-        told = _room(self._columns, name, MAX_COLUMNS, "log_extra takes at most {} columns a call")
+        told = _room(self._columns, name, MAX_COLUMNS, "log_extra takes at most {} columns per call")
         told.extend(map(_cell, values))
         if len(told) != self._completions:
             raise ValueError(f"log_extra({name!r}) got {len(told)} values for {self._completions} completions")
@@ -84,9 +84,9 @@ def _cell(value: Any) -> Any:
 def call_function(
     function: Callable[..., Any], arguments: Mapping[str, Any], log: CallLog | None = None
 ) -> list[float | RewardError | None]:
-    """One score, failure or None (no opinion) a completion; raises RewardError when the call itself failed. What an
-    ``async`` function returns is awaited, in one event loop for all calls of the process. ``log``: keeps what a user's
-    function logs."""
+    """One score, failure or None (no score) per completion; raises RewardError if the call itself failed. The result of
+    an ``async`` function is awaited, in one event loop for all calls of the process. ``log``: collects the function's
+    log."""
     if log is not None:
         arguments = {**arguments, "log_extra": log.extra, "log_metric": log.metric}
     _check_arguments(function, arguments)
@@ -127,8 +127,8 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 def checked_scores(values: Any, count: int, who: str, *, may_abstain: bool = False) -> list[float | RewardError | None]:
-    """``values`` as ``count`` scores; one that is not a finite number is a failure of its own, None with
-    ``may_abstain`` no opinion. Raises WrongCountError, whose subject is ``who``, for anything but a list of that
+    """``values`` as ``count`` scores; a value that is not a finite number is a single failure, None with
+    ``may_abstain`` no score. Raises WrongCountError, with ``who`` as subject, for anything but a list of that
     length."""
     if not isinstance(values, list):
         raise WrongCountError(f"{who} returned {type(values).__name__}, not a list of numbers.")
@@ -147,5 +147,5 @@ def _score(value: Any, who: str) -> float | RewardError:
 
 
 def load_target(target: str, key: str = "reward.target") -> Callable[..., Any]:
-    """The function that ``package.module:function`` names; the working directory is looked in too."""
+    """The function named ``package.module:function``; modules are also found in the working directory."""
     return load_function(key, target)

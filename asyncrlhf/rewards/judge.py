@@ -1,6 +1,6 @@
 """Scores from a generative judge, behind an endpoint or under vLLM in the reward worker's process.
 
-It is asked a question a rollout, and a number is read from its answer.
+It gets one question per rollout, and a number is read from its answer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SHOWN = 120  # characters of an answer in a message
 
 
 class JudgeSource(RewardSource):
-    """A generative model that is asked for a score."""
+    """A generative model that scores rollouts."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
         self._pattern = re.compile(config.pattern)
 
     def answers(self, questions: Sequence[str]) -> list[str | RewardError]:
-        """One text or failure a question, in order."""
+        """One text or failure per question, in order."""
         raise NotImplementedError
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
@@ -62,7 +62,7 @@ class JudgeSource(RewardSource):
         try:
             score = float(found[-1])
         except ValueError:
-            return RewardError(f"The judge's score {found[-1][:SHOWN]!r} is no number.")
+            return RewardError(f"The judge's score {found[-1][:SHOWN]!r} is not a number.")
         if not self._config.low <= score <= self._config.high:
             return RewardError(
                 f"The judge's score {score:g} lies outside {self._config.low:g} to {self._config.high:g}."
@@ -100,7 +100,7 @@ class ChatEndpoint(JudgeSource):
         except (KeyError, IndexError, TypeError) as error:
             raise RewardError(f"{self._endpoint.who} answered no choices[0].message.content.") from error
         if not isinstance(text, str):
-            raise RewardError(f"{self._endpoint.who} answered {type(text).__name__} where the judge's text belongs.")
+            raise RewardError(f"{self._endpoint.who} answered {type(text).__name__} instead of the judge's text.")
         return text
 
     def close(self) -> None:
@@ -111,9 +111,9 @@ CPU_CACHE_GB = 1.0
 
 
 class Asker:
-    """Puts prompts to vLLM's ``LLMEngine``, and takes back those that are not answered in time.
+    """Sends prompts to vLLM's ``LLMEngine``, and aborts those that are not answered in time.
 
-    ``thread`` says how long all prompts of a call may take, and how long one step. ``clock`` gives seconds.
+    ``thread`` has the limits of all prompts of a call, and of one step. ``clock`` gives seconds.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Asker:
         self._under_way: dict[str, int] = {}
 
     def answers(self, prompts: Mapping[int, Any]) -> dict[int, str]:
-        """The answers by the prompts' numbers, without those that took longer. Raises StuckError when a step hangs."""
+        """The answers by the prompts' numbers, without late ones. Raises StuckError when a step hangs."""
         answers: dict[int, str] = {}
         begun = self._clock()
         self._thread.call("The judge's start", lambda: self._begin(prompts))
@@ -140,7 +140,7 @@ class Asker:
         return answers
 
     def _begin(self, prompts: Mapping[int, Any]) -> None:
-        self._abandon()  # what a call that hung left behind
+        self._abandon()  # left by a call that hung
         for number, prompt in prompts.items():
             name = str(next(self._names))
             self._engine.add_request(name, prompt, self._params)
@@ -152,9 +152,9 @@ class Asker:
 
 
 class VllmChat(JudgeSource):
-    """Answers all questions of a call in one batch. Raises ConfigError where vLLM is missing or refuses the model.
+    """Answers all questions of a call in one batch. Raises ConfigError if vLLM is missing or refuses the model.
 
-    vLLM starts and runs in ``thread``, whose limit holds for all questions of a call. More than one GPU
+    vLLM starts and runs in ``thread``, whose limit applies to all questions of a call. More than one GPU
     (``tensor_parallel_size``) was never run in this project's tests.
     """
 
@@ -177,8 +177,8 @@ class VllmChat(JudgeSource):
         self._asker = Asker(self._llm.llm_engine, params, thread)
 
     def answers(self, questions: Sequence[str]) -> list[str | RewardError]:
-        """A question fails alone that leaves no room for ``max_tokens`` of answer in the context, and one whose answer
-        is not there when the call's time is over."""
+        """A question fails alone if it leaves no room for ``max_tokens`` of answer in the context, or if its answer
+        is late."""
         from vllm.inputs import tokens_input
 
         encoded = [self._encode(question) for question in questions]
@@ -208,7 +208,7 @@ class VllmChat(JudgeSource):
 
 
 def start(config: JudgeConfig, key: str, gpus: float) -> Any:
-    """A vLLM ``LLM`` that has answered once: its first answer compiles, which is in no question's time."""
+    """A vLLM ``LLM`` that has answered once: its first answer compiles, which must not count against a question."""
     with starting_vllm(f"{key}.judge.engine=vllm"):
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
@@ -243,21 +243,21 @@ def engine_arguments(config: JudgeConfig, gpus: float) -> dict[str, Any]:
 
 
 def end_with_parent(worker: Any) -> None:
-    """Runs in a vLLM worker: where that is a process of its own, the kernel kills it when the thread that started it
-    ends. vLLM's own watch is a thread of the worker, which sees nothing where the worker hangs or is frozen."""
+    """Runs in a vLLM worker: if that is a separate process, the kernel kills it when the thread that started it
+    ends. vLLM's own watch is a thread of the worker, which does not run if the worker hangs or is frozen."""
     if sys.platform == "linux" and multiprocessing.parent_process() is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def starting_vllm(setting: str) -> Iterator[None]:
-    """For the import and the start of vLLM in this process, which belongs to who starts it, or is a test's. Raises
-    ConfigError, which names the ``setting`` that asks for vLLM, where its import fails."""
+    """For the import and the start of vLLM in this process, which belongs to the caller or is a test's. Raises
+    ConfigError, with the ``setting`` that needs vLLM, if its import fails."""
     # vLLM reads these when it is imported or started.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or a CPU worker would get a process of its own
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or a CPU worker would get a separate process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM would bind each CPU worker to a NUMA node of its own; the cores are shared with the learner here.
+    # vLLM would bind each CPU worker to its own NUMA node; the cores are shared with the learner here.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     set_threads = torch.set_num_threads
     try:

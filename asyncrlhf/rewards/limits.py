@@ -31,11 +31,11 @@ def environment(config: SandboxConfig, variables: Mapping[str, str]) -> dict[str
 
 
 def confine(config: SandboxConfig) -> None:
-    """Put the limits on this process and on what it will start; call it before there are threads. Raises ConfigError
-    for a network that cannot be taken away here."""
+    """Limit this process and its future children; call it before there are threads. Raises ConfigError
+    if the network cannot be removed here."""
     if not config.network:
         _leave_network()
-    with suppress(OSError, AttributeError):  # Linux alone; what the function leaves behind is found all the same
+    with suppress(OSError, AttributeError):  # Linux only; not essential elsewhere
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
     _limit(resource.RLIMIT_AS, int(config.memory_gb * 2**30))
     _limit(resource.RLIMIT_FSIZE, int(config.file_mb * 2**20))
@@ -44,14 +44,14 @@ def confine(config: SandboxConfig) -> None:
 
 
 def begin_call(config: SandboxConfig) -> None:
-    """Give one call its seconds of CPU."""
+    """Start the CPU limit of one call."""
     if config.cpu_seconds:
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + config.cpu_seconds) + 1, hard))
 
 
 def _limit(kind: int, value: int) -> None:
-    """Lower a limit, for good; 0 of others than core dumps is none."""
+    """Lower a limit permanently; 0 means no limit, except for core dumps."""
     _, hard = resource.getrlimit(kind)
     if value or kind == resource.RLIMIT_CORE:
         wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -59,14 +59,14 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _leave_network() -> None:
-    """Enter a network namespace that has no interface that is up, in a user namespace where root is not ours."""
+    """Enter a network namespace without active interfaces, in a user namespace without root."""
     libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     if libc.unshare(NEW_NET) == 0:
         return
     if libc.unshare(NEW_USER | NEW_NET) != 0:
         reason = os.strerror(ctypes.get_errno())
         raise ConfigError(
-            f"{NO_NETWORK} cannot be had on this machine, whose kernel gives no network namespace ({reason}); "
+            f"{NO_NETWORK} is not possible on this machine, whose kernel provides no network namespace ({reason}); "
             "allowed here: true."
         )
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):

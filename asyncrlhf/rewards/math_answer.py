@@ -1,4 +1,4 @@
-"""The reward of a mathematical answer: 1 where it equals the reference, by the library math-verify.
+"""The reward of a mathematical answer: 1 if it equals the reference, by the library math-verify.
 
 ``reward.kind=python reward.target=asyncrlhf.rewards.math_answer:correct``
 """
@@ -16,14 +16,14 @@ except ImportError:
     check_package("reward.target=asyncrlhf.rewards.math_answer:correct", "math-verify", "math")
     raise
 
-# GSM8K (2110.14168) ends both its references and the answers of models trained on them so.
+# GSM8K (2110.14168) marks the result so, in its references and in answers of models trained on them.
 FINAL = "####"
 TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 def correct(completions: list[str], answer: list[str | None], **columns: list[Any]) -> list[float]:
-    """1.0 for each completion that gives the reference ``answer``, 0.0 for another. What follows a last ``####`` counts
-    alone, in both. Raises ValueError for a reference that is missing or holds nothing to compare with."""
+    """1.0 for each completion that gives the reference ``answer``, 0.0 otherwise. Only the text after a last ``####``
+    counts, in both. Raises ValueError for a reference that is missing or has nothing to compare with."""
     return [float(_equal(reference, text)) for text, reference in zip(completions, answer, strict=True)]
 
 
@@ -32,7 +32,7 @@ def _equal(reference: str | None, completion: str) -> bool:
         raise ValueError("the prompt has no answer to compare with")
     gold = _gold(str(reference))  # a dataset's column may hold numbers
     if not gold:
-        raise ValueError(f"the reference {str(reference)[-40:]!r} is no number and no LaTeX expression")
+        raise ValueError(f"the reference {str(reference)[-40:]!r} is neither a number nor a LaTeX expression")
     return verify(list(gold), parse(_final(completion), TARGETS))
 
 

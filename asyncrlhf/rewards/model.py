@@ -1,5 +1,5 @@
-"""Scores from a sequence-classification reward model, in batches of few padded tokens; its checkpoint's loading, which
-refuses an untrained head; and what the model reads of a rollout."""
+"""Scores from a sequence-classification reward model, in batches of few padded tokens; loading of its checkpoint, which
+refuses an untrained head; and the model's input for a rollout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = "ForSequenceClassification"
 
 
 def check_reward_model(config: RewardModelConfig, key: str) -> None:
-    """Raise ConfigError unless the checkpoint's config says that it is a reward model; reads no weights."""
+    """Raise ConfigError unless the checkpoint's config is that of a reward model; reads no weights."""
     found = load(transformers.AutoConfig, config, key)
     named = [str(name) for name in getattr(found, "architectures", None) or []]
     if not any(name.endswith(HEAD) for name in named):
@@ -40,7 +40,7 @@ def check_reward_model(config: RewardModelConfig, key: str) -> None:
 
 
 def load_reward_model(config: RewardModelConfig, key: str, device: str) -> transformers.PreTrainedModel:
-    """The model in ``eval()``; raises ConfigError when a weight is missing, which transformers would fill at random."""
+    """The model in ``eval()``; raises ConfigError for a missing weight: transformers would initialise it randomly."""
     check_reward_model(config, key)
     dtype = getattr(torch, config.dtype)
     model, report = load(
@@ -50,20 +50,20 @@ def load_reward_model(config: RewardModelConfig, key: str, device: str) -> trans
     missing = sorted(report["missing_keys"]) + [str(entry) for entry in report.get("mismatched_keys", ())]
     if missing:
         raise ConfigError(
-            f"{key}.model.path={config.path} lacks {len(missing)} of its model's weights, such as {missing[0]}; "
-            "they would be random."
+            f"{key}.model.path={config.path} lacks {len(missing)} of its model's weights, such as {missing[0]}; they "
+            "would be initialised randomly."
         )
     loaded: transformers.PreTrainedModel = model.to(device).eval()
     return loaded
 
 
 def load(auto: Any, config: RewardModelConfig, key: str, **options: Any) -> Any:
-    """What transformers' ``auto`` class makes of the checkpoint; raises ConfigError where it cannot."""
+    """The checkpoint loaded with transformers' ``auto`` class; raises ConfigError if that fails."""
     path = Path(config.path).expanduser()
     local = path.is_dir()
     looks_local = config.path.startswith((".", "/", "~")) or config.path.count("/") > 1 or config.path.endswith("/")
     if not local and (looks_local or path.exists()):
-        raise ConfigError(f"{key}.model.path={config.path} is no folder; give a checkpoint's folder or a hub name.")
+        raise ConfigError(f"{key}.model.path={config.path} is not a folder; give a checkpoint's folder or a hub name.")
     if local:
         refuse_pickled_weights(path, f"{key}.model.path={config.path}")
     name = str(path) if local else config.path
@@ -79,7 +79,7 @@ Encoder = Callable[[Rollout], IntArray]  # -> token ids [P+L] of prompt and resp
 
 
 def build_encoder(config: RewardModelConfig, key: str, policy: transformers.PreTrainedTokenizerBase) -> Encoder:
-    """The encoder that ``inputs`` asks for; raises ConfigError where the checkpoint has no tokenizer or template."""
+    """The encoder for ``inputs``; raises ConfigError if the checkpoint has no tokenizer or template."""
     if config.inputs == "ids":
         return policy_ids
     try:
@@ -100,12 +100,12 @@ def build_encoder(config: RewardModelConfig, key: str, policy: transformers.PreT
 
 
 def policy_ids(rollout: Rollout) -> IntArray:
-    """The very tokens that the policy saw and sampled, its stop token included."""
+    """The tokens that the policy saw and sampled, including its stop token."""
     return np.concatenate([rollout.prompt.token_ids, rollout.response_ids]).astype(np.int64)
 
 
 def text_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
-    """Prompt and response as one plain text, and the end token where the response came to its end."""
+    """Prompt and response as one plain text, with the end token if the response is complete."""
     ids = list(tokenizer(rollout.prompt.text + rollout.response_text).input_ids)
     end = tokenizer.eos_token_id
     if rollout.finish_reason == "stop" and end is not None and (not ids or ids[-1] != end):
@@ -114,7 +114,7 @@ def text_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) 
 
 
 def chat_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) -> IntArray:
-    """The conversation, of two turns where the prompt is a text, as the model's chat template writes it."""
+    """The conversation, of two turns if the prompt is a text, in the model's chat template."""
     turns: list[Any] = [
         *(rollout.prompt.messages or [{"role": "user", "content": rollout.prompt.text}]),
         {"role": "assistant", "content": rollout.response_text},
@@ -125,20 +125,20 @@ def chat_ids(tokenizer: transformers.PreTrainedTokenizerBase, rollout: Rollout) 
 
 
 def same_tokens(one: transformers.PreTrainedTokenizerBase, other: transformers.PreTrainedTokenizerBase) -> bool:
-    """Whether both give every token the same id, special ones included."""
+    """Whether both give every token the same id, including special ones."""
     return one.get_vocab() == other.get_vocab() and one.all_special_ids == other.all_special_ids
 
 
-# Of a pass that the time limit ended, for a model that is no more than slow.
+# Added to the message of a pass over the time limit, in case the model is only slow.
 SLOW_PASS = "If it is only slow, raise that or lower reward.max_batch_tokens."
 
 
 class ModelSource(RewardSource):
-    """One forward pass a batch of up to ``max_batch_tokens`` padded tokens; a longer sequence is a batch of its own.
+    """One forward pass per batch of up to ``max_batch_tokens`` padded tokens; a longer sequence is a separate batch.
 
     Raises ConfigError for a checkpoint that cannot be loaded or is no reward model. ``model``, ``encoder``, ``thread``
-    and ``is_causal`` are open to those who feed the model by other ways, such as piece by piece. A pass that takes
-    longer than ``thread`` allows (by default there is no limit) ends in StuckError.
+    and ``is_causal`` are public for other ways to feed the model, such as chunk by chunk. A pass that takes
+    longer than ``thread`` allows (by default there is no limit) raises StuckError.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ModelSource(RewardSource):
         self.model = self.thread.call_without_limit(lambda: load_reward_model(config, key, device))
         self.encoder: Encoder = build_encoder(config, key, policy)
         self.is_causal = is_causal(self.model)
-        # Of prompt and response together; the model's context, where that is known, bounds it.
+        # Of prompt and response together; bounded by the model's context, if known.
         self.max_length = min(limit for limit in (config.max_length, context_of(self.model)) if limit)
         self._key = key
         self._max_batch_tokens = max_batch_tokens
@@ -172,7 +172,7 @@ class ModelSource(RewardSource):
         return scores
 
     def refusal(self, ids: IntArray) -> RewardError | None:
-        """Why a sequence [P+L] cannot be scored, if so."""
+        """Why a sequence [P+L] cannot be scored; None if it can."""
         if not len(ids):
             return RewardError("The reward model got no token: prompt and response are empty.")
         if len(ids) > self.max_length:
@@ -217,10 +217,10 @@ class ModelSource(RewardSource):
 def score_batch(
     model: transformers.PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
-    """[N] float32 scores of padded sequences [N, T], whichever side the padding is on.
+    """[N] float32 scores of padded sequences [N, T], padded on either side.
 
-    A causal model's score is that of the last token that ``attention_mask`` shows. transformers' own pooling looks for
-    the last token that is not ``pad_token_id`` instead, and so passes over an end token that serves as padding too.
+    A causal model's score is that of the last token in ``attention_mask``. transformers' own pooling uses
+    the last token that is not ``pad_token_id`` instead, and so skips an end token that is also the pad token.
     """
     if not is_causal(model):
         logits: torch.Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
@@ -237,19 +237,19 @@ def score_batch(
 
 
 def head_of(model: transformers.PreTrainedModel) -> torch.nn.Linear:
-    """The layer of a causal reward model that makes a hidden state [H] a score [1]."""
+    """The layer of a causal reward model that maps a hidden state [H] to a score [1]."""
     head: torch.nn.Linear = model.score  # type: ignore[assignment]
     return head
 
 
 def is_causal(model: transformers.PreTrainedModel) -> bool:
     """Whether a score is a linear layer on the last token's state, as in all of transformers' decoders; encoders pool
-    in ways of their own."""
+    differently."""
     return isinstance(getattr(model, "score", None), torch.nn.Linear)
 
 
 def context_of(model: transformers.PreTrainedModel) -> int:
-    """The longest text in tokens, as far as the model's config says."""
+    """The longest text in tokens, if the model's config has it."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 

@@ -1,4 +1,4 @@
-"""The thread that a reward worker's models run in, and the limit on how long its callers wait for it."""
+"""The thread of a reward worker's models, and the limit of its callers' waits."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _Call:
 class ModelThread:
     """Runs one call after the other. Python cannot stop a call that hangs, but its caller stops waiting for it.
 
-    All models of a worker share one: OpenMP has a team of threads for each thread that calls it, and with more than one
-    team it no longer spins between kernels. ``seconds=None`` is no limit.
+    All models of a worker share one: OpenMP has a team of threads for each calling thread, and with more than one
+    team it no longer spins between kernels. ``seconds=None``: no limit.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -45,9 +45,9 @@ class ModelThread:
         self._calls: SimpleQueue[_Call | None] | None = None
 
     def call(self, who: str, work: Callable[[], T], remedy: str = "") -> T:
-        """Return or raise what ``work`` does; raise StuckError, whose subject is ``who``, after ``seconds``.
-        An earlier call that was given up is first waited for, at most as long. ``remedy``: a sentence for a user whose
-        call is merely slow."""
+        """Return or raise what ``work`` does; raise StuckError, with ``who`` as subject, after ``seconds``.
+        First waits, at most as long, for an earlier call that was given up. ``remedy``: a sentence for a user whose
+        call is only slow."""
         return self._call(who, work, self.seconds, remedy)
 
     def call_without_limit(self, work: Callable[[], T]) -> T:
@@ -57,13 +57,13 @@ class ModelThread:
     def _call(self, who: str, work: Callable[[], T], seconds: float | None, remedy: str) -> T:
         if self._calls is None:
             self._calls = SimpleQueue()
-            # A daemon: one that hangs must not keep the process alive.
+            # A daemon: a hanging thread must not keep the process alive.
             threading.Thread(target=_serve, args=(self._calls,), daemon=True, name="reward-models").start()
         call = _Call(work)
         self._calls.put(call)
         if not wait(call.begun, seconds):
             call.given_up = True
-            raise StuckError(f"{who} did not begin within {SETTING}={seconds:g}: an earlier one hangs.")
+            raise StuckError(f"{who} did not begin within {SETTING}={seconds:g}: an earlier call hangs.")
         if not wait(call.ended, seconds):
             assert seconds is not None
             raise StuckError(f"{late(who, seconds, SETTING)} {remedy}".strip())
@@ -72,12 +72,12 @@ class ModelThread:
             if error is not None:
                 raise error
         finally:
-            del error  # or the error and the frames that it holds would hold each other, and a pass's memory with them
+            del error  # or the error and its frames would keep each other alive, and a pass's memory with them
         value: T = call.value
         return value
 
     def close(self) -> None:
-        """End the thread after its present call; a later call starts another."""
+        """End the thread after its current call; a later call starts another."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

@@ -1,4 +1,4 @@
-"""The parts of a reward: functions under TRL's signature, sources of scores, and the scorer that adds them.
+"""The parts of a reward: functions with TRL's signature, sources of scores, and the scorer that adds them.
 
 One failed rollout never fails others.
 """
@@ -21,42 +21,42 @@ from asyncrlhf.rewards.reward_config import RewardConfig
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Annotation, BatchFault, Prompt, Rollout
 
-# A finite number; why there is none; or None, where the source has no opinion.
+# A finite number; the failure; or None, if the source gives no score.
 Score = float | RewardError | None
-# What a function told of a rollout beside its score: the call's metrics by name, the rollout's values by column.
+# A function's log for a rollout: the call's metrics by name, the rollout's values by column.
 Logged = tuple[Mapping[str, float], Mapping[str, Any]]
 
 
 class RewardFunction(Protocol):
-    """Scores completions. A reward function written for TRL's trainers works here as it is.
+    """Scores completions. A reward function written for TRL's trainers works here unchanged.
 
     ``prompts`` are the task's texts (without chat template), ``completions`` the responses without special tokens;
-    where the dataset has conversations, both are lists of messages. The columns, each a list as long as ``prompts``:
+    if the dataset has conversations, both are lists of messages. The columns, each a list as long as ``prompts``:
     ``completion_ids`` (list of int), those of the dataset's rows by name, and ``answer`` (str or None) and ``metadata``
-    (dict) where the dataset has none of that name. Beside them come ``trainer_state``, ``log_extra`` and
-    ``log_metric``; take up the rest in ``**columns``. Returns one finite number, or None for no opinion, a completion,
-    in order. It may be ``async``.
+    (dict) unless the dataset has columns of these names. ``trainer_state``, ``log_extra`` and
+    ``log_metric`` are also passed; ``**columns`` takes the rest. Returns one finite number, or None for no score, per
+    completion, in order. It may be ``async``.
     """
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Sequence[float | None]: ...
 
 
 class RewardSource:
-    """One part of a reward: a function, a model, a judge, a service. ``in_process``: it is code of this machine, whose
-    wrong number of scores is a bug and no mishap."""
+    """One part of a reward: a function, a model, a judge, a service. ``in_process``: it is code on this machine, whose
+    wrong number of scores is a bug, not a temporary failure."""
 
     in_process = False
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score or failure a rollout, in order.
+        """One score or failure per rollout, in order.
 
-        Raises RewardError when the call failed as a whole, so that single rollouts are worth a call of their own, and
-        ServiceError when it failed whatever the rollouts were.
+        Raises RewardError if the call failed as a whole, so that each rollout should be scored alone, and
+        ServiceError if it failed independently of the rollouts.
         """
         raise NotImplementedError
 
     def logged(self) -> dict[int, Logged]:
-        """What its function logged since the last call, by rollout id; cleared by this call."""
+        """The function's log since the last call, by rollout id; cleared by this call."""
         return {}
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class LateError(RewardError):
 
 
 class ServiceError(RewardError):
-    """The service behind a source is out of order: none of the call's rollouts has a score."""
+    """The service of a source failed: none of the call's rollouts has a score."""
 
 
 class LateServiceError(ServiceError, LateError):
@@ -76,12 +76,12 @@ class LateServiceError(ServiceError, LateError):
 
 
 class StuckError(ReplicaError):
-    """A model's call does not end. Nothing is known of its rollouts; the worker's owner must replace it."""
+    """A model's call does not end. Its rollouts have no result; the worker's owner must replace the worker."""
 
 
 def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """The arguments of a user's reward function, in the form that its dataset has: N prompts, N completions, N of each
-    column of its rows, and what TRL hands over beside them."""
+    """The arguments of a user's reward function, in the form of its dataset: N prompts, N completions, N of each
+    column of its rows, and TRL's further arguments."""
     plain = texts_of(rollouts)
     names = dict.fromkeys(name for r in rollouts for name in r.prompt.metadata)
     columns = {name: [r.prompt.metadata.get(name) for r in rollouts] for name in names}
@@ -95,12 +95,12 @@ def columns_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "completion_ids": plain["completion_ids"],
         "trainer_state": TrainerState(max((int(r.policy_versions.max(initial=0)) for r in rollouts), default=0)),
     }
-    # As in TRL, a column cannot take the place of what the trainer says, and what was written is not handed over.
+    # As in TRL, a column cannot replace the trainer's arguments, and the dataset's own completions are not passed.
     return {k: v for k, v in {**plain, **columns, **given}.items() if k not in ("prompt", "completion")}
 
 
 def texts_of(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """What endpoints and the task's rule get: N prompts and N completions as texts, and three columns of ours."""
+    """The arguments of endpoints and the task's rule: N prompts and N completions as texts, and three columns."""
     return {
         "prompts": [r.prompt.text for r in rollouts],
         "completions": [r.response_text for r in rollouts],
@@ -119,22 +119,22 @@ class WeightedSource(NamedTuple):
 
 
 class Scorer:
-    """The parts of a reward and the penalties for length; what a reward worker is made of.
+    """The parts of a reward and the penalties for length, as used by a reward worker.
 
-    ``parts`` of a result: each part's score under its name (``score`` where there is one part) as the part gave it, and
-    ``missing_eos`` and ``overlong`` where those penalties are on. The reward is the weighted sum of the scores and the
-    sum of the penalties. A rollout that any part fails has no reward. A part without an opinion (None) adds nothing; a
-    rollout of which no part has one has no reward, and is ``abstained``.
+    ``parts`` of a result: each part's raw score under its name (``score`` for a single part), and
+    ``missing_eos`` and ``overlong`` if those penalties are on. The reward is the weighted sum of the scores and the
+    sum of the penalties. If any part fails, the rollout has no reward. A part that returns None adds nothing; if
+    all parts do, the rollout has no reward, and is ``abstained``.
     """
 
     def __init__(self, sources: dict[str, WeightedSource], config: RewardConfig, max_completion_length: int) -> None:
         if config.overlong_buffer > max_completion_length:
             raise ConfigError(
-                f"reward.overlong_buffer={config.overlong_buffer} is wider than a response can be; "
-                f"allowed: at most generator.max_completion_length={max_completion_length}."
+                f"reward.overlong_buffer={config.overlong_buffer} is longer than any response; allowed: at most "
+                f"generator.max_completion_length={max_completion_length}."
             )
         self.sources = sources
-        self._refused: Counter[str] = Counter()  # by part: batches in a row that it did not take, but their rollouts
+        self._refused: Counter[str] = Counter()  # by part: batches in a row that failed, but not alone
         self._config = config
         self._max_completion_length = max_completion_length
         self._several = config.kind == "sum" or bool(config.reward_funcs)  # whether a failure names its part
@@ -147,12 +147,12 @@ class Scorer:
         return f"reward.kind={self._config.kind}" + (f" {target}" if self._config.kind == "python" else "")
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Annotation]:
-        """One result a rollout, in order and with its id; a rollout without a valid score has ``error`` instead.
+        """One result per rollout, in order and with its id; a rollout without a valid score has ``error`` instead.
 
-        A part scores all rollouts in one call if it can. After a call that failed as a whole it is asked for each
-        rollout alone, unless it is the service that failed; where it can answer then, and not for a batch (a service
-        twice in a row), it is asked for each rollout alone from then on. A part is not asked for what an earlier one
-        failed. Raises RewardError for a function that does not return one score a completion.
+        A part scores all rollouts in one call if it can. After a call that failed as a whole it scores each
+        rollout alone, unless the service failed; if single rollouts succeed but a batch does not (for a service
+        twice in a row), it gets single rollouts from then on. A part does not score rollouts that an earlier one
+        failed. Raises RewardError for a function that does not return one score per completion.
         """
         faults: list[BatchFault] = []
         parts: list[dict[str, float]] = [{} for _ in rollouts]
@@ -178,7 +178,7 @@ class Scorer:
     def _scores(
         self, name: str, source: RewardSource, rollouts: Sequence[Rollout], faults: list[BatchFault]
     ) -> list[Score]:
-        # A service may have had a bad moment; a function will hang again.
+        # A service may have failed temporarily; a function will hang again.
         allowed = 1 if source.in_process else 2
         if len(rollouts) <= 1 or self._refused[name] >= allowed:
             return [self._score(name, source, rollout) for rollout in rollouts]
@@ -188,7 +188,7 @@ class Scorer:
             self._refused[name] = 0
             return scores
         except LateServiceError as error:
-            # Either it is down, or so many are too much for it: one rollout more says which.
+            # Either it is down, or the batch is too large for it: a single rollout shows which.
             first = self._score(name, source, rollouts[0])
             if isinstance(first, RewardError):
                 return [error] * len(rollouts)
@@ -239,7 +239,7 @@ class Scorer:
 
 
 def _with_logged(result: Annotation, logged: Sequence[Logged]) -> Annotation:
-    """``result`` with what the functions logged; the mean of a name that several of them gave."""
+    """``result`` with the functions' logs; a name that several of them gave gets the mean."""
     if not logged:
         return result
     names = dict.fromkeys(name for metrics, _ in logged for name in metrics)
@@ -254,7 +254,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 
 
 def task_reward(task: Task) -> RewardFunction:
-    """The task's rule under the signature of a reward function."""
+    """The task's rule with the signature of a reward function."""
 
     def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         answers: list[str | None] = columns["answer"]
@@ -269,7 +269,7 @@ def task_reward(task: Task) -> RewardFunction:
 
 
 class FunctionSource(RewardSource):
-    """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is left behind, for
+    """A function with a time limit, in a thread: it cannot use ``signal``, and one that overruns is abandoned, because
     Python cannot stop it. A user's own function runs in a process instead (:mod:`~asyncrlhf.rewards.sandbox`)."""
 
     in_process = True
@@ -285,14 +285,14 @@ class FunctionSource(RewardSource):
 
 
 class LengthSource(RewardSource):
-    """The number of response tokens, for a sum that weighs it."""
+    """The number of response tokens, as a part of a sum."""
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[Score]:
         return [float(len(r.response_ids)) for r in rollouts]
 
 
 def call_with_timeout(call: Callable[[], Any], seconds: float, who: str = "The reward function") -> Any:
-    """What ``call`` returns, or the RewardError that it raises; a RewardError when it takes longer than ``seconds``."""
+    """The result of ``call``, or the RewardError that it raises; a RewardError if it takes longer than ``seconds``."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -301,7 +301,7 @@ def call_with_timeout(call: Callable[[], Any], seconds: float, who: str = "The r
         except RewardError as error:
             outcome.set_exception(error)
 
-    # A daemon thread: one that never returns must not keep the process alive.
+    # A daemon thread: if it never returns, it must not keep the process alive.
     thread = threading.Thread(target=run, daemon=True, name="reward")
     thread.start()
     thread.join(seconds)

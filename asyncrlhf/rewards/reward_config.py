@@ -33,16 +33,19 @@ class RewardModelConfig:
 
     path: str = setting("", "A sequence-classification checkpoint with one label: a local folder or a hub name.")
     dtype: str = setting("float32", "Number format of its weights.", choices=DTYPES)
-    trust_remote_code: bool = setting(False, "Lets the checkpoint bring Python code of its own, and runs it.")
+    trust_remote_code: bool = setting(False, "Allows the checkpoint to run its own Python code.")
     max_length: int = setting(
-        0, "Longest prompt and response, in tokens; 0 is the model's context. A longer rollout fails, uncut.", low=0
+        0,
+        "Longest prompt and response, in tokens; 0: the model's context. A longer rollout fails; it is not cut.",
+        low=0,
     )
     inputs: str = setting(
         "auto",
-        "What it reads: the policy's token ids, the text by its own tokenizer, or ids where both tokenizers are one.",
+        "Input: the policy's token ids (ids), the text with its own tokenizer (text), or ids if both tokenizers are "
+        "equal (auto).",
         choices=("auto", "ids", "text"),
     )
-    chat_template: bool = setting(False, "inputs=text: puts prompt and response through its chat template.")
+    chat_template: bool = setting(False, "inputs=text: formats prompt and response with its chat template.")
 
     def __post_init__(self) -> None:
         check_settings("reward.model", self)
@@ -54,7 +57,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """A generative model that is asked for a score: under vLLM in the worker, or behind an OpenAI-compatible server.
+    """A generative model that scores rollouts: with vLLM in the worker, or behind an OpenAI-compatible server.
 
     A text without a match of ``pattern``, or with a number outside ``low`` to ``high``, is a failed rollout.
     """
@@ -66,23 +69,23 @@ class JudgeConfig:
         r"(?i)score:\s*([-+]?\d+(?:\.\d+)?)",
         "Regular expression whose last match in the judge's text is the score; its one group is a number.",
     )
-    low: float = setting(0.0, "Lowest score that counts; another fails the rollout.")
-    high: float = setting(10.0, "Highest score that counts; another fails the rollout.")
+    low: float = setting(0.0, "Lowest valid score; a rollout with a lower one fails.")
+    high: float = setting(10.0, "Highest valid score; a rollout with a higher one fails.")
     max_tokens: int = setting(256, "Longest text of the judge, in tokens.", low=1)
     temperature: float = setting(0.0, "Sampling temperature of the judge; 0 is greedy.", low=0)
-    chat_template: bool = setting(True, "engine=vllm: puts the question through the model's chat template.")
+    chat_template: bool = setting(True, "engine=vllm: formats the question with the model's chat template.")
     max_length: int = setting(
         0, "engine=vllm: longest question and answer, in tokens; 0 is the model's context.", low=0
     )
     dtype: str = setting("auto", "engine=vllm: number format of the judge's weights.", choices=("auto", *DTYPES))
     tensor_parallel_size: int = setting(1, "engine=vllm: GPUs that hold a share of each layer.", low=1)
     kv_cache_gb: float = setting(
-        0.0, "engine=vllm: memory of its KV cache, in GiB; 0 is vLLM's choice on GPUs and 1 on a CPU.", low=0
+        0.0, "engine=vllm: memory of its KV cache, in GiB; 0: vLLM's default on GPUs, 1 on a CPU.", low=0
     )
     concurrency: int = setting(8, "engine=http: questions asked at once.", low=1, high=10**4)
 
     def check(self, key: str) -> None:
-        """Raise ConfigError, naming settings under ``key``; for a judge that is in use."""
+        """Raise ConfigError, naming settings under ``key``; only for a judge in use."""
         check_settings(key, self)
         check(self.model, f"{key}.model is empty; give a checkpoint (engine=vllm) or a model's name (engine=http).")
         for name in ("low", "high"):
@@ -109,44 +112,45 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """A remote service and the patience with it. A call that meets no answer, a time-out, a 408, a 429 or a 5xx is
-    tried again, within ``reward.timeout_seconds``."""
+    """A remote service and its retries. A call without an answer, or with a timeout, a 408, a 429 or a 5xx, is
+    repeated, within ``reward.timeout_seconds``."""
 
     url: str = setting("", "The service's address, http or https.")
-    retries: int = setting(3, "Times that a failed call is tried again.", low=0)
+    retries: int = setting(3, "Retries of a failed call.", low=0)
     backoff_seconds: float = setting(
-        0.5, "Seconds before the first further try; doubled each time, or as Retry-After asks.", low=0
+        0.5, "Seconds before the first retry; doubled each time, or as Retry-After says.", low=0
     )
-    breaker_failures: int = setting(5, "Failed calls in a row after which the service is left alone.", low=1)
-    breaker_seconds: float = setting(30.0, "Seconds that it is left alone; then one call tries it.", low=0)
+    breaker_failures: int = setting(5, "Consecutive failed calls after which calls pause.", low=1)
+    breaker_seconds: float = setting(30.0, "Seconds of that pause; then one call tries again.", low=0)
     token_env: str = setting("", "Environment variable of the worker that holds a bearer token.")
 
     def check(self, key: str) -> None:
-        """Raise ConfigError, naming settings under ``key``; for a service that is in use."""
+        """Raise ConfigError, naming settings under ``key``; only for a service in use."""
         try:
             parts = urlsplit(self.url)
             known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # a port that is not a number
             known = False
         check(
-            known, f"{key}.url={self.url} is no address; allowed: one of http or https, such as http://HOST:PORT/PATH."
+            known,
+            f"{key}.url={self.url} is not an address; allowed: one of http or https, such as http://HOST:PORT/PATH.",
         )
         check_settings(key, self)
 
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """What the process of a reward function (kind=python) may use. Each process that it starts has the same limits."""
+    """Limits of the process of a reward function (kind=python). Each process that it starts has the same limits."""
 
-    cpu_seconds: float = setting(600.0, "Seconds of CPU of one call; 0 is no limit.", low=0)
+    cpu_seconds: float = setting(600.0, "CPU seconds of one call; 0: no limit.", low=0)
     memory_gb: float = setting(
-        64.0, "Address space of each process, in GiB, libraries and reserved memory included; 0 is no limit.", low=0
+        64.0, "Address space of each process, in GiB, including libraries and reserved memory; 0: no limit.", low=0
     )
-    processes: int = setting(64, "Processes that it may have started at a time.", low=0)
-    file_mb: float = setting(1024.0, "Longest file that it may write, in MiB; 0 is no limit.", low=0)
+    processes: int = setting(64, "Most processes that it may run at a time.", low=0)
+    file_mb: float = setting(1024.0, "Longest file that it may write, in MiB; 0: no limit.", low=0)
     open_files: int = setting(1024, "Files and sockets that a process may hold open.", low=32)
     network: bool = setting(True, "Whether it may use the network; false needs a kernel that gives namespaces.")
-    env: list[str] = setting([], "Variables with secrets in them that it gets all the same, such as an API's key.")
+    env: list[str] = setting([], "Environment variables with secrets that it may read, such as an API key.")
 
     def __post_init__(self) -> None:
         check_settings("reward.sandbox", self)
@@ -155,7 +159,7 @@ class SandboxConfig:
 GRANULARITIES = ("batch", "group", "rollout", "chunk")
 KINDS = ("task", "python", "model", "judge", "http")
 NORMALIZATIONS = ("none", "running", "batch", "group")
-# Names that Annotation.parts gives to the penalties, so no part of the user's may have them.
+# Annotation.parts uses these names for the penalties, so no user-defined part may have them.
 PENALTIES = ("missing_eos", "overlong")
 
 
@@ -164,14 +168,14 @@ class RewardPart:
     """One source of scores."""
 
     kind: str = setting("task", "As reward.kind, without sum; or length, the number of response tokens.")
-    weight: float = setting(1.0, "What the part's score is multiplied with in the sum.")
+    weight: float = setting(1.0, "Weight of the part's score in the sum.")
     target: str = setting("", "As reward.target.")
     model: RewardModelConfig = group(RewardModelConfig, "As reward.model.")
     judge: JudgeConfig = group(JudgeConfig, "As reward.judge.")
     http: HttpConfig = group(HttpConfig, "As reward.http.")
 
     def check(self, key: str, kinds: tuple[str, ...]) -> None:
-        """Raise ConfigError, naming settings under ``key``, unless what ``kind`` reads is there."""
+        """Raise ConfigError, naming settings under ``key``, unless the settings of ``kind`` are given."""
         check_choice(f"{key}.kind", self.kind, kinds)
         check_range(f"{key}.weight", self.weight)
         check(
@@ -190,7 +194,7 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Where rewards come from, and what becomes of a score that fails."""
+    """Where rewards come from, and what happens if a score fails."""
 
     kind: str = setting(
         "task",
@@ -202,23 +206,23 @@ class RewardConfig:
         "", "kind=python: the function, package.module:function, called as f(prompts, completions, **columns)."
     )
     reward_funcs: list[str] = setting(
-        [], "kind=python: several functions in the place of target; the reward is their weighted sum."
+        [], "kind=python: several functions instead of target; the reward is their weighted sum."
     )
     reward_weights: list[float] = setting([], "Weights of reward_funcs, in their order; empty is 1 each.")
     model: RewardModelConfig = group(RewardModelConfig, "The reward model of kind=model.")
     judge: JudgeConfig = group(JudgeConfig, "The generative judge of kind=judge.")
     http: HttpConfig = group(HttpConfig, "The endpoint of kind=http, or the judge's server.")
-    sandbox: SandboxConfig = group(SandboxConfig, "What a reward function may use.")
+    sandbox: SandboxConfig = group(SandboxConfig, "Resource limits of reward functions.")
     parts: dict[str, Any] = setting({}, "kind=sum: the sources by name.", entries=RewardPart)
     workers: int = setting(1, "Reward workers; all share one queue of finished rollouts.", low=1, high=10**4)
-    threads: int = setting(0, "CPU threads of one worker's models; 0 leaves torch's choice.", low=0, high=1024)
+    threads: int = setting(0, "CPU threads of one worker's models; 0: torch's default.", low=0, high=1024)
     gpus: float = setting(0.0, "GPUs of one worker; 0 runs its models on the CPU.", low=0, high=1024)
-    max_restarts: int = setting(3, "Deaths in a row after which a worker is not started again.", low=0)
+    max_restarts: int = setting(3, "Consecutive deaths after which a worker is not restarted.", low=0)
     max_batch_tokens: int = setting(16384, "Tokens, padding included, of one forward pass of a reward model.", low=1)
     timeout_seconds: float = setting(30.0, "Seconds for one call of a function or endpoint.", low=0, exclusive_low=True)
     model_timeout_seconds: float = setting(
         300.0,
-        "Seconds for one pass of a reward model, or all questions of a judge's call: a slow model is no failure.",
+        "Seconds for one pass of a reward model, or for all questions of a judge's call.",
         low=0,
         exclusive_low=True,
     )
@@ -227,11 +231,11 @@ class RewardConfig:
     )
     normalize: str = setting(
         "none",
-        "What the rewards that train are normalised by: nothing, all so far, the batch, or the group; records keep "
-        "them as scored.",
+        "Normalisation of training rewards: none, by all so far (running), by the batch, or by the group; records "
+        "keep the raw scores.",
         choices=NORMALIZATIONS,
     )
-    normalize_clip: float = setting(0.0, "Bound of a normalised reward's size; 0 is none.", low=0)
+    normalize_clip: float = setting(0.0, "Largest absolute value of a normalised reward; 0: no limit.", low=0)
     missing_eos_penalty: float = setting(0.0, "Subtracted from the reward of a response that was cut off.", low=0)
     overlong_buffer: int = setting(
         0, "Width, in tokens, of DAPO's soft penalty before max_completion_length (2503.14476); 0 is off.", low=0
@@ -276,7 +280,7 @@ class RewardConfig:
     def sources(self) -> dict[str, RewardPart]:
         """The parts of the reward by name: those of ``kind=sum``, the functions of ``reward_funcs``, or one ``score``.
 
-        A function goes by its own name, and by its whole target where another has the same name.
+        A function's name is its own, or its whole target if another has the same name.
         """
         if self.reward_funcs:
             short = [target.rpartition(":")[2] for target in self.reward_funcs]
@@ -292,7 +296,7 @@ class RewardConfig:
         return {"score": RewardPart(self.kind, 1.0, self.target, self.model, self.judge, self.http)}
 
     def key(self, name: str) -> str:
-        """Where a part's settings stand, for messages."""
+        """The key of a part's settings, for messages."""
         if self.reward_funcs:
             return f"reward.reward_funcs={self.sources[name].target}"
         return f"reward.parts.{name}" if self.kind == "sum" else "reward"
@@ -316,16 +320,14 @@ class FusionConfig:
 
     granularity: str = setting(
         "rollout",
-        "When a rollout is scored: with its batch or group, at its end (rollout), or at its end with all but its last "
-        "tokens read before (chunk).",
+        "When a rollout is scored: with its batch or group, at its end (rollout), or at its end with all but the "
+        "last tokens read ahead (chunk).",
         choices=GRANULARITIES,
     )
     max_batch: int = setting(64, "Rollouts of one scoring call.", low=1)
-    max_wait_ms: float = setting(2.0, "Milliseconds that a finished rollout waits for company in a call.", low=0)
-    chunk_tokens: int = setting(64, "granularity=chunk: sampled tokens after which a sequence is sent on.", low=1)
-    cache_tokens: int = setting(
-        32768, "granularity=chunk: tokens of the sequences that one such model holds in its KV cache."
-    )
+    max_wait_ms: float = setting(2.0, "Milliseconds that a finished rollout waits for others to share a call.", low=0)
+    chunk_tokens: int = setting(64, "granularity=chunk: sampled tokens per chunk.", low=1)
+    cache_tokens: int = setting(32768, "granularity=chunk: KV cache of each reading model, in tokens.")
 
     @property
     def reads_ahead(self) -> bool:

@@ -1,4 +1,4 @@
-"""A user's reward function in a process of its own: if it hangs or kills its process, a rollout fails, not the worker.
+"""A user's reward function in a separate process: if it hangs or kills its process, a rollout fails, not the worker.
 
 It protects from accidents, not from malice: the function runs with the worker's rights and files (:mod:`.limits`).
 """
@@ -36,14 +36,14 @@ STANDARD_ERROR = 2
 LOOK_SECONDS = 0.05  # between two counts of a function's processes
 GUARDS = 1  # processes of ours below it
 ANSWER_BYTES = 64 << 20
-FOLDER = "asyncrlhf-reward-"  # in the temporary folder, what the names of functions' own folders begin with
-MOST_ENDED = 10_000  # processes looked for at an end; a function that starts them without end must not keep it
+FOLDER = "asyncrlhf-reward-"  # in the temporary folder, prefix of the functions' own folders
+MOST_ENDED = 10_000  # limit of processes ended at once, because a function may start them endlessly
 
 
 class SandboxSource(RewardSource):
-    """Starts its process at once, and again after each call that had to be ended.
+    """Starts its process at once, and again after each call that ended it.
 
-    Raises ConfigError with one sentence when the target cannot be imported, is no function or takes other arguments.
+    Raises ConfigError with one sentence when the target cannot be imported, is not a function or takes other arguments.
     """
 
     in_process = True
@@ -128,10 +128,10 @@ class _Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), *words],
                 stdin=subprocess.DEVNULL,
-                stdout=STANDARD_ERROR,  # a function that prints does not end up in what a command prints
+                stdout=STANDARD_ERROR,  # the function's output must not mix with the command's
                 env=variables,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # so that it can be ended with all that it started, and Ctrl-C passes it by
+                start_new_session=True,  # so that it can be ended with all its children, and does not get Ctrl-C
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._connection, folder, lock)
         try:
@@ -190,7 +190,7 @@ class _Child:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of functions whose worker was killed together with them: their locks are free."""
+    """Remove the folders of functions that were killed with their worker: their locks are free."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with suppress(OSError):
             lock = _lock(folder)
@@ -200,7 +200,7 @@ def remove_abandoned() -> None:
 
 
 def _own_folder() -> tuple[str, int]:
-    """A new folder, and the open file whose lock says that its owner lives: the lock goes with a killed one."""
+    """A new folder, and the open file whose lock shows that its owner lives: it is released if the owner is killed."""
     while True:
         folder = tempfile.mkdtemp(prefix=FOLDER)
         with suppress(BlockingIOError, FileNotFoundError):  # another process found it before it had its lock
@@ -211,7 +211,7 @@ def _own_folder() -> tuple[str, int]:
 
 
 def _lock(folder: str | Path) -> int:
-    """Raises BlockingIOError where another has the lock."""
+    """Raises BlockingIOError if another process has the lock."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,7 +228,7 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, folder: str, 
         for left in islice(descendants(process.pid), MOST_ENDED):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(left, signal.SIGKILL)
-        # Its own session is a group of its own: what the function started ends with it.
+        # Its session is one process group, so the function's children end with it.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     shutil.rmtree(folder, ignore_errors=True)

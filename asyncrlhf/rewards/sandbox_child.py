@@ -1,6 +1,6 @@
-"""The process in which a user's reward function runs: ``python -m`` this module with ``FD KEY TARGET FOLDER LIMITS``.
+"""The process of a user's reward function: ``python -m`` this module with ``FD KEY TARGET FOLDER LIMITS``.
 
-It is sent pickles by its parent, and answers in JSON alone: what a function sends must not run in its parent.
+It gets pickles from its parent, and answers only in JSON, so that a function cannot run code in the parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxConfig) -> None:
     """Answer calls until the other end closes. The first message back is empty, or the sentence of a ConfigError.
 
-    A call has two answers: an empty one when it is taken, and its scores with what was logged, or the sentence of a
+    A call has two answers: an empty one when it starts, and its scores with the log, or the sentence of a
     RewardError. Calls run in ``folder``, the import in the working directory.
     """
     os.set_inheritable(descriptor, False)  # or a process that the function leaves behind would keep it open
@@ -67,16 +67,16 @@ def main(descriptor: int, key: str, target: str, folder: str, limits: SandboxCon
 
 
 def guard(descriptor: int, folder: str) -> None:
-    """Start a process that ends what the function left, should this one alone be killed, as Ray does with the children
+    """Start a process that ends the function's children if only this process is killed, as Ray does with the children
     of an actor that it ends. Call it before there are threads."""
     watched = os.getpid()
     if os.fork() == 0:
-        os.close(descriptor)  # or the other end would not see this process's end
+        os.close(descriptor)  # or the other end would not notice this process's end
         _end_with(watched, folder)
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """End this process, its folder and all that the function started, as soon as the parent is gone."""
+    """End this process, its folder and all the function's children as soon as the parent has ended."""
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
@@ -84,8 +84,8 @@ def _end_with(parent: int, folder: str) -> None:
 
 
 def end_a_second_after_the_parent() -> None:
-    """Where a function keeps Python's lock (a regular expression that takes for ever), no thread gets to see the
-    parent's end. So the kernel tells this process of it by SIGHUP, whose number is 1, and the handler is the C
+    """If a function holds Python's global lock (an endless regular expression), no thread can notice the
+    parent's end. So the kernel sends this process SIGHUP, whose number is 1, and the handler is the C
     library's ``alarm``: called with that number it has SIGALRM end the process one second later, without Python."""
     if sys.platform == "linux":
         library = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Answers of a model to the held-out prompts, by the engine that the config names, and their rewards."""
+"""Answers of a model to the held-out prompts, by the config's engine, and their rewards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sample_answers(
 ) -> list[Rollout]:
     """``each`` answers of ``model`` to each prompt, in the order of the prompts; ``group_id`` is a prompt's index.
 
-    Answers that the engine could not make are missing. The fake engine has no model; hf is used instead.
+    Answers that the engine could not generate are missing. The fake engine has no model; hf is used instead.
     """
     kind = "hf" if config.generator.engine == "fake" else config.generator.engine
     device = "cuda" if config.generator.gpus > 0 else "cpu"
@@ -89,7 +89,7 @@ def written(
 
 def score(config: RunConfig, *answers: Sequence[Rollout]) -> list[list[Annotation]]:
     """One result per answer by ``reward.*``, for each list. The services are started once and get ``fusion.max_batch``
-    answers at a time, for which their time limits are meant."""
+    answers at a time, as assumed by their time limits."""
     scorer = RewardSpec(config.reward, config.task, config.model, config.generator.max_completion_length).build().scorer
     size = config.fusion.max_batch
     try:

@@ -33,10 +33,10 @@ class Split:
 
 
 def read_rows(path: str, split: str, key: str) -> Dataset:
-    """The table that ``path`` names; raises ConfigError, naming the setting ``key``, if there is none or no row."""
+    """The table at ``path``; raises ConfigError, naming the setting ``key``, if it is missing or has no row."""
     local, files = find_rows(path, key)
     saved = is_saved(local)
-    import datasets  # seconds of imports, which a wrong setting need not wait for
+    import datasets  # slow imports, after the checks of settings
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # errors become one sentence below
@@ -50,9 +50,9 @@ def read_rows(path: str, split: str, key: str) -> Dataset:
             table = datasets.load_dataset(path, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = _broken_line(files) or _innermost(error)
-        kind = "could not be read" if files or saved else "is no local file, and no dataset that loads"
+        kind = "could not be read" if files or saved else "is neither a local file nor a dataset that loads"
         raise ConfigError(f"{key}={path} {kind}: {reason}.") from error
-    # Of a column that is text in one file and lists in another `datasets` makes text, without a word.
+    # `datasets` silently converts a column that is text in one file and lists in another to text.
     broken = _broken_line(files) if len(files) > 1 else ""
     check(not broken, f"{key}={path} could not be read: {broken}.")
     check(len(table), f"{key}={path} holds no rows.")
@@ -133,7 +133,7 @@ def check_columns(table: Dataset, wanted: Sequence[Sequence[str]], key: str, pat
         if set(columns) <= set(table.column_names):
             return tuple(columns)
     allowed = ", or ".join(" and ".join(columns) for columns in wanted)
-    raise ConfigError(f"{key}={path} has the columns {', '.join(table.column_names) or 'none'}; needed are: {allowed}.")
+    raise ConfigError(f"{key}={path} has the columns {', '.join(table.column_names) or 'none'}; needed: {allowed}.")
 
 
 def check_rows(table: Dataset, columns: Sequence[str], key: str, path: str) -> bool:

@@ -31,8 +31,8 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
 
     Rewards are means over the answers that could be scored, with standard errors over prompts. ``win_rate``: the
     probability that an answer has more reward than the opponent's to the same prompt; ties count half. ``kl``: of the
-    policy from ``evaluation.reference`` at the temperature of the answers; None for greedy answers, which are no
-    sample. ``sets``: the same for each of ``evaluation.sets``, by name.
+    policy from ``evaluation.reference`` at the temperature of the answers; None for greedy answers, which are not
+    samples. ``sets``: the same for each of ``evaluation.sets``, by name.
     """
     torch.set_num_threads(max(1, config.generator.threads))
     prepared = prepare(config)
@@ -136,7 +136,7 @@ def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, 
     groups = [s.rollout.group_id for s in scored]
     parts: dict[str, dict[str, float | None]] = {}
     for name in dict.fromkeys(name for s in scored for name in s.result.parts):
-        judged = [s for s in scored if name in s.result.parts]  # a part may have no opinion of some
+        judged = [s for s in scored if name in s.result.parts]  # a part may give no score for some
         parts[name] = figures("mean", [s.result.parts[name] for s in judged], [s.rollout.group_id for s in judged])
     return {
         **figures("reward_mean", [s.reward for s in scored], groups),
@@ -206,7 +206,7 @@ def _divergence(config: RunConfig, reference: ModelConfig, answers: Sequence[Rol
 
 
 def _samples(ours: Sequence[Scored], theirs: Sequence[Scored], against: bool) -> list[dict[str, Any]]:
-    """Every scored answer, beside the opponent's with the same number, or its first, to the same prompt."""
+    """Every scored answer with the opponent's answer of the same number, or its first, to the same prompt."""
     others = _by_prompt(theirs)
     samples = []
     for group, own in _by_prompt(ours).items():

@@ -21,9 +21,9 @@ EXPLICIT, IMPLICIT = ("prompt", "chosen", "rejected"), ("chosen", "rejected")
 def read_pairs(path: str, split: str) -> tuple[Dataset, bool]:
     """The pairs, and whether they are conversations; a column ``prompt`` remains only if the answers do not contain it.
 
-    Raises ConfigError, naming the row, for a row that is no pair. In some published sets a text prompt stands beside
-    answers of messages and repeats one of their turns; it is removed, and refused if it repeats none. Answers that
-    repeat a prompt of their own kind are refused: trainers put the prompt in front, so it would be read twice.
+    Raises ConfigError, naming the row, for a row that is not a pair. In some published sets a text prompt repeats
+    one of the turns of its answers, which are messages; it is removed, and refused if it repeats none. Answers that
+    repeat a prompt of the same format are refused: trainers put the prompt in front, so it would be read twice.
     """
     table = read_rows(path, split, KEY)
     columns = check_columns(table, (EXPLICIT, IMPLICIT), KEY, path)
@@ -57,8 +57,8 @@ def _check_beside(table: Dataset, path: str) -> None:
         shared = [turn["content"].strip() for turn in _shared(row["chosen"], row["rejected"])]
         if not isinstance(row["prompt"], str) or row["prompt"].strip() not in shared:
             raise ConfigError(
-                f"{KEY}={path} {row_place(path, number)} has a prompt as text, which is no turn of its answers; "
-                "give it as messages."
+                f"{KEY}={path} {row_place(path, number)} has its prompt as text, but its answers as messages; "
+                "give both as messages."
             )
 
 
@@ -104,7 +104,7 @@ class PairEncoder:
             return self._join(prompt or "", answer.removesuffix(self._end), special=True)
         before = self._render(prompt, add_generation_prompt=True, **options) if prompt else ""
         whole = self._render([*(prompt or []), *answer], **options)
-        if not whole.startswith(before):  # a template that writes the prompt in another way once there is an answer
+        if not whole.startswith(before):  # a template that renders the prompt differently with an answer
             before = ""
         rest = whole[len(before) :]
         rest = rest.rpartition(self._end)[0] if self._end in rest else rest
@@ -120,7 +120,7 @@ class PairEncoder:
         whole = self._ids(prompt + answer, special)
         if prompt:
             alone = self._ids(prompt, special)
-            if whole[: len(alone)] != alone:  # a token across the border, which no policy could have sampled
+            if whole[: len(alone)] != alone:  # a token across the border, which a policy cannot have sampled
                 whole = alone + self._ids(answer, False)
         return whole if whole and whole[-1] == self._end_id else [*whole, self._end_id]
 

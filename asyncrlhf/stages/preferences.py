@@ -25,8 +25,8 @@ from asyncrlhf.stages.stage_record import run_folder
 from asyncrlhf.types import Prompt, Rollout
 
 PREFERENCES_FILE = "preferences.jsonl"
-LABEL_STREAM = 1  # beside the seed, so that labels and answers share no random draws
-DRAWS_A_PROMPT = 50  # a task that repeats itself so often has no more prompts
+LABEL_STREAM = 1  # added to the seed, so that labels and answers share no random draws
+DRAWS_A_PROMPT = 50  # after so many repeated prompts the task has no more
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ def run_preferences(config: RunConfig) -> dict[str, Any]:
     ``run_dir/summary.json``.
 
     Each line: ``prompt``, ``chosen``, ``rejected`` (texts, or messages with ``task.chat_template``), and the rewards
-    ``gold_chosen`` and ``gold_rejected``. Left out are pairs of equal reward, empty answers, and answers cut off at
-    ``generator.max_completion_length``: trainers add the end token to every answer, so that a reward model would learn
-    from texts that it never scores later. Raises ConfigError before anything is sampled, AsyncRLHFError if no pair is
-    left.
+    ``gold_chosen`` and ``gold_rejected``. Pairs of equal reward, empty answers, and answers cut off at
+    ``generator.max_completion_length`` are left out: trainers add the end token to every answer, so that a reward
+    model would learn from texts that it never scores later. Raises ConfigError before anything is sampled,
+    AsyncRLHFError if no pair is left.
     """
     prepared = prepare(config)
     prompts = draw_prompts(prepared.task.train_source(config.seed), config.preferences.num_prompts)
@@ -134,7 +134,7 @@ def make_pairs(scored: Sequence[tuple[Rollout, float]], config: PreferencesConfi
 def prefer_probability(margin: float, config: PreferencesConfig) -> float:
     """The probability of choosing an answer over one with ``margin`` less reward; ``margin`` is not 0."""
     if config.noise == "bradley_terry":
-        return 0.5 * (1.0 + math.tanh(margin / (2.0 * config.temperature)))  # sigmoid, without its overflow
+        return 0.5 * (1.0 + math.tanh(margin / (2.0 * config.temperature)))  # sigmoid without overflow
     right = 1.0 - config.flip_probability
     return right if margin > 0 else 1.0 - right
 

@@ -43,7 +43,7 @@ def run_sft(config: RunConfig) -> dict[str, Any]:
 
 
 def _trainer(job: Job, split: Split, columns: Sequence[str]) -> Any:
-    from trl import SFTConfig, SFTTrainer  # seconds of imports, which wrong input need not wait for
+    from trl import SFTConfig, SFTTrainer  # slow imports, after the checks of the input
 
     train, heldout = (rows.select_columns(list(columns)) for rows in (split.train, split.heldout))
     own: dict[str, Any] = {"packing": job.config.sft.packing, "assistant_only_loss": job.config.sft.assistant_only_loss}

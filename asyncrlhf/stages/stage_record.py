@@ -30,9 +30,9 @@ from asyncrlhf.validation import check
 
 MODEL_FOLDER = "model"
 MARKER_FILE = "records.json"
-# Keys of TRL's logs that are not about the model: how long the library's own evaluation took, and totals of the run.
+# Keys of TRL's logs that do not describe the model: durations of the library's evaluation, and totals of the run.
 LEFT_OUT = ("_runtime", "_per_second", "total_flos", "train_loss", "num_tokens", "num_input_tokens_seen")
-# Figures of a line that are shown, in this order.
+# Figures of a line to show, in this order.
 SHOWN = ("loss", "heldout_loss", "accuracy", "heldout_accuracy", "mean_token_accuracy", "heldout_mean_token_accuracy")
 
 
@@ -166,7 +166,7 @@ class StageRecord(TrainerCallback):
         )
         if self._recorder is not None:
             self._recorder.finish(summary)
-            for name in (ROLLOUTS_FOLDER, FOLDER):  # made in any case, and empty in most
+            for name in (ROLLOUTS_FOLDER, FOLDER):  # always created, and usually empty
                 with suppress(OSError):
                     (self.run_dir / name).rmdir()
         if self._sinks is not None and self._recorder is not None:

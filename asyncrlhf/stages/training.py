@@ -48,14 +48,14 @@ class Job:
     """A stage that passed its checks. ``key``: the name of its group of settings, ``settings``: the group."""
 
     config: RunConfig
-    stage: str  # as its command is called
+    stage: str  # the name of its command
     key: str
     settings: TrainerConfig
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
     max_length: int  # tokens, within the model's context
     resume: Path | None
-    notes: Sequence[str] = ()  # on checkpoints that were passed over
+    notes: Sequence[str] = ()  # about skipped checkpoints
 
 
 def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversational: bool) -> Job:
@@ -64,8 +64,8 @@ def prepare_job(config: RunConfig, settings: TrainerConfig, stage: str, conversa
     key, found = stage.replace("-", "_"), torch.cuda.device_count()
     check(
         found <= 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1,
-        f"{found} GPUs are visible to one process, which trains on one; start it by accelerate launch "
-        f"-m asyncrlhf {stage}, or make one visible by CUDA_VISIBLE_DEVICES.",
+        f"{found} GPUs are visible to one process, which trains on one; start it with accelerate launch -m asyncrlhf "
+        f"{stage}, or make one visible with CUDA_VISIBLE_DEVICES.",
     )
     check(
         settings.mixed_precision != "float16" or found,
@@ -103,12 +103,12 @@ def trainer_arguments(job: Job, heldout: bool) -> dict[str, Any]:
         "eval_strategy": "steps" if heldout and between else "no",
         "eval_steps": between or None,
         "save_strategy": "steps" if every else "no",
-        "save_steps": every or 500,  # read with save_strategy alone
+        "save_steps": every or 500,  # only read with save_strategy
         "save_total_limit": config.checkpoint.keep,
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
-        # Optimizers hold float32 master weights; autocast is mixed_precision's business.
+        # Optimizers hold float32 master weights; mixed_precision sets autocast.
         "model_init_kwargs": {
             "dtype": "float32",
             "trust_remote_code": config.model.trust_remote_code,
@@ -212,7 +212,7 @@ def _train(job: Job, record: StageRecord, trainer: Any) -> bool:
         if record.interrupted:
             return False
         if trainer.eval_dataset is not None:
-            trainer.evaluate()  # a first Ctrl-C here has no effect: only the model is left to write
+            trainer.evaluate()  # a first Ctrl-C here has no effect: only the model remains to be written
     return True
 
 

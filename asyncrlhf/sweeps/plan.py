@@ -124,7 +124,7 @@ def _first(overrides: list[str], folder: Path | None) -> RunConfig:
     composed = compose_config(overrides, folder)
     with suppress(ContradictionError):
         return from_hydra(composed)
-    composed["async"].update({"max_staleness": None, "lag": None})  # a grid may bring the mode that they belong to
+    composed["async"].update({"max_staleness": None, "lag": None})  # a grid may set the mode that they belong to
     return from_hydra(composed)
 
 
@@ -139,7 +139,7 @@ def _search(fixed: list[str], axes: list[Axis], folder: Path | None, first: RunC
         all(axis.key != "seed" for axis in axes), "sweep.search=optuna chooses no seeds; give seeds=N for each trial."
     )
     goal = settings.objective
-    check(find_metric(goal), f"sweep.objective={goal} is no metric; docs/reference/metrics.md lists them.")
+    check(find_metric(goal), f"sweep.objective={goal} is not a metric; docs/reference/metrics.md lists them.")
     swept = {axis.key for axis in axes}
     kept = [override for override in fixed if not _key(override).startswith("sweep.")]
     facts = [asdict(axis) for axis in sorted(axes, key=lambda axis: axis.key)]

@@ -157,7 +157,7 @@ def best_trial(folder: Path, document: dict[str, Any]) -> str:
     }
     known = {part: Estimate.of([v for v in of if v is not None]) for part, of in values.items() if None not in of}
     if not known:
-        return f"No trial of the search has come to a {search['objective']} yet."
+        return f"No trial of the search has a {search['objective']} yet."
     best = (max if search["direction"] == "maximize" else min)(known, key=lambda part: known[part].mean)
     said = ", ".join(f"{key}={value}" for key, value in rows[best][0]["choices"].items())
     count = f"{known[best].count} seed{'s' * (known[best].count != 1)}"

@@ -21,7 +21,7 @@ from asyncrlhf.sweeps.table import SweepTable
 from asyncrlhf.sweeps.worker import END_SECONDS, LOG_FILE, Answer, Order, Worker
 from asyncrlhf.validation import check_package
 
-LOOK_SECONDS = 1.0  # between two looks at the jobs' metrics, for the table
+LOOK_SECONDS = 1.0  # between two readings of the jobs' metrics, for the table
 QUIET = ("logging.progress=plain", "logging.report=false")
 
 
@@ -146,7 +146,7 @@ class Sweeper:
         for worker in self._running():
             with suppress(KeyboardInterrupt):
                 wait(worker.waits, timeout=END_SECONDS)
-            self._file(worker, worker.answer() or Answer("interrupted", 0.0, "it was ended before it had finished"))
+            self._file(worker, worker.answer() or Answer("interrupted", 0.0, "it was stopped before it finished"))
             worker.close(0.0)
 
     def _ray_address(self) -> str:

@@ -13,7 +13,7 @@ from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.tasks.task import PromptEncoder
 from asyncrlhf.types import Prompt
 
-# One pair of operands in HELDOUT_SHARE belongs to evaluation, by a hash that no seed moves.
+# One of HELDOUT_SHARE pairs of operands belongs to evaluation, by a hash independent of the seed.
 HELDOUT_SHARE = 8
 HELDOUT_SEED = 20240607
 
@@ -38,7 +38,7 @@ class Problem:
     @property
     def is_heldout(self) -> bool:
         """Whether the pair is held out. The order of the operands does not matter, so that 25+17 in training does not
-        give away 17+25; the operation does not matter either."""
+        reveal 17+25; the operation does not matter either."""
         low, high = sorted((self.left, self.right))
         return zlib.crc32(f"{low},{high}".encode()) % HELDOUT_SHARE == 0
 
@@ -46,8 +46,8 @@ class Problem:
 class ArithmeticTask:
     """Sums of numbers of up to ``task.digits`` digits under ``task.operations``.
 
-    Training draws from seven eighths of all pairs of operands, evaluation from the other eighth. Few digits have few
-    pairs: then ``heldout`` gives all there are, fewer than ``task.heldout_size``.
+    Training draws from seven eighths of all pairs of operands, evaluation from the other eighth. With few
+    digits ``heldout`` returns all held-out pairs, which may be fewer than ``task.heldout_size``.
     """
 
     notes: tuple[str, ...] = ()

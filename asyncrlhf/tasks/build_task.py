@@ -20,7 +20,7 @@ def build_task(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBa
 
 
 def evaluation_prompts(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts of data that is for evaluation alone: of files and datasets the first ``task.heldout_size``."""
+    """The prompts of data used only for evaluation: the first ``task.heldout_size`` of files and datasets."""
     if config.kind == "prompts" and config.mixture is None:
         return PromptsTask(config, tokenizer, trains=False).heldout()
     return build_task(config, tokenizer).heldout()
@@ -28,7 +28,7 @@ def evaluation_prompts(config: TaskConfig, tokenizer: transformers.PreTrainedTok
 
 def _reasoning(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
     check_package("task.kind=reasoning_gym", "reasoning-gym", "reasoning")
-    # reasoning-gym takes seconds to import, and the other tasks do without it.
+    # reasoning-gym takes seconds to import, and the other tasks do not need it.
     from asyncrlhf.tasks.reasoning import ReasoningTask
 
     return ReasoningTask(config, tokenizer)

@@ -24,19 +24,19 @@ from asyncrlhf.types import Prompt
 if TYPE_CHECKING:
     import transformers
 
-# Without a split of their own, at most one text in so many is held out.
+# Without a separate split, at most one of this many texts is held out.
 HELDOUT_SHARE = 10
 LOOKED_AT = 1000  # rows that the first check reads
 
 
 class PromptsTask:
-    """Prompts from ``task.path``, with reference answers where the rows have ``task.answer_key``.
+    """Prompts from ``task.path``, with reference answers if the rows have ``task.answer_key``.
 
-    A row's other columns travel with its prompt, and reward functions get them by name. Held out are the rows of
-    ``task.heldout_split``, or else up to a tenth of the texts, chosen by their hash: the same ones for every seed and
-    order of the rows. With ``task.streaming`` no row is kept, and held out are the first ones. The rule scores 1 for
-    the reference answer, as :func:`~asyncrlhf.tasks.answers.extract_answer` finds it, and 0 for another; without
-    answers there is no rule, and the run needs ``reward.kind=python``.
+    Reward functions get a row's other columns by name. The rows of ``task.heldout_split`` are held out, or else up to
+    a tenth of the texts, chosen by hash: the same ones for every seed and order of the rows. With ``task.streaming``
+    no row is kept, and the first ones are held out. The rule scores 1 for the reference answer, as
+    :func:`~asyncrlhf.tasks.answers.extract_answer` finds it, and 0 otherwise; without answers there is no rule, and
+    the run needs ``reward.kind=python``.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PromptsTask:
         self._config = config
         self._encode = PromptEncoder(tokenizer, config)
         self._skipped = 0
-        self._left_out: dict[str, str] = {}  # columns whose values no checkpoint could hold, and what they are
+        self._left_out: dict[str, str] = {}  # columns that a checkpoint cannot store, with their type
         self._columns: dict[str, None] = {}  # of all rows so far, in their order
         self._train: list[Prompt] = []
         self._conversational: bool | None = None
@@ -64,7 +64,7 @@ class PromptsTask:
         self.withhold({prompt.text for prompt in self._heldout})
 
     def _split_whole(self) -> tuple[list[Prompt], list[Prompt]]:
-        """All prompts, and those held out."""
+        """All prompts, and the held-out ones."""
         config = self._config
         rows = list(read_rows(config, config.split))
         if not rows:
@@ -81,7 +81,7 @@ class PromptsTask:
         return self._aligned(prompts), self._aligned(heldout)
 
     def _first_prompts(self, split: str) -> list[Prompt]:
-        """The first different prompts of a split: what a stream holds out."""
+        """The first different prompts of a split, which a stream holds out."""
         found: dict[str, Prompt] = {}
         for prompt in self._prompts(read_rows(self._config, split)):
             found.setdefault(prompt.text, prompt)
@@ -106,7 +106,7 @@ class PromptsTask:
         return bool(self._conversational)
 
     def withhold(self, texts: Collection[str]) -> None:
-        """Train on no prompt of these texts. Raises ConfigError where none is left."""
+        """Exclude prompts with these texts from training. Raises ConfigError if none is left."""
         self._withheld = {*texts}
         self._train = [prompt for prompt in self._train if prompt.text not in self._withheld]
         empty = next(self._pass(0, 0), None) is None if self._config.streaming else not self._train
@@ -148,14 +148,16 @@ class PromptsTask:
         if self._conversational is None:
             self._conversational = isinstance(given, list)
         if self._conversational != isinstance(given, list):
-            raise ConfigError(f"{where} and those before it are texts and conversations; a dataset has one kind alone.")
+            raise ConfigError(
+                f"{where} and the rows before it are texts and conversations; a dataset must have one kind."
+            )
         answer = fields.get(self._config.answer_key)
         columns = {name: value for name, value in fields.items() if name != key and self._can_be_kept(name, value)}
         self._columns.update(dict.fromkeys(columns))
         return self._encode(where, given, None if answer is None else str(answer), columns)
 
     def _can_be_kept(self, name: str, value: Any) -> bool:
-        """Whether a checkpoint, which is JSON, can hold the value; a column with one that cannot be is left out."""
+        """Whether a checkpoint, which is JSON, can hold the value; a column with other values is left out."""
         if name not in self._left_out and not isinstance(value, str | int | float | None):
             try:
                 json.dumps(value)
@@ -174,8 +176,8 @@ class PromptsTask:
 
 
 class MixedPrompts:
-    """The sources of ``task.mixture``: a training prompt comes from each with the probability of its share, and so many
-    of the held-out ones; no source trains on what another holds out."""
+    """The sources of ``task.mixture``: a training prompt comes from each with the probability of its share, held-out
+    ones in the same proportions; no source trains on prompts that another holds out."""
 
     def __init__(self, config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._config = config
@@ -191,7 +193,7 @@ class MixedPrompts:
         kinds = {name: "conversations" if part.conversational else "texts" for name, part in self._parts.items()}
         if len(set(kinds.values())) > 1:
             said = ", ".join(f"{kind} in {name}" for name, kind in kinds.items())
-            raise ConfigError(f"task.mixture has {said}; reward functions are given one kind alone.")
+            raise ConfigError(f"task.mixture has {said}; reward functions take only one kind.")
         self._heldout = list({p.text: p for part in self._parts.values() for p in part.heldout()}.values())
         for name, source in self._parts.items():
             try:
@@ -219,7 +221,7 @@ def build_prompts(config: TaskConfig, tokenizer: transformers.PreTrainedTokenize
 
 
 def answer_reward(prompt: Prompt, completion: str, key: str) -> float:
-    """1 for the prompt's reference answer, 0 for another; RewardError where it has none."""
+    """1 for the prompt's reference answer, 0 for another; RewardError if it has none."""
     if prompt.answer is None:
         raise RewardError(
             f"The prompt {prompt.prompt_id} has no {key!r}, so nothing can be compared; "
@@ -242,8 +244,8 @@ def _is_conversation(value: Any) -> bool:
 
 def check_rows(config: TaskConfig) -> None:
     """Raise ConfigError for local rows that could not be used, of the first ``LOOKED_AT`` of each source, without the
-    libraries that a run needs: a wrong path is answered at once. What needs a tokenizer, another library or the network
-    waits for the task itself."""
+    libraries of a run, so that a wrong path is reported at once. Checks that need a tokenizer, another library or the
+    network happen in the task itself."""
     for part, _ in config.parts.values() if config.mixture is not None else [(config, 1.0)]:
         path = Path(part.path).expanduser()
         looks_local = path.exists() or path.suffix in SUFFIXES or part.path.startswith((".", "/", "~"))

@@ -24,7 +24,7 @@ MAX_TRIES = 1000
 
 class ReasoningTask:
     """``task.datasets``, taken in turn. A completion's answer is found by :func:`extract_answer` and scored in [0, 1]
-    by the dataset's own ``score_answer``, which gives part of the credit where the dataset does.
+    by the dataset's own ``score_answer``, which may give partial credit.
     """
 
     notes: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class ReasoningTask:
         self._scorers = {name: _create(config, name, HELDOUT_SEED) for name in config.datasets}
         self._heldout = self._make_heldout()
         self._heldout_texts = {prompt.text for prompt in self._heldout}
-        # A dataset with few questions may be all held out; better to hear of it before the run than in it.
+        # A dataset with few questions may be completely held out; report this before the run.
         for name in config.datasets:
             self._train_prompt(name, self._scorers, 0, HELDOUT_SEED)
 
@@ -103,6 +103,6 @@ def _create(config: TaskConfig, name: str, seed: int) -> Any:
     options = config.dataset_options.get(name, {})
     try:
         return reasoning_gym.create_dataset(name, size=config.train_size, seed=seed, **options)
-    # A dataset answers a wrong option with an assertion or a TypeError of its config class.
+    # A dataset raises an assertion or a TypeError of its config class for a wrong option.
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"task.dataset_options.{name}={options} is refused by reasoning-gym: {error}.") from error

@@ -14,10 +14,10 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.types import Prompt
 from asyncrlhf.validation import check
 
-if TYPE_CHECKING:  # seconds of imports, which a check of the data need not wait for
+if TYPE_CHECKING:  # seconds of imports, which a check of the data does not need
     import transformers
 
-# A prompt of which the tokenizer knows less than this share would train a model on noise.
+# If the tokenizer knows less than this share of a prompt, the model would train on noise.
 MIN_KNOWN_SHARE = 0.5
 
 
@@ -26,11 +26,11 @@ class LongPromptError(ConfigError):
 
 
 class Task(Protocol):
-    """Where prompts come from and what a good completion is."""
+    """The source of prompts and the rule for good completions."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a user should hear of the prompts before the run starts, a sentence each."""
+        """Sentences about the prompts for the user, before the run starts."""
         ...
 
     def train_source(self, seed: int) -> PromptSource:
@@ -38,7 +38,7 @@ class Task(Protocol):
         ...
 
     def heldout(self) -> list[Prompt]:
-        """The prompts of evaluation, always the same ones; no training source ever gives one of them."""
+        """The prompts of evaluation, always the same ones; no training source yields them."""
         ...
 
     def reward(self, prompt: Prompt, completion: str) -> float:
@@ -47,11 +47,11 @@ class Task(Protocol):
 
 
 class PromptEncoder:
-    """Makes a :class:`Prompt` of a text or a conversation: templates if asked for, tokens, length check.
+    """Makes a :class:`Prompt` from a text or a conversation: templates if configured, tokens, length check.
 
-    ``Prompt.text`` stays the task's own text, as records want it, and of a conversation its rendering; ``token_ids``
-    hold what the model sees, ``task.prompt_template``, chat template and special tokens included. A conversation goes
-    through the chat template as it is, with ``task.system_prompt`` before it unless it begins with a system's message.
+    ``Prompt.text`` stays the task's own text, for the records, or a conversation's rendering; ``token_ids``
+    are the model's input, including ``task.prompt_template``, chat template and special tokens. A conversation is
+    formatted with the chat template, with ``task.system_prompt`` before it unless it begins with a system message.
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, config: TaskConfig) -> None:
@@ -74,7 +74,7 @@ class PromptEncoder:
         text = given if isinstance(given, str) else written_out(given)
         try:
             ids = self._token_ids(text) if messages is None else self._conversation_ids(prompt_id, messages)
-        except jinja2.TemplateError as error:  # what a template refuses, such as two turns of one role
+        except jinja2.TemplateError as error:  # a conversation that the template refuses, such as two turns of one role
             raise ConfigError(f"The prompt {prompt_id} is refused by the chat template: {error}.") from error
         limit = self._config.max_prompt_length
         if len(ids) == 0:
@@ -121,7 +121,7 @@ class PromptEncoder:
         return self._rendered_ids(messages)
 
     def _rendered_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a chat; an assistant's last message is one that the model is to go on with, as in TRL."""
+        """The tokens of a chat; an assistant's last message is continued by the model, as in TRL."""
         begun = messages[-1]["role"] == "assistant"
         rendered: Any = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],

@@ -139,7 +139,7 @@ class CollectiveSender(WeightSender):
 
     def _form(self, members: Members, receivers: list[str]) -> None:
         if self._store is None:
-            raise WeightSyncError("The weight sender does not listen: call listen before connect.")
+            raise WeightSyncError("The weight sender is not listening: call listen before connect.")
         epoch, what = members.epoch, f"The weight group of epoch {members.epoch} could not form"
         identities = self._accept(members, receivers, what)
         backend = choose_backend([device_identity(self._device), *identities])
@@ -208,7 +208,7 @@ class CollectiveReceiver(WeightReceiver):
             self._line.send({"token": token, **hello})
             welcome = self._line.poll(self._timeout_seconds)
             if welcome is None:
-                raise TimeoutError(f"the sender gave no answer within {self._timeout_seconds:g} s")
+                raise TimeoutError(f"the sender did not answer within {self._timeout_seconds:g} s")
             self._digest = welcome["digest"]
             store = dist.TCPStore(host, welcome["port"], None, False, timedelta(seconds=self._timeout_seconds))
             self._group = BroadcastGroup(
@@ -219,7 +219,7 @@ class CollectiveReceiver(WeightReceiver):
             self._line.send({"joined": epoch})
         except (OSError, RuntimeError, LineClosedError) as error:
             self._drop_group()
-            reason = str(error).splitlines()[0] if str(error) else "the sender turned it away or died"
+            reason = str(error).splitlines()[0] if str(error) else "the sender refused it or died"
             raise WeightSyncError(f"{what}: {reason}.") from error
 
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
@@ -265,7 +265,7 @@ class CollectiveReceiver(WeightReceiver):
     def _wait_for(self, place: int, ticket: Ticket, line: Line, group: BroadcastGroup) -> None:
         while not group.completed(place):
             if line.poll(POLL_SECONDS) is not None:
-                raise WeightSyncError(f"The sender broke off version {ticket.version}.")
+                raise WeightSyncError(f"The sender aborted version {ticket.version}.")
 
     def close(self) -> None:
         self._drop_group()

@@ -1,5 +1,5 @@
-"""Transport between processes that share one GPU: the snapshot lies in the learner's memory there, receivers open it by
-CUDA IPC handles, as vLLM's own ``ipc`` engine does; nothing travels."""
+"""Transport between processes that share one GPU: the snapshot is in the learner's memory there, receivers open it by
+CUDA IPC handles, as vLLM's own ``ipc`` engine does; nothing is sent."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
 from asyncrlhf.transport.sender import WeightSender, Wire
 from asyncrlhf.types import WeightManifest
 
-_DEVICE = 6  # the place of the device's index in what rebuilds a tensor; processes may count their devices differently
+_DEVICE = 6  # position of the device's index in the arguments that rebuild a tensor: it may differ by process
 
 
 def export_bucket(bucket: torch.Tensor) -> tuple[Any, ...]:
-    """What another process opens the memory with."""
+    """The handle with which another process opens the memory."""
     return tuple(reduce_tensor(bucket)[1])
 
 
@@ -61,8 +61,8 @@ class CudaIpcReceiver(WeightReceiver):
     _opened: tuple[str, list[torch.Tensor]] | None = None
 
     def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
-        """Views on the sender's memory, good until its next snapshot, which no learner makes before all have loaded.
-        Their user must not write into them. Raises WeightSyncError on another GPU, or for a wrong checksum."""
+        """Views on the sender's memory, valid until its next snapshot, which the learner makes after all have loaded.
+        The caller must not write into them. Raises WeightSyncError on another GPU, or for a wrong checksum."""
         buckets, found = self._open(ticket), dict[str, torch.Tensor]()
         for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
             views = {entry.name: view_of(entry, buckets[bucket]) for entry in entries}

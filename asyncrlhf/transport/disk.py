@@ -68,7 +68,7 @@ def take_over(root: Path) -> IO[str]:
         claim.close()
         raise WeightSyncError(f"weights.disk_path={root} is in use by another run; give each run its own.") from None
     except OSError:
-        pass  # a file system without locks: the folder is taken on trust
+        pass  # a file system without locks: the folder is not checked
     for left in root.iterdir():
         if _OURS.fullmatch(left.name):
             shutil.rmtree(left, ignore_errors=True)
@@ -140,7 +140,7 @@ def wait_for(look: Callable[[], T | None], seconds: float) -> T | None:
 
 
 class DiskSender(WeightSender):
-    """Writes its snapshot in ``transfer``, beside the learner's next step; receivers read it when it is complete.
+    """Writes its snapshot in ``transfer``, during the learner's next step; receivers read it when it is complete.
 
     Its folder holds the newest version, the previous one while a receiver may still read it, and the receivers'
     answers.
@@ -164,7 +164,7 @@ class DiskSender(WeightSender):
     def connect(self, endpoint: str, receivers: Sequence[str], epoch: int) -> None:
         """Wait until each receiver has written its answer."""
         if self._claim is None:
-            raise WeightSyncError("The weight sender does not listen: call listen before connect.")
+            raise WeightSyncError("The weight sender is not listening: call listen before connect.")
         absent = set(receivers)
 
         def look() -> bool | None:

@@ -1,4 +1,4 @@
-"""A process group of the transport's own, beside torch.distributed's default group, and its disposal.
+"""A process group for the transport, separate from torch.distributed's default group, and its disposal.
 
 A control line joins the sender to each receiver: one TCP connection, one JSON object per line. It carries what the
 transfer itself cannot: which receivers are there, which refused, and, when a connection ends, which died. Any process
@@ -47,8 +47,8 @@ class BroadcastGroup:
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._works: list[Any] = []
         self._stream = torch.cuda.Stream(device) if backend == "nccl" else None
-        # Longer than the control lines wait: these know who is silent, while a broadcast that gives up first would have
-        # an innocent receiver report it.
+        # Longer than the control lines' limit: these know which receiver is silent, while a broadcast that fails first
+        # would be reported by an innocent receiver.
         last_resort = timedelta(seconds=2 * seconds + 2)
         self._group: Any
         if backend == "nccl":
@@ -151,7 +151,7 @@ Message = dict[str, Any]
 
 
 class LineClosedError(Exception):
-    """The other process ended, dropped the connection, or sent something that is no message."""
+    """The other process ended, dropped the connection, or sent something that is not a message."""
 
 
 class Line:
@@ -183,7 +183,7 @@ class Line:
 
     def poll(self, seconds: float) -> Message | None:
         """The next message, or None if none arrives within ``seconds``. Raises LineClosedError at the end of the
-        connection, and for a message that is no JSON object or longer than ``longest``."""
+        connection, and for a message that is not a JSON object or longer than ``longest``."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             try:
@@ -249,7 +249,7 @@ def admit(
 ) -> Iterator[tuple[Line, Message]]:
     """For ``seconds``, yield callers that show the ``token`` and send a ``wanted`` hello, each with its hello. Other
     callers are rejected, and none of them delays the rest."""
-    callers: dict[Line, float] = {}  # until when each may say hello, the oldest first
+    callers: dict[Line, float] = {}  # deadline of each caller's hello, the oldest first
     deadline = time.monotonic() + seconds
     server.setblocking(False)  # a caller may be gone again between select and accept
     try:
@@ -263,7 +263,7 @@ def admit(
                 except LineClosedError:
                     hello = {}
                 if hello is None:
-                    continue  # the rest of it is on its way
+                    continue  # the rest is still in transit
                 del callers[line]
                 shown = str(hello.pop("token", "")).encode(errors="replace")
                 if hmac.compare_digest(shown, token.encode()) and wanted(hello):
@@ -301,7 +301,7 @@ def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, s
                 lost[name] = "died or dropped the connection"
                 continue
             if message is None or kind not in message:
-                reason = "nothing that makes sense" if message is None else message.get("error", message)
+                reason = "an invalid message" if message is None else message.get("error", message)
                 lost[name] = f"answered {reason!r}"
         if lost:
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)

@@ -10,7 +10,7 @@ from asyncrlhf.transport.sender import WeightSender
 
 
 class LocalSender(WeightSender):
-    """Each snapshot has its own memory, so that a ticket stays valid however late it is used. No bytes move before a
+    """Each snapshot has its own memory, so that a ticket stays valid indefinitely. No bytes move before a
     receiver copies; the receivers may run in the calling thread."""
 
     def _prepare(self) -> None:

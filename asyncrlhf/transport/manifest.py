@@ -72,7 +72,7 @@ def take_part(manifest: WeightManifest, params: ShardedParams) -> None:
 
 
 ALIGNMENT = 16  # bytes; every dtype of torch can be viewed at such an offset
-COPY_PIECE_BYTES = 8 << 20  # small enough to share the work evenly, large enough that a call costs nothing
+COPY_PIECE_BYTES = 8 << 20  # small enough to share the work evenly, large enough that the cost of a call is negligible
 
 
 def build_manifest(
@@ -218,7 +218,7 @@ def copy_pieces(pieces: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], t
 
 CHUNK_WORDS = 1 << 20  # of 8 bytes: bounds the memory of a sum on an accelerator
 _MASK = (1 << 64) - 1
-_FACTOR = 6364136223846793005  # odd, so that no chunk is lost in the product; below 2^63, as int64 wants it
+_FACTOR = 6364136223846793005  # odd, so that no chunk is lost in the product; below 2^63 for int64
 
 
 def bucket_checksum(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> int:

@@ -18,7 +18,7 @@ class LostReceiversError(WeightSyncError):
         super().__init__(f"{what}: {'; '.join(f'{name} {reason}' for name, reason in self.receivers.items())}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default would call __init__ with the finished sentence alone when the error crosses a process.
+        # The default would call __init__ with only the finished sentence when the error crosses a process.
         return LostReceiversError, (self.what, self.receivers)
 
 
@@ -51,7 +51,7 @@ class Ticket:
 @dataclass(frozen=True)
 class TransferStats:
     """``seconds`` of the transfer, payload ``bytes`` sent to each receiver (with ``weights.delta`` fewer than the
-    model's), ``stall_seconds`` for which the learner stood still."""
+    model's), ``stall_seconds`` for which the learner was blocked."""
 
     seconds: float
     bytes: int

@@ -58,7 +58,7 @@ class Staging:
         if difference is not None:
             raise WeightSyncError(f"The ticket's manifest is not the one of this run: {difference}.")
         wanted = changed_buckets(self._checksums, ticket.checksums) if ticket.delta else range(len(self._entries))
-        # From here on the bytes are neither version's: an error on the way must not leave a claim to them.
+        # From here on the bytes belong to neither version: an error must not leave their checksums valid.
         self._checksums, self._pending = (), set(range(len(self._entries)))
         return self._buckets, list(wanted)
 
@@ -84,7 +84,7 @@ class Staging:
 
 
 class WeightReceiver:
-    """Lives beside an engine; its calls run in one thread while the engine continues sampling."""
+    """The receiver of an engine; its calls run in one thread while the engine continues sampling."""
 
     def __init__(self, *, timeout_seconds: float = 120.0, device: torch.device | str = "cpu") -> None:
         """``device``: that of the engine's parameters."""

@@ -29,7 +29,7 @@ class Wire:
 
 
 class WeightSender:
-    """Lives beside the learner and holds one version at a time, which a thread copies into flat buckets; ``lock``
+    """The learner's sender. It holds one version at a time, which a thread copies into flat buckets; ``lock``
     guards the copy.
 
     The training thread calls ``begin_snapshot`` and ``fence``; between them it may read the parameters, as a forward
@@ -68,7 +68,7 @@ class WeightSender:
         """Begin to copy ``params`` as ``version``. They must not change before ``fence`` has returned."""
         self.fence()
         self.stall_seconds = 0.0
-        # As they are offered now, whatever the caller does to the mapping.
+        # The current entries, independent of later changes of the mapping.
         offered = params if isinstance(params, ShardedParams) else dict(params)
         self._copy = self._copier.submit(self._take, version, offered)
         self._begun = [self._copy, self._copier.submit(self._complete)]
@@ -146,7 +146,7 @@ class WeightSender:
 
     def _take(self, version: int, params: Mapping[str, torch.Tensor]) -> None:
         with self.lock:
-            # Not the old version with half of the new weights, should a tensor be refused.
+            # Otherwise the old version would have half of the new weights if a tensor is refused.
             self.version, self.checksums = None, ()
             self.copy_params(params)
             self.version = version

@@ -35,25 +35,25 @@ def choose_tolerance(asked: float, exact: bool) -> Tolerance:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """How weights travel from the learner to the generators."""
+    """How weights are sent from the learner to the generators."""
 
     transport: str = setting(
         "auto",
-        "How weights travel: over a process group of their own (collective), by memory that all processes of one "
-        "machine map (shared_memory) or of the one GPU that all share (cuda_ipc), Ray's object store, files, or within "
-        "one process (local); auto is collective under Ray.",
+        "How weights are sent: over a separate process group (collective), memory mapped by all processes of one "
+        "machine (shared_memory), memory of the one GPU that all share (cuda_ipc), Ray's object store, files "
+        "(disk), or within one process (local); auto: collective with Ray.",
         choices=TRANSPORTS,
     )
-    publish_every: int = setting(1, "Learner steps between two publishes; the lag between them counts.", low=1)
-    bucket_mb: float = setting(32.0, "Size of one piece on its way, in MiB.", low=0, exclusive_low=True)
+    publish_every: int = setting(1, "Learner steps between two publishes; they add to staleness.", low=1)
+    bucket_mb: float = setting(32.0, "Size of one bucket in transfer, in MiB.", low=0, exclusive_low=True)
     dtype: str = setting(
         "auto",
-        "Number format on the way; auto is that of the engines where all share one, else the learner's.",
+        "Number format in transfer; auto: that of the engines if all are equal, else the learner's.",
         choices=DTYPES,
     )
-    # Between two cores, passes of XXH3 over the bytes cost a quarter of a publish's bandwidth.
+    # On two cores, XXH3 passes over the bytes cost a quarter of a publish's bandwidth.
     checksum: bool | None = setting(
-        None, "A checksum a bucket, verified by every receiver; null: between machines, on a disk, and with delta."
+        None, "A checksum per bucket, verified by every receiver; null: between machines, on a disk, and with delta."
     )
     delta: bool = setting(False, "Sends only the buckets that changed since the receivers' last version.")
     disk_path: str = setting("", "transport=disk: the folder; empty is the run directory's folder `weights`.")
@@ -61,17 +61,17 @@ class WeightsConfig:
         50, "Publishes between two comparisons of engine's and learner's log-probs; 0: at the start only.", low=0
     )
     audit_tolerance: float = setting(
-        0.0, "Mean |log-prob difference| that passes, in nats; 0: 1e-3, in half precision 1 if all arrived.", low=0
+        0.0,
+        "Largest mean |log-prob difference| allowed, in nats; 0: 1e-3, or 1 in half precision if all tensors arrived.",
+        low=0,
     )
     timeout_seconds: float = setting(
         120.0,
-        "Seconds that any answer of the weight transfer may take; moving weights gets more by slowest_mb_s.",
+        "Seconds for each answer in the weight transfer; sending weights gets more time by slowest_mb_s.",
         low=0,
         exclusive_low=True,
     )
-    slowest_mb_s: float = setting(
-        100.0, "MB/s below which weights on their way count as stuck.", low=0, exclusive_low=True
-    )
+    slowest_mb_s: float = setting(100.0, "MB/s below which a transfer counts as stuck.", low=0, exclusive_low=True)
 
     def __post_init__(self) -> None:
         check_settings("weights", self)
@@ -81,7 +81,7 @@ class WeightsConfig:
         )
         check(
             self.transport == "disk" or not self.disk_path,
-            f"weights.disk_path={self.disk_path} is read by weights.transport=disk alone, not by {self.transport}.",
+            f"weights.disk_path={self.disk_path} is used only by weights.transport=disk, not by {self.transport}.",
         )
 
     def seconds_for(self, nbytes: int) -> float:

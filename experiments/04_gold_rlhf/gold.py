@@ -10,7 +10,7 @@ REACH = 10  # an answer that is off by so much is worth nothing
 
 
 def closeness(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 for the right sum, less by a tenth for every unit that it is off, 0 for what is no number."""
+    """1 for the right sum, less by a tenth for every unit that it is off, 0 for what is not a number."""
     return [_closeness(text.strip(), int(right)) for text, right in zip(completions, answer, strict=True)]
 
 

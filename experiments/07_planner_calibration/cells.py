@@ -55,7 +55,7 @@ def read_cells(path: Path) -> list[Cell]:
         cells = [Cell(**row) for row in json.loads(path.read_text(encoding="utf-8"))["cells"]]
         unknown = [cell.name for cell in cells if cell.size not in LLAMA_2 or cell.setting not in _SETTINGS]
         if unknown:
-            raise ValueError(f"{unknown[0]} is no cell; allowed: {', '.join(_SETTINGS)} and {', '.join(LLAMA_2)}")
+            raise ValueError(f"{unknown[0]} is not a cell; allowed: {', '.join(_SETTINGS)} and {', '.join(LLAMA_2)}")
         if len({cell.name for cell in cells}) < len(cells):
             raise ValueError("a cell stands there twice")
         return cells

@@ -48,7 +48,7 @@ def _options(args: Sequence[str]) -> argparse.Namespace:
     check_range("--receivers", options.receivers, low=1)
     check_range("--bucket-mb", options.bucket_mb, low=0, exclusive_low=True)
     check_range("--learner-threads", options.learner_threads, low=1)
-    check(options.disk_path is None or options.disk_path.is_dir(), f"--disk-path={options.disk_path} is no folder.")
+    check(options.disk_path is None or options.disk_path.is_dir(), f"--disk-path={options.disk_path} is not a folder.")
     return options
 
 

@@ -252,14 +252,14 @@ def test_frozen_parts_are_named_and_replaced(
     done = run(tmp_path, *FAKE, *settings)
     said = " ".join(capsys.readouterr().out.split())
     assert list(struck) == ["evaluating", "scoring", "training", "writing"]
-    assert "Cause: generator-0 gave no sign of life for 3 s, asked for generate" in said and "(ids -1, -2)" in said
-    assert said.count("Nothing has moved for") >= 2 and said.count("generator-0 is back") == 1
-    assert "reward-0 gave no sign of life for 3 s, asked for annotate" in said
+    assert "Cause: generator-0 did not respond for 3 s, asked for generate" in said and "(ids -1, -2)" in said
+    assert said.count("No progress for") >= 2 and said.count("generator-0 is back") == 1
+    assert "reward-0 did not respond for 3 s, asked for annotate" in said
     assert "Held-out greedy accuracy at version 0" in said, "the replica that came back was asked again"
     assert status[0].endswith("trains.") and "Restarts: generator-0 1, reward-0 1." in status, status
     wait_until(lambda: not [p for p in struck.values() if is_alive(p)], "the end of the stopped processes")
-    assert "The record writer gave no sign of life for 3 s. Replacing it." in said
-    assert re.search(r"learner-0 gave no sign of life for 3 s, asked for \w+ \d+ s ago", said)
+    assert "The record writer did not respond for 3 s. Replacing it." in said
+    assert re.search(r"learner-0 did not respond for 3 s, asked for \w+ \d+ s ago", said)
     assert "The learner is back: from step 6 to the checkpoint of step 0" in said
     assert controllers[0].state.epoch == 1
     assert_each_step_trained_once(done, 10)

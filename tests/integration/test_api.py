@@ -128,9 +128,9 @@ def test_a_callback_that_raises_ends_the_run_with_its_name(tmp_path: Path, event
     [
         ({"stepz": 1}, "stepz is not a setting (did you mean steps?)"),
         ({"overrides": {"async.max_stale": 4}}, "async.max_stale is not a setting"),
-        ({"callbacks": [3]}, "callbacks: 3 is no callback; allowed: a function"),
+        ({"callbacks": [3]}, "callbacks: 3 is not a callback; allowed: a function"),
         ({"dataset": 7}, "dataset=int is none; allowed: a path, a list of dictionaries"),
-        ({"seed": object}, "is no setting's value; allowed: text, numbers, lists and dicts."),
+        ({"seed": object}, "is not a setting's value; allowed: text, numbers, lists and dicts."),
         ({"reward": lambda wrong: [], "run_dir": "run"}, "cannot be called with prompts, completions"),
         ({"reward": [len, len], "run_dir": "run"}, "the functions' names must differ"),
     ],

@@ -107,6 +107,6 @@ def test_what_others_hold_is_waited_for_with_an_end(runs: dict[str, dict[str, An
 
 def test_an_address_that_leads_nowhere_is_one_sentence(runs: dict[str, dict[str, Any]]) -> None:
     report = runs["nowhere"]
-    assert report["exit_code"] == 2 and report["error"].startswith("ray.address=127.0.0.1:1 leads to no cluster: ")
+    assert report["exit_code"] == 2 and report["error"].startswith("ray.address=127.0.0.1:1 reaches no cluster: ")
     assert "Connection refused; allowed: auto, or HOST:PORT" in report["error"]
     assert "allowed: auto, or HOST:PORT" in runs["client"]["error"]

@@ -95,7 +95,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_by_the_same_comman
         killed_at(monkeypatch, folder, step, *options)
     options = tuple(o for o in options if o != "logging.progress=none")
     again = run(folder, *options, "logging.progress=plain")
-    assert "starts anew, and the records of 2 learner steps are removed" in " ".join(capsys.readouterr().out.split())
+    assert "starts anew and removes the records of 2 learner steps" in " ".join(capsys.readouterr().out.split())
     again.assert_ledger_whole()
     assert again.untimed_metrics == whole.untimed_metrics
     assert again.summary["heldout_accuracy"]["before"] == whole.summary["heldout_accuracy"]["before"]
@@ -132,6 +132,6 @@ def test_a_finished_run_without_a_checkpoint_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on_in_its_own_folder(begun: Finished, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"goes on there and not in run_dir="):
+    with pytest.raises(ConfigError, match=r"continues there, not in run_dir="):
         run(tmp_path / "elsewhere", *BEGUN, f"checkpoint.resume={begun.folder}")
     assert not (tmp_path / "elsewhere").exists()

@@ -33,7 +33,7 @@ def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytes
     keep = ["--keep", "slots=16", "--keep", "quality=max_staleness=2", "--keep", "placement=auto"]
     assert main(["plan", *given, *keep, "--out", str(out), "weights.publish_every=1", *words, *clock]) == 0
     said = capsys.readouterr().out
-    assert "Staleness is predicted, reward is not" in said
+    assert "predicts staleness, not reward" in said
     plan = json.loads(out.with_suffix(".json").read_text())
     layout = plan["layout"]
     assert (layout["replicas"], layout["ranks"], layout["slots"]) == (1, 1, 16) and layout["max_staleness"] == 2
@@ -71,18 +71,18 @@ def test_the_closed_forms_agree_with_the_controller(tmp_path: Path, bound: int, 
     [
         ([], "give one of --from, --profile and --gpus"),
         (["--gpus", "8"], "--gpus and --device belong together"),
-        (["--gpus", "8,8", "--device", "H100", "--mean-length", "9"], "are no groups"),
-        (["--gpus", "8", "--device", "H1000", "--mean-length", "9"], "H1000 is no device"),
+        (["--gpus", "8,8", "--device", "H100", "--mean-length", "9"], "do not describe groups"),
+        (["--gpus", "8", "--device", "H1000", "--mean-length", "9"], "H1000 is not a device"),
         (["--gpus", "8", "--device", "H100"], "no response lengths are known"),
-        (["--gpus", "8", "--device", "H100", "--mean-length", "9", "--keep", "speed=2"], "speed=2 keeps nothing"),
+        (["--gpus", "8", "--device", "H100", "--mean-length", "9", "--keep", "speed=2"], "speed=2 is not NAME<=VALUE"),
         (["--gpus", "8", "--device", "H100", "--mean-length", "9", "--simulate", "0"], "--simulate 0 is too small"),
-        (["--gpus", "8", "--device", "H100", "--mean-length", "9", "model.path=a/b"], "is no folder here"),
+        (["--gpus", "8", "--device", "H100", "--mean-length", "9", "model.path=a/b"], "is not a folder here"),
         (
             ["--gpus", "1", "--device", "H100", "--mean-length", "9", "cluster=separate"],
             "no layout is left to choose from",
         ),
-        (["--compare", "nowhere.json", "nowhere"], "nowhere.json is no plan"),
-        (["--out", "/proc/x/", "--gpus", "x", "--device", "H100"], "are no groups"),
+        (["--compare", "nowhere.json", "nowhere"], "nowhere.json is not a plan"),
+        (["--out", "/proc/x/", "--gpus", "x", "--device", "H100"], "do not describe groups"),
     ],
 )
 def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

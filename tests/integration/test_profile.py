@@ -96,7 +96,7 @@ def test_the_plan_of_a_measured_profile_trains(tmp_path: Path, capsys: pytest.Ca
     [
         (["--seconds", "0"], "--seconds 0 is too small"),
         (["generator.engine=fake"], "there is nothing to measure"),
-        (["--from", "runs/x", "seed=1"], "takes the run as it was"),
+        (["--from", "runs/x", "seed=1"], "takes no overrides"),
     ],
 )
 def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_skipped_tensor_is_named_when_weights_travel_in_half_precision(
         (("weights=stream",), "weights"),
         (("weights.delta=true", "weights.checksum=false"), "it needs weights.checksum=true"),
         (("weights.dtype=half",), "weights.dtype=half is not known"),
-        (("weights.disk_path=/tmp/x",), "is read by weights.transport=disk alone"),
+        (("weights.disk_path=/tmp/x",), "is used only by weights.transport=disk"),
         (("weights.transport=disk", "runtime=local"), "weights.transport=disk needs runtime=ray"),
     ],
 )

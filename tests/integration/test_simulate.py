@@ -152,7 +152,7 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
     [
         (["simulate"], "give one of --from and --profile"),
         (["simulate", "--from", "nowhere"], "nowhere holds no metrics.jsonl"),
-        (["simulate", "--profile", "nowhere.json", "--mean-length", "9"], "nowhere.json is no profile"),
+        (["simulate", "--profile", "nowhere.json", "--mean-length", "9"], "nowhere.json is not a profile"),
         (["simulate", "--profile", "x", "--mean-length", "nan"], "is too small"),
         (["profile", "--seconds", "x"], "invalid float value"),
     ],

@@ -363,7 +363,7 @@ BAD = [
         "reward-model",
         "reward_model.path={}",
         [{"chosen": "1"}],
-        ["has the columns chosen; needed are: prompt and chosen"],
+        ["has the columns chosen; needed: prompt and chosen"],
     ),
     (
         "reward-model",

@@ -66,7 +66,7 @@ def test_a_learner_that_hangs_ends_the_run_under_its_name(
     hang(monkeypatch, LearnerWorker, method, call)
     with pytest.raises(StallError, match=r"Nothing moved for 2\d s: learner-0 is waited for, " + sentence):
         run(tmp_path, *FAKE, *SAID, LIMIT, "steps=20", "checkpoint.every=4")
-    assert "Nothing has moved for 1" in words(capsys), "it was said before"
+    assert "No progress for 1" in words(capsys), "it was said before"
 
 
 def test_a_resumed_run_whose_learner_does_not_load_ends_as_well(
@@ -96,7 +96,7 @@ def freeze(runtime: LocalRuntime, seconds: float, *, silent: bool = True) -> Non
 
 @pytest.mark.parametrize(
     ("silent", "cause"),
-    [(True, "gave no sign of life for 5 s."), (False, "made no token for 2")],
+    [(True, "did not respond for 5 s."), (False, "generated no token for 2")],
     ids=["frozen", "lives and does nothing"],
 )
 def test_a_generator_that_stands_still_is_replaced_and_its_rollouts_are_named(
@@ -108,7 +108,7 @@ def test_a_generator_that_stands_still_is_replaced_and_its_rollouts_are_named(
     assert done.summary["ledger"]["trained"] == 20 * 16
     said = words(capsys)
     assert re.search(r"generator-0 is at version \d with \d+ rollouts in flight \(ids \d+, \d+", said), "who holds what"
-    assert said.index("Nothing has moved") < said.index(f"Cause: generator-0 {cause}")
+    assert said.index("No progress") < said.index(f"Cause: generator-0 {cause}")
     assert "generator-0 is back" in said
 
 
@@ -120,7 +120,7 @@ def test_a_generator_that_freezes_in_the_first_evaluation_is_replaced_and_asked_
     assert done.summary["exit_reason"] == "done" and done.summary["heldout_accuracy"]["before"] is not None
     said = words(capsys)
     assert "A held-out evaluation is under way" in said
-    assert "gave no sign of life for 5 s, asked for generate" in said and "(ids -1, -2, -3" in said
+    assert "did not respond for 5 s, asked for generate" in said and "(ids -1, -2, -3" in said
 
 
 SLOW = ("generator.fake.latency_median=30", "generator.fake.latency_sigma=0", "generator.slots=1")
@@ -130,7 +130,7 @@ def test_what_is_slow_and_moves_is_left_alone(tmp_path: Path, capsys: pytest.Cap
     """Every answer takes three times the limit, and an evaluation eight of them."""
     done = run(tmp_path, *FAKE, *SAID, LIMIT, *SLOW, "steps=2", "eval_every=1", "batch_size=4")
     assert done.metrics[-1]["wall_time"] > 8 * 30
-    assert "Nothing has moved" not in words(capsys)
+    assert "No progress" not in words(capsys)
 
 
 def test_a_run_that_was_stopped_itself_blames_nobody(
@@ -148,7 +148,7 @@ def test_a_run_that_was_stopped_itself_blames_nobody(
 
     monkeypatch.setattr(LearnLoop, "_train", jumping)
     done = run(tmp_path, *FAKE, *SAID, LIMIT, "steps=5", "async.mode=sync")  # no generator is at work meanwhile
-    assert done.metrics[-1]["wall_time"] > 1000 and "Nothing has moved" not in words(capsys)
+    assert done.metrics[-1]["wall_time"] > 1000 and "No progress" not in words(capsys)
 
 
 def test_a_reward_worker_that_lives_and_hangs_is_asked_anew_after_twice_the_limit(
@@ -159,7 +159,7 @@ def test_a_reward_worker_that_lives_and_hangs_is_asked_anew_after_twice_the_limi
     done.assert_ledger_whole()
     assert done.summary["ledger"]["failed"] == {}
     said = words(capsys)
-    assert "reward-0 lives and gave no answer, asked for annotate 2" in said and "(ids " in said
+    assert "reward-0 is alive but did not answer, asked for annotate 2" in said and "(ids " in said
     times = [0.0, *(row["wall_time"] for row in done.metrics)]
     assert 10 < max(later - earlier for earlier, later in pairwise(times)) < 25
 

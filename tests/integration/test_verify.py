@@ -270,8 +270,8 @@ OF_THE_JOURNAL: tuple[tuple[str, str, Any, dict[str, Any]], ...] = (
     ("an attempt goes on from step", "undone", gone, {}),  # what was undone counts
     ("goes on from step 5", "begin", with_facts(step=5), {}),
     ("bound of 9 came into force", "bound", with_facts(bound=9), {}),
-    ("were admitted out of turn", "admitted", twice, {}),
-    ("lacks what its event says", "loaded", lambda line: {"event": "loaded", "at": 0.0}, {}),
+    ("were admitted out of order", "admitted", twice, {}),
+    ("lacks a field of its event", "loaded", lambda line: {"event": "loaded", "at": 0.0}, {}),
 )
 OF_DOCUMENTS: tuple[tuple[str, str, Any], ...] = (
     ("ledger.trained is", "summary.json", lambda s: s["ledger"].update(trained=s["ledger"]["trained"] + 1)),

@@ -32,5 +32,5 @@ def test_arguments_reach_the_benchmark_of_an_experiment() -> None:
 
 
 def test_a_misspelt_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"wights is no benchmark \(did you mean weights\?\)"):
+    with pytest.raises(ConfigError, match=r"wights is not a benchmark \(did you mean weights\?\)"):
         run.main(["wights"])

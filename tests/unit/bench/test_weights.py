@@ -46,7 +46,7 @@ def test_every_transport_comes_with_and_without_checksums() -> None:
         (["--sizes", "7B"], "--sizes=7B is not known"),
         (["--transports", "pigeon"], "--transports=pigeon is not known"),
         (["--receivers", "0"], "--receivers=0 is out of range"),
-        (["--disk-path", "/no/such/folder"], "is no folder"),
+        (["--disk-path", "/no/such/folder"], "is not a folder"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:

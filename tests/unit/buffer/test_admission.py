@@ -81,7 +81,7 @@ def test_lag_gate_refuses_a_late_version_and_keeps_failed_places() -> None:
     gate.release()
     assert gate.room(0) == 3
     with pytest.raises(
-        StaleBatchError, match="step 0 was admitted on a replica at version 1; a lag of 1 asks for version 0"
+        StaleBatchError, match="step 0 was admitted on a replica at version 1; a lag of 1 needs version 0"
     ):
         gate.admit(1)
 
@@ -234,7 +234,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_batches_hold_whole_groups() -> None:
-    with pytest.raises(ConfigError, match="batch_size=10 is no multiple of num_generations=4"):
+    with pytest.raises(ConfigError, match="batch_size=10 is not a multiple of num_generations=4"):
         validate_flow(AsyncConfig(), BufferConfig(), batch_size=10, num_generations=4, publish_every=1)
 
 

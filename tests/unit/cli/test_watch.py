@@ -111,7 +111,7 @@ async def test_a_sweep_shows_its_jobs_and_each_of_them(tmp_path: Path) -> None:
     "arguments, sentence",
     [
         (["a", "b"], "watch takes one run or folder, not 2: a b."),
-        (["--live"], "--live is no option of watch."),
+        (["--live"], "--live is not an option of watch."),
         ([], "watch draws on a terminal; for a page or a file: asyncrlhf report RUN."),
     ],
 )

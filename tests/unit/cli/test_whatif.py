@@ -13,11 +13,11 @@ from asyncrlhf.cli.main import main
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "--what-if", "--device", "H1000"], "H1000 is no device of devices.json; allowed: A10"),
+        (["plan", "--what-if", "--device", "H1000"], "H1000 is not a device of devices.json; allowed: A10"),
         (["plan", "--what-if", "--model", "nowhere"], "--model nowhere is neither one of"),
         (["plan", "--what-if", "--batch", "0"], "--batch 0 is too small"),
         (["plan", "--compare-templates", "--devices", "8,nine"], "--devices 8,nine: invalid literal"),
-        (["plan", "--compare-templates", "--devices", "12"], "12 devices fill no nodes of 8"),
+        (["plan", "--compare-templates", "--devices", "12"], "12 devices do not fill nodes of 8"),
         (["plan", "--compare-templates", "--batch", "100"], "--batch 100 are no whole groups of 8"),
         (["plan", "--compare-templates", "--cv", "nan"], "--cv nan is too small"),
         (["plan", "--compare-templates", "--staleness"], "unrecognized arguments"),
@@ -32,7 +32,7 @@ def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.Ca
 def test_plans_of_other_systems_are_labelled(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--what-if", "--model", "llama-2-7b", "--devices", "8", "--batch", "64", "--steps", "10"]) == 0
     out = capsys.readouterr().out
-    assert "cannot run it" in out and "separate, delayed" in out and "expect 30%" in out
+    assert "cannot run it" in out and "separate, delayed" in out and "expect errors of 30%" in out
     # Of 13.48 GB: 7/8, 7/8 and 1/4 - 1/8 (p=1, t=8, d=1 to t_g=4).
     assert "11.79 GB (ds-chat), 11.79 GB (ungrouped), 1.68 GB (hybridflow)" in out
 

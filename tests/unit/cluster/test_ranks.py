@@ -71,5 +71,5 @@ def test_ranks_of_a_lost_node_wait_for_room_and_then_say_what_is_missing(monkeyp
     asyncio.run(runtime._wait_for_room("learner-0", 60.0))
     assert next(looks, None) is None, "it looked until a node had room"
     runtime._placer.stands = lambda name: False  # type: ignore[method-assign]
-    with pytest.raises(ReplicaError, match=r"learner-0 has no machine .* asks for 2 CPUs and 1 GPUs; free in Ray: 8"):
+    with pytest.raises(ReplicaError, match=r"learner-0 cannot be restarted .* needs 2 CPUs and 1 GPUs; free in Ray: 8"):
         asyncio.run(runtime._wait_for_room("learner-0", 0.02))

@@ -38,7 +38,7 @@ def test_no_wait_for_a_file_outlives_the_run(asked: tuple[RayRecords, list[Futur
     calls[0].set_result(None)
     records.close()
     assert written.result(0) is None
-    with pytest.raises(ReplicaError, match="the record writer was ended before it had written a file"):
+    with pytest.raises(ReplicaError, match="the record writer ended before it wrote a file"):
         lost.result(0)
     calls[1].set_result(None)  # too late, and no error of a thread of Ray's
 
@@ -82,4 +82,4 @@ def test_of_several_that_wait_for_a_frozen_one_one_replaces_it(
     records.actor.ping = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=ping), remote=ping)
     monkeypatch.setattr(ray_records.ray, "kill", replace)
     asyncio.run(both())
-    assert len(killed) == 1 and said == ["The record writer gave no sign of life for 0.05 s. Replacing it."]
+    assert len(killed) == 1 and said == ["The record writer did not respond for 0.05 s. Replacing it."]

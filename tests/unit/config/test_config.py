@@ -34,7 +34,7 @@ NONSENSE = [
     ("task.dataset_options.chain_sum=1", ["++task.dataset_options.chain_sum"]),
     ("foo.bar=1", ["foo is not a setting", "allowed here: algorithm, async, "]),
     ("++foo=1", ["foo is not a setting"]),
-    ("+steps=1", ["steps is a setting already", "without a plus sign"]),
+    ("+steps=1", ["steps is already a setting", "without a plus sign"]),
     ("~nothing", ["nothing"]),
     ("algorithm=grppo", ["algorithm=grppo is not known", "did you mean grpo?", "allowed: a3po, "]),
     ("async=5", ["async=5 is not known", "allowed: adaptive, async, fill, fixed_lag, one_step, sync."]),
@@ -117,7 +117,7 @@ NONSENSE = [
     ("model.path=", ["model.path is empty", "tiny"]),
     ("logging.report=loud", ["logging.report=loud", "allowed: true or false."]),
     ("steps", ["steps is not a setting", "key=value"]),
-    ("--bogus steps=1", ["--bogus is no option", "key=value"]),
+    ("--bogus steps=1", ["--bogus is not an option", "key=value"]),
     ("--cfg", ["allowed: job, hydra, all."]),
     ("--cfg everything", ["--cfg everything", "allowed: job, hydra, all."]),
     ("--cfg job stpes=5", ["stpes is not a setting"]),
@@ -166,7 +166,7 @@ def test_nonsense_is_one_sentence(typed: str, words: list[str], capsys: pytest.C
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("trian", ["trian is no command", "did you mean train?", "doctor"]),
+        ("trian", ["trian is not a command", "did you mean train?", "doctor"]),
         ("evaluate stpes=5", ["stpes is not a setting"]),
         ("evaluate tiny", ["tiny is not a setting", "key=value"]),
         ("evaluate run=nowhere", ["run=nowhere", "config.yaml"]),
@@ -290,7 +290,7 @@ def test_ranges_have_no_holes() -> None:
     [
         ({"repetition_penalty": 1.1}, {"correction": "none"}, "repetition_penalty=1.1 samples from another"),
         ({"generation_kwargs": {"frequency_penalty": 0.1}}, {"correction": "none"}, "frequency_penalty=0.1 samples"),
-        ({"generation_kwargs": {"min_tokens": 3}}, {}, "min_tokens may leave tokens without"),
+        ({"generation_kwargs": {"min_tokens": 3}}, {}, "min_tokens may exclude tokens without"),
         ({"repetition_penalty": 1.1}, {"correction": "mask"}, ""),
         ({"repetition_penalty": 1.1}, {"correction": "none", "anchor": "mu"}, ""),
     ],
@@ -308,5 +308,5 @@ def test_a_penalty_trains_under_an_algorithm_that_weighs_it(
 
 
 def test_what_from_pretrained_takes_from_settings_is_not_given_twice() -> None:
-    with pytest.raises(ConfigError, match=r"model.model_init_kwargs.dtype is decided by settings of its own"):
+    with pytest.raises(ConfigError, match=r"model.model_init_kwargs.dtype has its own setting"):
         load_config(["model.model_init_kwargs={dtype:float32}"])

@@ -104,9 +104,9 @@ def test_one_message_names_all() -> None:
         told(list(found.values()), "run/checkpoints/step-00000003")
     said = str(refused.value)
     assert "\n" not in said and "refused: seed=1 (was 0): " in said and "batch_size=256 (was 128): " in said
-    assert "taken up: learner.learning_rate=0.001 (was 5e-05)" in said and "noted: logging.progress=none" in said
+    assert "adopted: learner.learning_rate=0.001 (was 5e-05)" in said and "noted: logging.progress=none" in said
     kept = [change for change in found.values() if change.decision != "refuse"]
-    assert told(kept, "x").startswith("Settings that differ from the checkpoint's: taken up: ")
+    assert told(kept, "x").startswith("Settings that differ from the checkpoint's: adopted: ")
 
 
 def test_values_are_short_and_without_credentials() -> None:

@@ -73,13 +73,13 @@ def test_help_has_every_setting_with_default_and_meaning() -> None:
     for setting in every_setting():
         if ".NAME." not in setting.key.replace(".NAME.", ".", 1):
             assert f"  {setting.key}={setting.written}  ({setting.allowed})\n" in text or "parts.NAME" in setting.key
-    assert "Learner steps that a trained rollout's oldest token may lag behind" in text
+    assert "Most learner steps by which a trained rollout's oldest token may lag behind" in text
 
 
 def test_help_finds_by_word_and_refuses_what_is_nowhere() -> None:
     assert "generator.min_p" in settings_help(["share of the largest probability"])
     assert settings_help(["async.lag=3"]).startswith("  async.lag=null  (a whole number >= 0 or null)")
-    with pytest.raises(ConfigError, match=r"max_stale_ness is in no setting \(did you mean .*max_staleness"):
+    with pytest.raises(ConfigError, match=r"max_stale_ness matches no setting \(did you mean .*max_staleness"):
         settings_help(["max_stale_ness"])
 
 
@@ -98,7 +98,7 @@ def test_the_schema_takes_our_own_presets_and_refuses_what_a_config_refuses() ->
 
 
 def test_schema_of_an_unknown_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"asyncs is no group of settings \(did you mean async\?\)"):
+    with pytest.raises(ConfigError, match=r"asyncs is not a group of settings \(did you mean async\?\)"):
         print_schema(["asyncs"])
 
 

@@ -296,18 +296,20 @@ def test_more_keywords_of_vllm_pass_through_and_those_with_settings_do_not() -> 
     own = VllmConfig(engine_kwargs={"model_impl": "transformers"})
     config = GeneratorConfig(engine="vllm", vllm=own, generation_kwargs={"frequency_penalty": 0.5})
     assert engine_arguments(config, ModelConfig())["model_impl"] == "transformers"
-    with pytest.raises(ConfigError, match=r"engine_kwargs.max_num_seqs is decided by settings of its own"):
+    with pytest.raises(ConfigError, match=r"engine_kwargs.max_num_seqs has its own setting"):
         VllmConfig(engine_kwargs={"max_num_seqs": 3})
     own = {*engine_arguments(GeneratorConfig(engine="vllm"), ModelConfig())}
     assert own - {*OWN_ENGINE} == {"load_format"}, "a default that may be replaced"
-    with pytest.raises(ConfigError, match=r"generation_kwargs.top_p is decided by settings of its own"):
+    with pytest.raises(ConfigError, match=r"generation_kwargs.top_p has its own setting"):
         GeneratorConfig(engine="vllm", generation_kwargs={"top_p": 0.5})
     if find_spec("vllm") is not None:
-        with pytest.raises(ConfigError, match=r"modle_impl is no field of the .* EngineArgs \(did you mean model_impl"):
+        with pytest.raises(
+            ConfigError, match=r"modle_impl is not a field of the .* EngineArgs \(did you mean model_impl"
+        ):
             VllmConfig(engine_kwargs={"modle_impl": "transformers"})
-        with pytest.raises(ConfigError, match=r"generation_kwargs.frequency is no field of the .* SamplingParams"):
+        with pytest.raises(ConfigError, match=r"generation_kwargs.frequency is not a field of the .* SamplingParams"):
             GeneratorConfig(engine="vllm", generation_kwargs={"frequency": 0.5})
-    with pytest.raises(ConfigError, match=r"generation_kwargs=.* are vLLM's; generator.engine=hf samples by"):
+    with pytest.raises(ConfigError, match=r"generation_kwargs=.* are for vLLM; generator.engine=hf samples only by"):
         GeneratorConfig(generation_kwargs={"num_beams": 2})
     with pytest.raises(ConfigError, match=r"generator.stop and generator.repetition_penalty need a model"):
         GeneratorConfig(engine="fake", stop=["x"])

@@ -47,7 +47,7 @@ def test_the_committed_coefficients_give_the_committed_rows() -> None:
 
 def test_each_cell_counts_once(tmp_path: Path) -> None:
     row = {"setting": "actor", "size": "7B", "response": 128, "batch": 512, "gpus": 8, "seconds": 31.2}
-    for rows, said in (([row, row], "twice"), ([{**row, "size": "8B"}], "actor 8B g128 is no cell")):
+    for rows, said in (([row, row], "twice"), ([{**row, "size": "8B"}], "actor 8B g128 is not a cell")):
         (tmp_path / "cells.json").write_text(json.dumps({"cells": rows}))
         with pytest.raises(ValueError, match=said):
             cells.read_cells(tmp_path / "cells.json")

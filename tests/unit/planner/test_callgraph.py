@@ -118,7 +118,7 @@ def test_the_catalogue_has_a_source_for_each_device() -> None:
         cluster = cluster_of(name, 8)
         assert cluster.device.source and 1e13 < cluster.device.flops < 1e16
         assert cluster.inter.bandwidth <= cluster.intra.bandwidth < cluster.device.bandwidth
-    with pytest.raises(ValueError, match="H1000 is no device"):
+    with pytest.raises(ValueError, match="H1000 is not a device"):
         cluster_of("H1000", 8)
-    with pytest.raises(ValueError, match="9 devices fill no nodes of 8"):
+    with pytest.raises(ValueError, match="9 devices do not fill nodes of 8"):
         cluster_of("H100", 9)

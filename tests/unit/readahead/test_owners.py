@@ -281,7 +281,7 @@ def test_a_death_while_reading_ahead_costs_what_was_read_and_nothing_else() -> N
 
     world = play(story)
     assert world.assembly.scores == {0: 0.0, 1: 1.0, 2: 2.0}
-    assert len(world.assembly.messages) == 1 and "what it read ahead is lost" in world.assembly.messages[0]
+    assert len(world.assembly.messages) == 1 and "Its read-ahead is lost" in world.assembly.messages[0]
 
 
 def test_a_worker_that_is_lost_while_reading_leaves_its_rollouts_to_the_others() -> None:

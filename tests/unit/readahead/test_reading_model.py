@@ -321,7 +321,7 @@ def test_the_outlook_says_in_a_sentence_what_will_be_scored_whole(tmp_path: Path
     assert "reward.parts.b.model.path" in notes[0] and "has a sliding window" in notes[0]
     parts = {"b": part(window), "c": part(tmp_path / "bert")}
     possible, notes = reward_outlook(RewardConfig(kind="sum", parts=parts), tokenizer)
-    assert not possible and "is no causal model with a linear head" in notes[1]
+    assert not possible and "is not a causal model with a linear head" in notes[1]
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), budget=st.integers(1, 100))

@@ -42,7 +42,7 @@ def test_a_stage_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> Non
     (folder / FOLDER / "checkpoint-15" / "optimizer.pt").write_bytes(b"stated" * 15)
     found, (note,) = resumed(folder)
     assert found == folder / FOLDER / "checkpoint-10"
-    assert "checkpoint-15 is damaged: optimizer.pt is not as it was written" in note
+    assert "checkpoint-15 is damaged: optimizer.pt has changed since it was written" in note
     with pytest.raises(ConfigError, match="checkpoint-15 is damaged"):
         resumed(folder, str(folder / FOLDER / "checkpoint-15"))
     (folder / "metrics.jsonl").write_text('{"step": 5}\n')

@@ -205,7 +205,7 @@ def test_wrong_folders_are_one_sentence(tmp_path: Path) -> None:
     (broken / "summary.json").write_text("{")
     for path, words in [
         (tmp_path / "nowhere", "is not a folder"),
-        (tmp_path / "empty", "is no run directory, and holds none"),
+        (tmp_path / "empty", "is not a run directory, and holds none"),
         (unstarted, "no complete learner step"),
         (broken, "cannot be parsed"),
     ]:

@@ -55,7 +55,7 @@ def test_the_last_score_counts_and_anything_else_is_a_failure(answer: str, score
 
 def test_a_group_that_is_no_number_is_a_failure() -> None:
     (read,) = Says(JudgeConfig(model="m", pattern="grade (.*)"), "grade A").scores([rollout(1, "x")])
-    assert isinstance(read, RewardError) and "'A' is no number" in str(read)
+    assert isinstance(read, RewardError) and "'A' is not a number" in str(read)
 
 
 @given(text=st.text(), answer=st.none() | st.text())

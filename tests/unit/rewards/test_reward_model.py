@@ -281,7 +281,7 @@ def test_what_is_no_reward_model_is_refused_in_a_sentence(
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         sentence = r"lacks 1 of its model's weights, such as score\.weight"
     elif case == "nowhere":
-        path, sentence = tmp_path / "nowhere", "is no folder"
+        path, sentence = tmp_path / "nowhere", "is not a folder"
     elif case == "no tokenizer":
         save_reward_model(tmp_path, VOCABULARY)
         sentence = r"Where its tokens are the policy's, reward\.model\.inputs=ids needs no tokenizer"

@@ -231,7 +231,9 @@ def test_where_a_kernel_gives_no_namespace_the_start_is_refused(monkeypatch: pyt
             return -1
 
     monkeypatch.setattr(limits.ctypes, "CDLL", Refusing)
-    with pytest.raises(ConfigError, match=r"cannot be had .*no network namespace \(Operation not permitted\); allowed"):
+    with pytest.raises(
+        ConfigError, match=r"is not possible .*no network namespace \(Operation not permitted\); allowed"
+    ):
         limits.confine(SandboxConfig(network=False))
 
 

@@ -127,7 +127,7 @@ def test_what_functions_log_is_that_of_their_call_and_bounded() -> None:
 
     assert "log_extra('parsed') got 1 values for 2 completions" in refused(lambda metric, extra: extra("parsed", [1]))
     many = refused(lambda metric, extra: [metric(f"m{n}", 0.0) for n in range(33)])
-    assert "log_metric takes at most 32 names a call" in many
+    assert "log_metric takes at most 32 names per call" in many
     assert "at most 8 columns" in refused(lambda metric, extra: [extra(f"c{n}", [0, 0]) for n in range(9)])
 
 

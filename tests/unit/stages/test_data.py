@@ -47,7 +47,7 @@ def test_jsonl_parquet_and_folders_are_read_alike(here: Path) -> None:
         ("", ["sft.path is empty"]),
         ("nowhere.jsonl", ["sft.path=nowhere.jsonl does not exist"]),
         ("./nowhere", ["sft.path=./nowhere does not exist"]),
-        ("no-such-dataset", ["sft.path=no-such-dataset is no local file, and no dataset that loads"]),
+        ("no-such-dataset", ["sft.path=no-such-dataset is neither a local file nor a dataset that loads"]),
         ("empty.jsonl", ["sft.path=empty.jsonl holds no rows"]),
         ("blank.jsonl", ["sft.path=blank.jsonl holds no rows"]),
         ("broken.jsonl", ["sft.path=broken.jsonl could not be read: broken.jsonl line 3 is not valid JSON: Expecting"]),
@@ -88,7 +88,7 @@ def test_columns_decide_the_format() -> None:
     formats = (("messages",), ("prompt", "completion"), ("text",))
     assert check_columns(table(ROWS), formats, "sft.path", "x") == ("prompt", "completion")
     assert check_columns(table([{"text": "a", "id": 1}]), formats, "sft.path", "x") == ("text",)
-    with pytest.raises(ConfigError, match="has the columns question, prompt; needed are: messages, or prompt and comp"):
+    with pytest.raises(ConfigError, match="has the columns question, prompt; needed: messages, or prompt and comp"):
         check_columns(table([{"question": "a", "prompt": "b"}]), formats, "sft.path", "x")
 
 

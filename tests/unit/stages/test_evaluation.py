@@ -230,7 +230,7 @@ def test_several_sets_are_evaluated_with_their_own_samples(tmp_path: Path) -> No
     ("settings", "message"),
     [
         ({"pass_k": [4]}, "pass_k=4 needs as many answers"),
-        ({"sets": ["a"]}, "are no data by name"),
+        ({"sets": ["a"]}, "does not map names to data"),
     ],
 )
 def test_settings_of_sets_and_pass_at_k(settings: dict[str, Any], message: str) -> None:

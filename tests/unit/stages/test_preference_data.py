@@ -146,13 +146,13 @@ BESIDE = {"prompt": "1+1=", "chosen": turn("assistant", "2"), "rejected": turn("
         ([*FORMATS["conversations"][:3], {**chat(3), "rejected": []}], "row 4 of 0.jsonl has no list of messages"),
         ([{**chat(0), "chosen": [{"role": "user", "content": None}]}], "row 1 of 0.jsonl has no list of messages"),
         ([*FORMATS["plain"][:7], chat(7)], "1.jsonl line 3 has list in the column 'prompt' where str stood before"),
-        ([BESIDE] * 3, "row 1 of 0.jsonl has a prompt as text, which is no turn of its answers; give it as messages"),
+        ([BESIDE] * 3, "row 1 of 0.jsonl has its prompt as text, but its answers as messages; give both as messages"),
         (
             [{**row, **implicit(row)} for row in FORMATS["conversations"]],
             "has its prompts in the column 'prompt' and once more at the beginning of every answer",
         ),
         ([{**row, **implicit(row)} for row in FORMATS["plain"]], "once more at the beginning of every answer"),
-        ([{"prompt": "1", "completion": "2"}], "has the columns prompt, completion; needed are: prompt and chosen and"),
+        ([{"prompt": "1", "completion": "2"}], "has the columns prompt, completion; needed: prompt and chosen and"),
     ],
 )
 def test_nonsense_is_one_sentence_with_file_and_row(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:

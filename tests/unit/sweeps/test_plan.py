@@ -83,7 +83,7 @@ def test_combinations_that_contradict_themselves_are_left_out_and_listed(capsys:
         (["hydra.launcher.n_jobs=2"], "asyncrlhf train -m"),
         (["seeds=0"], "sweep.seeds=0 is out of range"),
         (["async.max_stalenes=0,1"], "did you mean async.max_staleness?"),
-        (["--jobs"], "--jobs is no option"),
+        (["--jobs"], "--jobs is not an option"),
         (["sweep.name=a b"], "sweep.name=a b must be a folder's name"),
     ],
 )

@@ -139,7 +139,7 @@ def test_the_plan_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*asked, "seed=0,1"], "chooses no seeds; give seeds=N"),
         (["experiment=staleness_quick", *asked], "give sweep.parts=null"),
         (["sweep.search=optuna"], "has nothing to choose from"),
-        ([*asked, "sweep.objective=rewrd"], "sweep.objective=rewrd is no metric"),
+        ([*asked, "sweep.objective=rewrd"], "sweep.objective=rewrd is not a metric"),
         (["learner.learning_rate=interval(1,0)", "sweep.search=optuna"], "needs its lower end first"),
     ):
         with pytest.raises(ConfigError) as refused:

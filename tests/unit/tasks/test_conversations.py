@@ -116,7 +116,7 @@ def test_objects_of_the_users_own() -> None:
     assert {p.metadata["answer"] for p in task.heldout()} == {2 * i for i in range(15, 20)}, "a column keeps its type"
     assert len(make(f"{here}:A_LIST").heldout()) == 2
     for name, message in (
-        ("A_NUMBER", "gave int; needed is a dataset"),
+        ("A_NUMBER", "gave int; it must give a dataset"),
         ("fails", "could not be called: ValueError: no such table"),
         ("nobody", "has no 'nobody'"),
     ):
@@ -173,12 +173,12 @@ def test_a_mixture_draws_by_weight_and_leaks_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mixture", "message"),
     [
-        ([1], "are no sources by name"),
-        ({"a": {"weight": 2}}, "are no sources by name"),
+        ([1], "does not map names to sources"),
+        ({"a": {"weight": 2}}, "does not map names to sources"),
         ({"a": {"path": "x.jsonl", "weight": 0}}, r"task.mixture.a.weight=0 is out of range"),
         ({"a": {"path": "x.jsonl", "weight": "many"}}, "weight=many is of the wrong kind"),
         ({"a": {"path": "x.jsonl", "splitt": "t"}}, r"task.mixture.a.splitt is not a setting \(did you mean split"),
-        ({"a": {"path": "x.jsonl", "heldout_size": 4}}, "task.mixture.a.heldout_size belongs to all sources"),
+        ({"a": {"path": "x.jsonl", "heldout_size": 4}}, "task.mixture.a.heldout_size applies to all sources"),
         ({"a": {"path": "none.jsonl"}}, "In task.mixture.a: task.path=none.jsonl does not exist"),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_dataset_by_name_has_its_own_heldout_split(monkeypatch: pytest.MonkeyP
 
 
 def test_a_dataset_that_does_not_load_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="no dataset that loads") as caught:
+    with pytest.raises(ConfigError, match="nor a dataset that loads") as caught:
         make("someone/no-such-sums")
     assert "\n" not in str(caught.value)
 
