@@ -39,8 +39,8 @@ FIRST = (
 )
 # With the environment of the first call: Ray's extension reads its settings once, at its import.
 THEN = tuple(f"asyncrlhf.actors.{name}" for name in ("generator", "learner", "annotator", "model_annotators"))
-# An argument of the script that Ray puts before the worker's if an actor has a runtime environment. That script sets the
-# environment's variables and becomes the worker. A fork sets them as well, but EARLY ones need a new process.
+# An argument of the script that Ray puts before the worker's if an actor has a runtime environment. That script sets
+# variables and becomes the worker. A fork sets them as well, but EARLY ones need a new process.
 CONTEXT = "--serialized-runtime-env-context="
 EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_")
 # Isolated and without site-packages, so that it takes milliseconds.
