@@ -80,3 +80,14 @@ def full_disk(error: BaseException | None, folder: object = None) -> str:
             return f"The disk is full{where}. What was written is kept; with room, checkpoint.resume=auto goes on."
         error = error.__cause__ or error.__context__
     return ""
+
+
+def failure_sentence(error: BaseException) -> str:
+    """One line for the summary and the terminal: the cause first."""
+    if full := full_disk(error):
+        return full
+    text, kind = str(error).strip().splitlines()[:1], type(error).__name__
+    if isinstance(error, AsyncRLHFError):
+        return text[0] if text else kind
+    notes = "; ".join(getattr(error, "__notes__", ()))  # such as the part that raised it
+    return ": ".join([kind, *text]) + (f" ({notes})" if notes else "")

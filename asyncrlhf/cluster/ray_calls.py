@@ -25,18 +25,23 @@ async def ask(name: str, reference: Any, seconds: float, verb: str) -> Any:
 async def _translated(name: str, reference: Awaitable[Any]) -> Any:
     try:
         return await reference
-    except RayTaskError as error:
+    except RayError as error:
+        raise translated(name, error) from None
+
+
+def translated(name: str, error: RayError) -> Exception:
+    """The exception that the actor ``name`` raised, or a ReplicaError for its death or silence."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, RayTaskError):  # whose own message is a traceback
         cause = error.cause if isinstance(error.cause, Exception) else error
         if not isinstance(cause, AsyncRLHFError):
             cause.add_note(f"in {name}")
-        raise cause from None
-    except RayActorError as error:
-        lines = str(error).strip().splitlines()
+        return cause
+    if isinstance(error, RayActorError):
         if error.actor_init_failed:  # the message is a traceback
-            raise ReplicaError(f"{name} could not start: {lines[-1].strip()}") from None
-        raise ReplicaError(f"{name} died: {lines[0]}") from None
-    except RayError as error:
-        raise ReplicaError(f"{name} did not answer: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+            return ReplicaError(f"{name} could not start: {lines[-1].strip()}")
+        return ReplicaError(f"{name} died: {lines[0]}")
+    return ReplicaError(f"{name} did not answer: {type(error).__name__}: {lines[0]}")
 
 
 async def ask_to_start(name: str, reference: Any, seconds: float = START_SECONDS) -> Any:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.cluster.handles import RECORD_WRITER, within
-from asyncrlhf.cluster.ray_calls import ask_to_start
+from asyncrlhf.cluster.ray_calls import ask_to_start, translated
 from asyncrlhf.cluster.ray_handles import PING, actor_class, addressed
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.rollout_rows import RolloutRow
@@ -93,8 +93,8 @@ class RayRecords:
 
         def pass_on(found: Future[None]) -> None:
             error = found.exception()
-            if isinstance(error, RayActorError):
-                error = ReplicaError(f"{RECORD_WRITER} died: {str(error).strip().splitlines()[0]}")
+            if isinstance(error, RayError):
+                error = translated(RECORD_WRITER, error)
             with suppress(InvalidStateError):  # the run is over
                 answer.set_result(None) if error is None else answer.set_exception(error)
 

@@ -45,7 +45,7 @@ from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.generator_config import replica_kinds
-from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, StallError, full_disk
+from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, StallError, failure_sentence
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping, HeldOut
@@ -324,15 +324,3 @@ class Controller:
             await self._log.flush()
         except AsyncRLHFError as error:  # the recorder's end says it again, unless the run fails for another cause
             self.state.message(failure_sentence(error))
-
-
-def failure_sentence(error: BaseException) -> str:
-    """One line for the summary and the terminal: the cause first."""
-    if full := full_disk(error):
-        return full
-    text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
-    if isinstance(error, AsyncRLHFError):
-        return first
-    notes = "; ".join(getattr(error, "__notes__", ()))  # such as the part that raised it
-    return f"{type(error).__name__}: {first}" + (f" ({notes})" if notes else "")

@@ -25,12 +25,12 @@ from asyncrlhf.config.run_config import RunConfig, to_plain
 from asyncrlhf.config.unused import unused_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
-from asyncrlhf.errors import ConfigError, DiskFullError, full_disk
+from asyncrlhf.errors import ConfigError, DiskFullError, failure_sentence, full_disk
 from asyncrlhf.learner.model_fits import check_dealt_out
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import check_loss
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
-from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state, failure_sentence
+from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.orchestrator.origin import Origin, find_origin
 from asyncrlhf.orchestrator.preflight import check_penalties, check_truncation

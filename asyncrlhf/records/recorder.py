@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 
 from asyncrlhf.config.environment_config import LoggingConfig
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, failure_sentence
 from asyncrlhf.records.journal import JOURNAL_FILE, Journal
 from asyncrlhf.records.record_marker import (
     METRICS_FILE,
@@ -176,7 +176,7 @@ class RunRecorder:
             self._error = self._error or ended
         if self._error is not None:
             raise AsyncRLHFError(
-                f"rollout records could not be written to {self.run_dir}: {self._error}"
+                f"rollout records could not be written to {self.run_dir}: {failure_sentence(self._error)}"
             ) from self._error
 
     def sync_metrics(self) -> None:

@@ -10,8 +10,7 @@ from ray.exceptions import RayTaskError
 from asyncrlhf.cluster.calls import Call, keep_calls
 from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.ray_calls import ask
-from asyncrlhf.errors import ReplicaError, RewardError
-from asyncrlhf.orchestrator.controller import failure_sentence
+from asyncrlhf.errors import ReplicaError, RewardError, failure_sentence
 
 
 def test_a_verdict_ends_a_call_and_none_that_is_over() -> None:

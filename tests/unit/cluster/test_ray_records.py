@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrlhf.cluster import ray_records
 from asyncrlhf.cluster.calls import keep_calls
 from asyncrlhf.cluster.ray_records import RayRecords
-from asyncrlhf.errors import ReplicaError
+from asyncrlhf.errors import ReplicaError, failure_sentence
 
 
 @pytest.fixture
@@ -49,6 +49,18 @@ def test_its_death_for_good_is_told_as_such(asked: tuple[RayRecords, list[Future
     calls[0].set_exception(RayActorError())
     with pytest.raises(ReplicaError, match="the record writer died: The actor"):
         lost.result(0)
+
+
+def test_its_own_exception_is_told_in_one_line_that_names_it(
+    asked: tuple[RayRecords, list[Future[None]]], tmp_path: Path
+) -> None:
+    """Ray's message of such an exception is a traceback, whose first line names only a process."""
+    records, calls = asked
+    lost = records.write_part(Path("part"), [], [])
+    calls[0].set_exception(RayTaskError("write", "Traceback ...\nMemoryError", MemoryError()))
+    with pytest.raises(MemoryError) as caught:
+        lost.result(0)
+    assert failure_sentence(caught.value) == "MemoryError (in the record writer)"
 
 
 def test_of_several_that_wait_for_a_frozen_one_one_replaces_it(
