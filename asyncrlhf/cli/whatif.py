@@ -24,9 +24,7 @@ from asyncrlhf.planner.schedules import Pair, bound, greedy, one_after_another
 from asyncrlhf.planner.search import metropolis
 from asyncrlhf.planner.shapes import ModelShape, Workload
 
-NOT_RUNNABLE = (
-    "A plan of other systems: `train` has no tensor or pipeline parallelism in its learner and cannot run it."
-)
+NOT_RUNNABLE = "A plan of other systems, which move models between the meshes of calls: `train` cannot run it."
 FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dropped", "learner_gb", "generator_gb")
 
 
