@@ -57,7 +57,9 @@ def loo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     groups = _groups(rewards, group_ids)
     alone = group_ids[groups.size < 2]
     if len(alone):
-        raise ValueError(f"leave-one-out advantages need at least two rollouts a group; group {int(alone[0])} has one.")
+        raise ValueError(
+            f"leave-one-out advantages need at least two rollouts per group; group {int(alone[0])} has one."
+        )
     return (groups.centred * groups.size / (groups.size - 1)).to(rewards.dtype)
 
 

@@ -66,7 +66,7 @@ def opsm_gate(
 ) -> Tensor:
     """Off-policy sequence mask (2512.02556): drops a sequence's tokens with A < 0 where mean_t(mu - theta) > ``delta``.
 
-    ``delta`` is in nats a token.
+    ``delta`` is in nats per token.
     """
     drift = log_ratio_at(behavior_logprobs, policy_logprobs, loss_mask, sequence_ids, "geo")
     return ~((advantages < 0) & (drift > delta))

@@ -171,7 +171,7 @@ class ReplayBuffer:
         twice.
         """
         if version <= self._last_taken:
-            raise LedgerError(f"the batch of version {version} was asked for after that of version {self._last_taken}.")
+            raise LedgerError(f"the batch of version {version} was requested after that of version {self._last_taken}.")
         if self._scheduled:
             chosen = self._choose_scheduled(version)
         else:

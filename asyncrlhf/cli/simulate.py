@@ -143,7 +143,7 @@ def changed(settings: DictConfig, *overrides: str) -> RunConfig:
 
 
 ROWS = (
-    ("step_seconds", "seconds a step", "{:.4f}"),
+    ("step_seconds", "seconds per step", "{:.4f}"),
     ("learner_idle", "learner idle", "{:.2f}"),
     ("generator_idle", "generators idle", "{:.2f}"),
     ("staleness", "staleness", "{:.2f}"),

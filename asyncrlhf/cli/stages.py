@@ -38,7 +38,7 @@ EVALUATE = """asyncrlhf evaluate [overrides]: answers to the held-out prompts, a
 
   asyncrlhf evaluate model.path=FOLDER task=prompts task.path=FILE    the overrides of train; greedy answers
   asyncrlhf evaluate run=RUN [key=value]                              a run's newest checkpoint, with its settings
-  evaluation=sampled                                                  four answers a prompt at temperature 1
+  evaluation=sampled                                                  four answers per prompt at temperature 1
   evaluation.against=FOLDER | answers                                 win rate by reward.*, against a model or the task
   evaluation.reference=FOLDER                                         KL from a model, and the perplexity under it
   evaluation.sets={NAME:{path:DATA,split:test}}                       more data than the task's own, by name

@@ -24,9 +24,7 @@ from asyncrlhf.planner.schedules import Pair, bound, greedy, one_after_another
 from asyncrlhf.planner.search import metropolis
 from asyncrlhf.planner.shapes import ModelShape, Workload
 
-NOT_RUNNABLE = (
-    "A plan of other systems: `train` has no tensor or pipeline parallelism in its learner and cannot run it."
-)
+NOT_RUNNABLE = "A plan of other systems, which move models between the meshes of calls: `train` cannot run it."
 FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dropped", "learner_gb", "generator_gb")
 
 
@@ -65,7 +63,7 @@ def what_if_parser() -> _Parser:
     parser = _parser("asyncrlhf plan --what-if", "Plans of ReaL, HybridFlow and Pipe-RLHF, for comparison.")
     parser.add_argument("--devices", type=int, default=16)
     parser.add_argument("--response", type=int, default=512, help="tokens of a response")
-    parser.add_argument("--batch", type=int, default=256, help="prompts an iteration")
+    parser.add_argument("--batch", type=int, default=256, help="prompts per iteration")
     parser.add_argument("--steps", type=int, default=300, help="steps of the search at each temperature")
     return parser
 
@@ -82,7 +80,7 @@ def what_if(arguments: Sequence[str]) -> int:
         raise ConfigError(str(error)) from error
     models = {call.model: shape for call in PPO}
     graph = Graph(models, cluster, options.prompt, options.response, options.batch)
-    table = Table("placement", "seconds an iteration", "layouts (first device + devices, p x t x d)")
+    table = Table("placement", "seconds per iteration", "layouts (first device + devices, p x t x d)")
     for placement, delay in [*((name, 0) for name in PLACEMENTS), ("separate", 1), ("any", 1)]:
         chosen = replace(graph, delay=delay)
         allowed = placed(chosen, placement)
@@ -239,7 +237,7 @@ def _as_row(scene: Scene, split: Split, found: Mapping[str, float], summary: Map
 
 def _show(scene: Scene, rows: Sequence[Mapping[str, Any]]) -> None:
     first = rows[0]["step_seconds"]
-    table = Table(title=f"{scene.cluster.devices} {scene.cluster.device.name}, {scene.batch} rollouts a step")
+    table = Table(title=f"{scene.cluster.devices} {scene.cluster.device.name}, {scene.batch} rollouts per step")
     for name in (
         "template",
         "generate / score / train",

@@ -155,7 +155,7 @@ def make_plan(placement: str, parts: Sequence[Part], nodes: int) -> Plan:
     """The plan for a Ray with ``nodes`` nodes; ``auto`` becomes ``separate`` on several. Raises ConfigError, with one
     sentence, for a plan that no cluster could hold."""
     if placement == "auto":
-        # Fractions of a GPU are asked for in order to share it, which Ray does as well as a plan.
+        # Fractions of a GPU are requested in order to share it, which Ray does as well as a plan.
         apart = nodes > 1 and not any(0 < p.gpus < 1 for p in parts)
         placement = "separate" if apart else "auto"
     if placement == "auto":

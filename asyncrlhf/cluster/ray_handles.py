@@ -229,7 +229,7 @@ class RayLearner:
         groups, tokens = np.array([r.group_id for r in rollouts]), np.array([r.tokens for r in rollouts])
         shares = [_chosen([rollouts[i] for i in own]) for own in share_out(groups, tokens, self._shares)]
         size = len(self.ranks) // self._shares
-        # Sent before anything is awaited: a snapshot that is asked for later must come after the step.
+        # Sent before anything is awaited: a snapshot that is requested later must come after the step.
         steps = []
         for number, rank in enumerate(self.ranks):
             chosen, references = shares[number // size]

@@ -2,7 +2,7 @@
 
 Whenever the learner is free and asks for the batch of version v, the *need* of that moment is counted, in groups:
 
-    need = (v - loaded version) * groups a batch  +  groups under way  +  groups that may begin but have not
+    need = (v - loaded version) * groups per batch  +  groups under way  +  groups that may begin but have not
 
 With this lead exactly one batch would have been ready. The lead in force is the 0.8 quantile of the last 20 needs,
 never over the staleness bound; before 8 needs are known only the bound limits, as under ``fill``.
@@ -78,7 +78,7 @@ class Lead:
             self._state.room.notify()
 
     def _show(self, margin: float) -> None:
-        """``pacing_margin``: batches ready beyond the one asked for, negative if the learner waits;
+        """``pacing_margin``: batches ready beyond the requested one, negative if the learner waits;
         ``pacing_margin_predicted``: the margin predicted from the needs before this one; ``pacing_lead``: in
         batches."""
         lead = self._state.bound if self._lead is None else self._lead / self._groups

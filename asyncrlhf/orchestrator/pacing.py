@@ -39,7 +39,7 @@ class Rates:
     O(log n)."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[float, float]] = {}  # by name: (latency, rollouts a second)
+        self._of: dict[str, tuple[float, float]] = {}  # by name: (latency, rollouts per second)
         self._latencies: list[float] = []  # sorted
         self._rate = 0.0
 
@@ -238,7 +238,7 @@ class Pacing:
             size = held if pace.window is None else min(held, pace.window)
             least_cut = 0.25 if pace.cut_off else 0.5
             pace.window = size * min(least_cut, allowed / (pace.latency or 1.0))
-            # What is under way was begun before the cut: the next judgement waits for it, unless nothing comes next.
+            # Rollouts in flight started before the cut: the next judgement waits for them, unless nothing follows.
             self._not_before[replica.name] = 0.0 if pace.held_back else now + allowed
         elif pace.window is not None and finished and not pace.late:
             pace.window += finished

@@ -84,7 +84,7 @@ class Supervisor:
         if self.state.stopping:
             raise StallError(f"The run did not end: {self._blame()}")
         if self.still > 2 * self.limit and not self._replace_standing():
-            raise StallError(f"Nothing moved for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
+            raise StallError(f"No progress for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
 
     def _feel_beats(self) -> None:
         """Count new tokens of any generator as progress, also those of an evaluation."""
@@ -192,7 +192,7 @@ class Supervisor:
         elif learn.training:
             yield f"The learner is in its step {state.version}, begun {since}."
         else:
-            yield f"The learner waits for the batch of step {state.version}, asked for {since}."
+            yield f"The learner waits for the batch of step {state.version}, requested {since}."
         yield f"The buffer holds {state.buffer.held} rollouts."
 
     def _of_parts(self) -> Iterator[str]:

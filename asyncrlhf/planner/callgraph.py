@@ -1,5 +1,5 @@
 """Calls on meshes: one PPO iteration as ReaL (2406.14088), HybridFlow and Pipe-RLHF plan it. For what-if studies only:
-the learner has no tensor or pipeline parallelism, so `train` cannot run these plans."""
+`train` cannot run these plans, which move a model between the meshes of its calls."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def ledger_table(ledger: Mapping[str, Any]) -> Table:
     return table
 
 
-REPLICA_COLUMNS = ("rollouts", "tokens/s", "idle", "seconds a rollout", "lag", "held back", "restarts")
+REPLICA_COLUMNS = ("rollouts", "tokens/s", "idle", "seconds per rollout", "lag", "held back", "restarts")
 
 
 def replica_cells(figures: Mapping[str, float]) -> list[str]:

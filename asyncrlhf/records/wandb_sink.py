@@ -1,4 +1,4 @@
-"""W&B: one run under ``run_dir/wandb``, offline unless the user is logged in and asked for more."""
+"""W&B: one run under ``run_dir/wandb``, offline unless the user is logged in and chose online."""
 
 from __future__ import annotations
 

@@ -51,15 +51,15 @@ def _age(title: str, name: str, bound: bool = False) -> Panel:
     return Panel(title, "policy versions", f"staleness{name}_mean", _AGE, edges, note=note, bound=bound)
 
 
-_ENTROPY = Panel("Entropy", "nats a token", "entropy", _UPDATES)
+_ENTROPY = Panel("Entropy", "nats per token", "entropy", _UPDATES)
 PANELS = (
     Panel("Reward", "mean reward of a batch", "reward_mean", _QUALITY),
     Panel("Held-out accuracy", "fraction solved", "heldout_accuracy", _QUALITY, limits=_FRACTION),
     Panel("Response length", "tokens, mean", "response_length_mean", _QUALITY),
     Panel("Loss", "of a step", "loss", _UPDATES),
     Panel("Gradient norm", "before clipping", "grad_norm", _UPDATES),
-    Panel("KL of policy and data", "behavior KL, nats a token", "behavior_kl", _UPDATES),
-    Panel("KL of policy and reference", "nats a token", "ref_kl", _UPDATES),
+    Panel("KL of policy and data", "behavior KL, nats per token", "behavior_kl", _UPDATES),
+    Panel("KL of policy and reference", "nats per token", "ref_kl", _UPDATES),
     _ENTROPY,
     Panel("Clipped tokens", "fraction of the tokens", "clip_fraction", _UPDATES),
     Panel(
@@ -138,7 +138,7 @@ STAGE_PANELS = {
 # The diagnostics by version lag: heading and unit of each.
 BY_LAG = {
     "ess_fraction": ("Effective sample size by lag", "fraction of the bucket's tokens"),
-    "kl": ("KL by lag", "behavior KL, nats a token"),
+    "kl": ("KL by lag", "behavior KL, nats per token"),
     "ratio_mean": ("Importance ratio by lag", "mean over the bucket's tokens"),
     "reward_mean": ("Reward by lag", "mean of the sequences with such a token"),
     "token_fraction": ("Tokens by lag", "fraction of all tokens"),

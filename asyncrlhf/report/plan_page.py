@@ -27,7 +27,7 @@ def render(plan: Mapping[str, Any], run: Run) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{style}</style>'
         f"<script>{get_plotlyjs()}</script></head><body><main><h1>Plan</h1>{words}"
-        f"<h2>Seconds a step against staleness</h2>{_trade_off(plan)}"
+        f"<h2>Seconds per step against staleness</h2>{_trade_off(plan)}"
         f"<h2>{STEPS} simulated steps</h2>{section(run, max(1, round(spans * STEPS / max(1, len(run.rows)))))}"
         f"<h2>Simulated, not chosen</h2><ul>{others}</ul>"
         f"<h2>Refused ({plan['refused_count']})</h2><ul>{refused or '<li>nothing</li>'}</ul></main></body></html>"
@@ -52,6 +52,6 @@ def _trade_off(plan: Mapping[str, Any]) -> str:
             hovertemplate="%{text}<br>%{x:.4g} s, staleness %{y:.2f}<extra></extra>",
         )
     figure.update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 10, "b": 44}, height=340)
-    figure.update_xaxes(title="seconds a step", rangemode="tozero")
+    figure.update_xaxes(title="seconds per step", rangemode="tozero")
     figure.update_yaxes(title="mean staleness, versions", rangemode="tozero", automargin=True)
     return str(figure.to_html(include_plotlyjs=False, full_html=False, config={"displayModeBar": False}))

@@ -12,7 +12,7 @@ from asyncrlhf.report.load import Group, Run
 from asyncrlhf.report.page import PageAxis
 from asyncrlhf.sweeps.results import Cell, Estimate
 
-LEVELS = 25  # qualities that are asked for
+LEVELS = 25  # qualities to look for
 EVALUATIONS = 4  # held-out accuracy is the measure where every run has so many
 WINDOW = 10  # otherwise the mean reward of the last steps: a tenth of the run
 GOAL_SHARE = 0.9  # of the best quality that a configuration ends with: the table's goal

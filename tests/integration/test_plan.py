@@ -38,7 +38,7 @@ def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytes
     layout = plan["layout"]
     assert (layout["replicas"], layout["ranks"], layout["slots"]) == (1, 1, 16) and layout["max_staleness"] == 2
     page = out.with_suffix(".html").read_text()
-    assert "Seconds a step against staleness" in page and "generating" in page
+    assert "Seconds per step against staleness" in page and "generating" in page
 
     config = load_config([f"--config-dir={tmp_path}/plans", "experiment=mine", "logging.wandb=disabled"])
     assert config.async_.bound == layout["max_staleness"] and config.batch_size == 16

@@ -64,7 +64,7 @@ def test_a_learner_that_hangs_ends_the_run_under_its_name(
     sentence: str,
 ) -> None:
     hang(monkeypatch, LearnerWorker, method, call)
-    with pytest.raises(StallError, match=r"Nothing moved for 2\d s: learner-0 is waited for, " + sentence):
+    with pytest.raises(StallError, match=r"No progress for 2\d s: learner-0 has not answered, " + sentence):
         run(tmp_path, *FAKE, *SAID, LIMIT, "steps=20", "checkpoint.every=4")
     assert "No progress for 1" in words(capsys), "it was said before"
 
@@ -180,7 +180,7 @@ def test_a_signal_while_the_learner_hangs_ends_in_the_truth(
     assert main(["train", *overrides, "steps=8", "checkpoint.every=2", "task.heldout_size=2"]) == 130
     said = words(capsys)
     assert "writing a checkpoint within stall_timeout_seconds=10" in said
-    assert "learner-0 is waited for, asked for train 1" in said
+    assert "learner-0 has not answered, asked for train 1" in said
     assert "No checkpoint of step 3 could be written; the last one is of step 2." in said
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "interrupted"
     assert sorted(path.name for path in tmp_path.glob("checkpoints/*")) == ["step-00000002"]
