@@ -267,9 +267,11 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
     """Restarts its worker when it dies, freezes, or has not answered for ``spec.answer_seconds``, at most
     ``settings.max_restarts`` times. Ray's own retries would hide which call killed it."""
 
+    # Called with the worker's name before it is restarted: waits for its devices, and returns the options anew.
+    renew: Callable[[str], Awaitable[Options]] | None = None
+
     def __init__(self, spec: AnnotatorSpec, number: int, options: Options, start_seconds: float) -> None:
-        self._spec = spec
-        self._options = options
+        self._spec, self._options = spec, options
         self._deaths = 0  # since the last answer
         self.restarts = 0
         self._asked = 0  # calls under way
@@ -278,7 +280,6 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
         super().__init__(name, self._start(name), start_seconds)
 
     def _start(self, name: str) -> Any:
-        """Start a new actor."""
         return actor_class(AnnotatorActor, **self._options).remote(self._spec, name)
 
     async def annotate(self, payloads: Sequence[Payload], ticket: Ticket | None = None) -> list[Annotation]:
@@ -332,9 +333,10 @@ class RayAnnotator(RayPart[AnnotatorWorker]):
         ray.kill(self.actor)
         if self._deaths > self._spec.settings.max_restarts:
             raise WorkerLostError(f"{error} It is not started again ({self._spec.kind}.max_restarts).") from error
-        self.actor = self._start(self.name)
         self.restarts += 1
         try:
+            self._options = await self.renew(self.name) if self.renew else self._options
+            self.actor = self._start(self.name)
             await self.ready()
         except ReplicaError as failure:
             raise WorkerLostError(f"{failure} It had died before: {error}") from failure

@@ -20,6 +20,7 @@ from asyncrlhf.errors import ConfigError, ReplicaError
 
 LOOK_SECONDS = 0.5  # interval at which a wait for devices can be interrupted
 KNOCK_SECONDS = 5.0
+LOST_SECONDS = 90.0
 NODE_ID = "ray.io/node-id"  # a label that every node has
 
 
@@ -37,6 +38,22 @@ def ray_nodes() -> list[Node]:
     free = available_resources_per_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
     return [Node(node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in alive]
+
+
+def wait_for_true_nodes() -> None:
+    """Wait until Ray has noticed the loss of each node that no longer listens, which takes it half a minute; until then
+    it would place parts there. Returns after ``LOST_SECONDS`` in any case."""
+    deadline = time.monotonic() + LOST_SECONDS
+    while any(node["Alive"] and not _listens(node) for node in ray.nodes()) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+
+
+def _listens(node: dict[str, Any]) -> bool:
+    try:
+        knock(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+    except OSError:
+        return False
+    return True
 
 
 def _free_nodes() -> list[Node]:
@@ -92,6 +109,16 @@ class Placer:
         if seat.group:
             return str(placement_group_table(self._groups[seat.group])["state"]) == "CREATED"
         return shortage(Plan(self.plan.placement, loose={part: seat}), _free_nodes()) is None
+
+    async def renew(self, part: str) -> None:
+        """Reserve the part's devices on any node if those chosen for its side are no longer all there. Ray itself moves
+        reservations that are bound to no node. Raises ReplicaError if they stay occupied too long."""
+        found = [group for group in self.plan.groups if group.name == self.plan.seats[part].group]
+        alive = {node.node_id for node in await asyncio.to_thread(ray_nodes)}
+        if found and not self._apart.get(found[0].side, frozenset()) <= alive:
+            del self._apart[found[0].side]
+            remove_placement_group(self._groups[found[0].name])
+            await self._create(found)
 
     async def _create(self, groups: Iterable[DeviceGroup]) -> None:
         fresh = {group.name: group for group in groups}

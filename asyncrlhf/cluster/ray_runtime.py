@@ -29,7 +29,7 @@ from asyncrlhf.cluster.own_ray import MALLOC, OwnRay
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
-from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes
+from asyncrlhf.cluster.ray_placement import Placer, free_in_ray, knock, ray_nodes, wait_for_true_nodes
 from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
@@ -179,7 +179,7 @@ class RayRuntime(Runtime):
         numbers = range(spec.settings.workers)
         workers: list[AnnotatorHandle] = []
         for worker in (RayAnnotator(spec, i, options(f"{spec.kind}-{i}"), seconds) for i in numbers):
-            worker.told = self.told
+            worker.told, worker.renew = self.told, self._renewed
             workers.append(worker)
         return workers
 
@@ -241,8 +241,15 @@ class RayRuntime(Runtime):
         self.generators[:] = [fresh if g is dead else g for g in self.generators]
         return fresh
 
+    async def _renewed(self, name: str) -> dict[str, Any]:
+        await self._wait_for_room(name)
+        return self._placer.options(name)
+
     async def _wait_for_room(self, name: str, seconds: float = ROOM_SECONDS) -> None:
-        """Wait for devices, which a dead process frees in a moment; raises ReplicaError after ``seconds``."""
+        """Wait for devices, which a dead process frees in a moment, and which are reserved on another node if theirs
+        was lost; raises ReplicaError after ``seconds``."""
+        await asyncio.to_thread(wait_for_true_nodes)
+        await self._placer.renew(name)
         deadline = time.monotonic() + seconds
         while not await asyncio.to_thread(self._placer.stands, name):
             if time.monotonic() > deadline:
