@@ -79,6 +79,7 @@ class Placer:
         self._autoscaling = autoscaling
         self._groups: dict[str, PlacementGroup] = {}
         self._apart: dict[str, frozenset[str]] = {}
+        self._anywhere: set[str] = set()  # sides that have lost a node chosen for them
 
     async def reserve(self) -> None:
         """Raises ConfigError for a plan that this Ray can never hold, ReplicaError if it stays occupied too long."""
@@ -117,6 +118,7 @@ class Placer:
         alive = {node.node_id for node in await asyncio.to_thread(ray_nodes)}
         if found and not self._apart.get(found[0].side, frozenset()) <= alive:
             del self._apart[found[0].side]
+            self._anywhere.add(found[0].side)
             remove_placement_group(self._groups[found[0].name])
             await self._create(found)
 
@@ -146,6 +148,8 @@ class Placer:
     def _selector(self, side: str) -> dict[str, str]:
         """The learner and the reward workers stay on nodes chosen for them; generators use all others, including nodes
         that join later or replace a lost one."""
+        if side in self._anywhere:
+            return {}
         if side in self._apart:
             return {NODE_ID: f"in({','.join(sorted(self._apart[side]))})"}
         others = sorted(node for nodes in self._apart.values() for node in nodes)
