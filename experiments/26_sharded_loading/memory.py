@@ -9,6 +9,7 @@ backend are built, over the bytes of its shard and of the largest layer or embed
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import socket
@@ -99,7 +100,7 @@ def rank_job(pipe: Connection, rank: int, options: argparse.Namespace, port: int
     init_process_group(rank, options.ranks, f"127.0.0.1:{port}", timeout_seconds=1800)
     zero3: dict[str, Any] = {"backend": "deepspeed", "zero_stage": 3}
     if options.zero3:
-        import deepspeed.runtime.zero.stage3  # what it imports is no part of the weights
+        importlib.import_module("deepspeed.runtime.zero.stage3")  # whose memory is not that of weights
     learner = LearnerConfig(ranks=options.ranks, **(zero3 if options.zero3 else {"sharding": "fsdp2"}))
     spec = LearnerSpec(
         learner=learner, algorithm=AlgorithmConfig(), steps=1, model=ModelConfig(path=folder), runtime="ray",
