@@ -29,7 +29,8 @@ class Mesh:
 
     def is_first(self, tensor: DTensor) -> bool:
         """Whether no rank before this one along a dimension that does not divide ``tensor`` has the same part of it."""
-        names = tensor.device_mesh.mesh_dim_names or ()
+        names = tensor.device_mesh.mesh_dim_names
+        assert names is not None
         divided = {name for name, at in zip(names, tensor.placements, strict=True) if not at.is_replicate()}
         return all(self.whole.get_local_rank(name) == 0 for name in self.sizes if name not in divided)
 

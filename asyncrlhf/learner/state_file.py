@@ -168,7 +168,7 @@ def _fill(template: Any, parts: Sequence[Plain], files: Sequence[Any]) -> Any:
 @torch.no_grad()
 def _fill_part(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) -> None:
     local, own = tensor.to_local(), local_spans(tensor)
-    filled: set[str] = set()  # several ranks may have written the same
+    filled: set[str] = set()  # older versions wrote a part from each rank that has it
     found = 0
     for part, file in zip(parts, files, strict=True):
         if part["shape"] != list(tensor.shape):
