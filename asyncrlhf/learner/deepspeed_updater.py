@@ -18,6 +18,7 @@ from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.distributed import Shards, barrier, init_single_process_group, padded
 from asyncrlhf.learner.forward import PackedInputs, TokenFacts
 from asyncrlhf.learner.learner_config import LearnerConfig
+from asyncrlhf.learner.loading import hold_places, in_turn
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
 from asyncrlhf.learner.state_file import read_state
@@ -40,6 +41,19 @@ class _OneTensor(nn.Module):
 
     def forward(self, inputs: PackedInputs, temperature: float) -> torch.Tensor:
         return self.policy(inputs, temperature).stacked()
+
+
+class _Typed(nn.Module):
+    """Stands for a module where DeepSpeed cuts up its parameters; one after another takes the type ``dtype``."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._given, self._dtype = parameters, dtype
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in self._given:
+            parameter.data = parameter.data.to(self._dtype)
+            yield parameter
 
 
 class _Unpacked:
@@ -100,8 +114,8 @@ class DeepSpeedUpdater(Updater):
     Policy and critic drop a gradient that is not finite each for itself, except at stage 0, where they do it together.
 
     The step is that of the other updaters up to rounding (``learner.zero_stage`` 0 to 3; ZeRO, 1910.02054). Critic and
-    reference are sharded like the policy. The slow target network lies whole on every rank, and a rank loads the whole
-    model into host memory before it keeps its shard.
+    reference are sharded like the policy. The slow target network lies whole on every rank. With files, rank 0 reads a
+    tensor after another, of which each rank keeps its part; without, each rank was given the whole model.
     """
 
     def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:
@@ -114,6 +128,9 @@ class DeepSpeedUpdater(Updater):
         hidden = self.model.config.get_text_config().hidden_size
         parameters = sum(p.numel() for p in self.model.parameters())
         self._settings = engine_settings(config, self.ranks, device, hidden, parameters)
+        for module in (policy, critic):
+            if module is not None and self.files is not None:
+                hold_places(module)
         engine = self._engine(_OneTensor(policy), build_optimizer(config, policy, None))
         self._engines = {"policy": engine}
         self.policy = _Unpacked(engine)
@@ -126,7 +143,11 @@ class DeepSpeedUpdater(Updater):
         return Shards(self.model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
 
     def frozen(self, module: nn.Module) -> Any:
-        return _Unpacked(self._engine(_OneTensor(module), None)) if self._stage == 3 else module
+        if self._stage != 3:
+            return module
+        if self.files is not None:
+            hold_places(module)
+        return _Unpacked(self._engine(_OneTensor(module), None))
 
     def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
         engine = self._engine_of(module)
@@ -203,9 +224,11 @@ class DeepSpeedUpdater(Updater):
         if self.model._no_split_modules:
             self._deepspeed.utils.set_z3_leaf_modules(module, list(self.model._no_split_modules))
         dtype = torch.bfloat16 if "bf16" in self._settings else torch.float32
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtype)
-        self._deepspeed.zero.Init(module=module, config_dict_or_path=self._settings, dtype=dtype)
+        parameters = module.parameters()
+        if self.files is not None:
+            inner = module.policy if isinstance(module, _OneTensor) else module
+            parameters = in_turn(inner, self.files, self.model, reads=torch.distributed.get_rank() == 0)
+        self._deepspeed.zero.Init(module=_Typed(parameters, dtype), config_dict_or_path=self._settings, dtype=dtype)
 
     def _apply_whole(self) -> float:
         """Apply at stage 0, which has no guard and measures no norm; after the reduction all ranks see the same."""

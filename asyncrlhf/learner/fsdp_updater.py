@@ -82,7 +82,7 @@ class FsdpUpdater(TorchUpdater):
         add_up([module.get_parameter(name) for module, name in self._partial], self.mesh.peers("tensor"))
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
-        writer.write_state(folder / FOLDER / f"rank-{rank}.safetensors", self._state())
+        writer.write_state(folder / FOLDER / f"rank-{rank}.safetensors", self._state(), ours=self.mesh.is_first)
         return {"critic": None if self.critic is None else True}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import transformers
 from torch import nn
@@ -20,16 +22,11 @@ def read_shards(
 
     ``module`` is a policy or a critic around ``model`` or its trunk. What the files lack, a critic's head, is zero.
     """
-    shared = [names for names in _names(module).values() if len(names) > 1]
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    module._apply(made)  # parameters become new ones, also those that were one
-    for first, *others in shared:
-        for name in others:
-            owner, _, last = name.rpartition(".")
-            setattr(module.get_submodule(owner), last, module.get_parameter(first))
+    _renew(module, made)
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
@@ -39,6 +36,42 @@ def read_shards(
             continue
         for here, (rows, *columns) in overlaps(local_spans(parameter), [[[0, size]] for size in parameter.shape]):
             local[here] = files.rows(known, rows.start, rows.stop, *columns).to(local)
+
+
+def hold_places(module: nn.Module) -> None:
+    """Put parameters in host memory in the place of those on the device ``meta``: of their shapes, and of one number's
+    bytes each, until :func:`in_turn` gives them their tensors."""
+    _renew(module, lambda t: torch.zeros((), dtype=t.dtype).expand(t.shape) if t.is_meta else t)
+
+
+@torch.no_grad()
+def in_turn(
+    module: nn.Module, files: WeightFiles, model: transformers.PreTrainedModel, reads: bool
+) -> Iterator[nn.Parameter]:
+    """The parameters of ``module`` after :func:`hold_places`, each with its whole tensor from the moment at which it
+    comes; it is the caller's to let go of it. Not ``reads``: with room for it alone.
+
+    ``module``, ``model``: as :func:`read_shards` takes them.
+    """
+    for name, parameter in module.named_parameters():
+        known, first = name_in_files(name, model, files), parameter.shape[0]
+        if not reads:
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+        elif known is None:
+            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        else:
+            parameter.data = files.rows(known, 0, first).to(parameter.dtype)
+        yield parameter
+
+
+def _renew(module: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply ``made`` to parameters and buffers; parameters become new ones, those that were one become one."""
+    shared = [names for names in _names(module).values() if len(names) > 1]
+    module._apply(made)
+    for first, *others in shared:
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, module.get_parameter(first))
 
 
 def name_in_files(name: str, model: transformers.PreTrainedModel, files: WeightFiles) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from asyncrlhf.learner.distributed import Peers, init_single_process_group
 
@@ -25,6 +26,13 @@ class Mesh:
     def data(self) -> DeviceMesh:
         """The ranks that train different shares with the same part of the model: [shard], or [replicate, shard]."""
         return self.whole["replicate", "shard"] if self.sizes["replicate"] > 1 else self.whole["shard"]
+
+    def is_first(self, tensor: DTensor) -> bool:
+        """Whether no rank before this one along a dimension that does not divide ``tensor`` has the same part of it."""
+        names = tensor.device_mesh.mesh_dim_names
+        assert names is not None
+        divided = {name for name, at in zip(names, tensor.placements, strict=True) if not at.is_replicate()}
+        return all(self.whole.get_local_rank(name) == 0 for name in self.sizes if name not in divided)
 
     def peers(self, name: str) -> Peers:
         """This rank's group along one dimension."""

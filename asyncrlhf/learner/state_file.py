@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,12 @@ DTYPES = {
 UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
-def split(state: Any, whole: bool = True) -> tuple[Plain, dict[str, torch.Tensor]]:
+def split(
+    state: Any, whole: bool = True, ours: Callable[[DTensor], bool] = lambda tensor: True
+) -> tuple[Plain, dict[str, torch.Tensor]]:
     """The state as plain JSON values, and its tensors by the numbers that stand in their places; one that is there
-    twice is listed once. Of a DTensor the local part is listed, with its ``spans`` and the whole shape.
+    twice is listed once. Of a DTensor the local part is listed, with its ``spans`` and the whole shape; where it is
+    not ``ours``, another rank lists the same part, an empty one.
 
     Raises CheckpointError for what is neither; not ``whole``: such entries of dicts are left out.
     """
@@ -50,6 +53,9 @@ def split(state: Any, whole: bool = True) -> tuple[Plain, dict[str, torch.Tensor
     def plain(value: Any) -> Plain:
         if isinstance(value, DTensor):
             local = value.to_local().detach().contiguous()
+            if value.ndim and not ours(value):
+                none = local.new_empty([0] * value.ndim)
+                return {TENSOR: number(none), "spans": [[] for _ in value.shape], "shape": list(value.shape)}
             return {TENSOR: number(local), "spans": local_spans(value), "shape": list(value.shape)}
         if isinstance(value, torch.Tensor):
             return {TENSOR: number(value.detach())}
@@ -162,7 +168,7 @@ def _fill(template: Any, parts: Sequence[Plain], files: Sequence[Any]) -> Any:
 @torch.no_grad()
 def _fill_part(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) -> None:
     local, own = tensor.to_local(), local_spans(tensor)
-    filled: set[str] = set()  # several ranks may have written the same
+    filled: set[str] = set()  # older versions wrote a part from each rank that has it
     found = 0
     for part, file in zip(parts, files, strict=True):
         if part["shape"] != list(tensor.shape):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import CheckpointError
@@ -57,9 +58,11 @@ class StateWriter:
         finally:
             self.rehearsing = False
 
-    def write_state(self, path: Path, state: Any, whole: bool = True) -> None:
-        """``state``, ``whole``: as :func:`~asyncrlhf.learner.state_file.split` takes them."""
-        plain, tensors = split(state, whole)
+    def write_state(
+        self, path: Path, state: Any, whole: bool = True, ours: Callable[[DTensor], bool] = lambda tensor: True
+    ) -> None:
+        """``state``, ``whole``, ``ours``: as :func:`~asyncrlhf.learner.state_file.split` takes them."""
+        plain, tensors = split(state, whole, ours)
         self.write_tensors(path, tensors, {STATE: json.dumps(plain)})
 
     def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ backend are built, over the bytes of its shard and of the largest layer or embed
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import socket
@@ -97,7 +98,10 @@ def rank_job(pipe: Connection, rank: int, options: argparse.Namespace, port: int
     ))  # fmt: skip
     torch.set_num_threads(1)
     init_process_group(rank, options.ranks, f"127.0.0.1:{port}", timeout_seconds=1800)
-    learner = LearnerConfig(ranks=options.ranks, sharding="fsdp2")
+    zero3: dict[str, Any] = {"backend": "deepspeed", "zero_stage": 3}
+    if options.zero3:
+        importlib.import_module("deepspeed.runtime.zero.stage3")  # whose memory is not that of weights
+    learner = LearnerConfig(ranks=options.ranks, **(zero3 if options.zero3 else {"sharding": "fsdp2"}))
     spec = LearnerSpec(
         learner=learner, algorithm=AlgorithmConfig(), steps=1, model=ModelConfig(path=folder), runtime="ray",
         weights=WeightsConfig(), seed=0,
@@ -125,6 +129,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--whole", action="store_true", help="each rank loads the whole model first")
+    parser.add_argument("--zero3", action="store_true", help="DeepSpeed's ZeRO stage 3 in the place of FSDP2")
     parser.add_argument("--out", type=Path, help="a file to which the line is appended")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
@@ -146,6 +151,7 @@ def main() -> None:
     needed = total / options.ranks + largest
     row = {
         "ranks": options.ranks, "layers": options.layers, "hidden": options.hidden, "whole": options.whole,
+        "zero3": options.zero3,
         "model_mib": total / 2**20, "largest_mib": largest / 2**20, "needed_mib": needed / 2**20,
         "growth_mib": [(peak - before) / 2**20 for before, peak, _, _ in found],
         "after_mib": [(after - before) / 2**20 for before, _, after, _ in found],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
@@ -62,6 +66,24 @@ def job(rank: int, ranks: int, cases: dict[str, tuple[str, AlgorithmConfig, dict
     return found
 
 
+def written(folder: Path) -> list[tuple[int, int]]:
+    """Of each tensor of a checkpoint's shards: numbers in the files of all ranks together, numbers that it has."""
+    found: dict[str, list[int]] = {}
+
+    def look(value: Any, path: str, file: Any) -> None:
+        if isinstance(value, dict) and "spans" in value:
+            part = found.setdefault(path, [0, math.prod(value["shape"])])
+            part[0] += math.prod(file.get_slice(value["tensor"]).get_shape())
+        elif isinstance(value, dict) and "dict" in value:
+            for key, item in value["dict"]:
+                look(item, f"{path}/{key}", file)
+
+    for name in folder.glob("fsdp2/rank-*.safetensors"):
+        with safe_open(name, "pt") as file:
+            look(json.loads(file.metadata()["state"]), "", file)
+    return [(there, whole) for there, whole in found.values()]
+
+
 def check(found: list[dict[str, Any]], cases: dict[str, Any], folder: Path) -> None:
     """Each case is one plain rank; and its checkpoint is read by one rank and goes on as the case did."""
     for name, (kind, algorithm, _, steps) in cases.items():
@@ -76,6 +98,8 @@ def check(found: list[dict[str, Any]], cases: dict[str, Any], folder: Path) -> N
         assert published.keys() == whole.keys()
         for key, tensor in whole.items():
             assert_close(published[key], tensor, atol=1e-4, what=f"{name} {key}")
+        assert len(parts := written(folder / name)) >= 3 * len(whole)  # weights and both moments
+        assert all(there == numbers for there, numbers in parts), f"{name}: parts are there twice, or missing"
         one = build(kind, algorithm=algorithm, sharding="fsdp2")
         one.load(folder / name)
         for metrics, wanted in zip(curve(one, range(steps // 2, steps)), expected[steps // 2 :], strict=True):
@@ -87,6 +111,7 @@ def check(found: list[dict[str, Any]], cases: dict[str, Any], folder: Path) -> N
 QUICK: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
     "tensor, norms of heads, untied": ("qwen3", PPO, {"tensor_parallel_size": 2}, SHORT),
     "expert": ("qwen3_moe", AlgorithmConfig(), {"expert_parallel_size": 2}, SHORT),
+    "copies": ("llama", AlgorithmConfig(), {"sharding": "fsdp2", "dp_replicate_size": 2}, SHORT),
 }
 TWO: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
     "tensor": ("llama", AlgorithmConfig(), {"tensor_parallel_size": 2}, STEPS),
@@ -98,6 +123,43 @@ TWO: dict[str, tuple[str, AlgorithmConfig, dict[str, Any], int]] = {
 
 def test_a_few_steps_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     check(run_ranks(job, 2, 2, QUICK, tmp_path), QUICK, tmp_path)
+
+
+SHARDED = {"sharding": "fsdp2"}
+TENSOR = {"tensor_parallel_size": 2}
+RING = SHARDED | {"context_parallel_size": 2}
+MOVES = ((SHARDED, TENSOR), (TENSOR, RING), (RING, SHARDED))
+
+
+def state(trained: TorchBackend) -> dict[str, torch.Tensor]:
+    """Weights and moments, whole."""
+    own = trained.updater._state()  # type: ignore[attr-defined]
+    moments = {f"{name} {key}": t for name, found in own["optimizer"]["state"].items() for key, t in found.items()}
+    whole = own["weights"] | moments
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in whole.items()}
+
+
+def moved(rank: int, folder: Path) -> list[Any]:
+    found = []
+    for place, (here, there) in enumerate(MOVES):
+        trained, other = build("llama", rank, 2, **here), build("llama", rank, 2, **there)
+        curve(trained, range(3))
+        trained.save(folder / str(place))
+        other.load(folder / str(place))
+        before, after = state(trained), state(other)
+        exact = before.keys() == after.keys() and all(torch.equal(t, after[name]) for name, t in before.items())
+        found.append((exact, len(before), curve(trained, range(3, 6)), curve(other, range(3, 6))))
+    return found
+
+
+def test_a_checkpoint_of_shards_goes_on_in_another_sharded_layout(tmp_path: Path) -> None:
+    tensors = len(dict(model("llama").named_parameters()))
+    for rank in run_ranks(moved, 2, tmp_path):
+        for exact, count, expected, metrics in rank:
+            assert exact and count >= 3 * tensors
+            for wanted, given in zip(expected, metrics, strict=True):
+                for key in ("loss", "grad_norm"):
+                    assert_close(given[key], wanted[key], atol=1e-4, rtol=1e-4, what=key)
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from asyncrlhf.learner.torch_backend import TorchBackend
 from tests.unit.learner.ranks import run_ranks
 from tests.unit.learner.worlds import SIZES, from_config, llama, random_batch, share
 
+FSDP2: dict[str, Any] = {"sharding": "fsdp2"}
+ZERO3: dict[str, Any] = {"backend": "deepspeed", "zero_stage": 3}
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 PPO = AlgorithmConfig(advantage="gae", kl="loss", beta=0.1)  # with a critic and a reference
 STEPS = 5
 
@@ -28,7 +32,9 @@ def saved(folder: Path, **sizes: Any) -> ModelConfig:
     return ModelConfig(path=str(folder))
 
 
-def trained(config: ModelConfig, blank: bool, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+def trained(
+    config: ModelConfig, blank: bool, rank: int = 0, ranks: int = 1, layout: dict[str, Any] = FSDP2
+) -> dict[str, Any]:
     """What five steps give, and how many numbers were read from files."""
     read, whole = [], WeightFiles.rows
 
@@ -44,7 +50,7 @@ def trained(config: ModelConfig, blank: bool, rank: int = 0, ranks: int = 1) -> 
         options["files"] = files
     else:
         model, reference = (load_model(config, dtype=torch.float32) for _ in range(2))
-    learner = LearnerConfig(learning_rate=1e-2, token_budget=40, sharding="fsdp2", ranks=ranks)
+    learner = LearnerConfig(learning_rate=1e-2, token_budget=40, ranks=ranks, **layout)
     spec = BackendSpec(learner=learner, algorithm=PPO, steps=STEPS)
     try:
         backend = TorchBackend(model, spec, reference=reference, **options)
@@ -71,20 +77,63 @@ def test_shards_read_from_files_train_as_the_model_loaded_whole(tied: bool, tmp_
     assert all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in found["first"].items())
 
 
-def job(rank: int, config: ModelConfig) -> int:
-    found = trained(config, True, rank, 2)
-    same(found, trained(config, False, rank, 2))
+def job(rank: int, config: ModelConfig, layout: dict[str, Any]) -> int:
+    found = trained(config, True, rank, 2, layout)
+    same(found, trained(config, False, rank, 2, layout))
     return int(found["read"])
 
 
 @pytest.mark.thorough
 def test_two_ranks_read_half_of_it_each(tmp_path: Path) -> None:
     config = saved(tmp_path)
-    read = run_ranks(job, 2, config)
+    read = run_ranks(job, 2, config, FSDP2)
+    assert sum(read) == numbers(config)
+    assert abs(read[0] - read[1]) < 0.1 * sum(read)
+
+
+def numbers(config: ModelConfig) -> int:
+    """Of a policy, a reference and a critic."""
     model = load_model(config)
     policy, trunk = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.model.parameters())
-    assert sum(read) == 2 * policy + trunk  # policy, reference, critic
-    assert abs(read[0] - read[1]) < 0.1 * sum(read)
+    return 2 * policy + trunk
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mixed_precision", ["none", "bfloat16"])
+def test_zero_3_reads_each_tensor_once_and_trains_as_the_model_loaded_whole(
+    mixed_precision: str, tmp_path: Path
+) -> None:
+    config = saved(tmp_path, tie_word_embeddings=mixed_precision == "none")
+    layout = ZERO3 | {"mixed_precision": mixed_precision}
+    assert run_ranks(job, 2, config, layout) == [numbers(config), 0]  # rank 0 deals them out
+
+
+def holds(rank: int, config: ModelConfig) -> float:
+    """The most numbers of parameters that were whole at a time while ZeRO-3 cut up a model, over its largest's."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    cut, most = Init._zero_init_param, [0]
+    model, files = load_blank(config, torch.float32) or pytest.fail()
+
+    def looked(self: Any, parameter: torch.nn.Parameter) -> None:
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() // 4 for p in model.parameters()}
+        most[0] = max(most[0], sum(held.values()))
+        cut(self, parameter)
+
+    Init._zero_init_param = looked  # type: ignore[method-assign]
+    try:
+        learner = LearnerConfig(ranks=2, **ZERO3)
+        spec = BackendSpec(learner=learner, algorithm=AlgorithmConfig(), steps=STEPS)
+        largest, count = max(p.numel() for p in model.parameters()), sum(1 for _ in model.parameters())
+        TorchBackend(model, spec, files=files, rank=rank, ranks=2)
+    finally:
+        Init._zero_init_param = cut  # type: ignore[method-assign]
+    return (most[0] - count) / largest
+
+
+@needs_deepspeed
+def test_zero_3_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
+    assert max(run_ranks(holds, 2, saved(tmp_path))) <= 1.0
 
 
 def test_buffers_and_ties_are_those_of_a_model_that_was_loaded(tmp_path: Path) -> None:
