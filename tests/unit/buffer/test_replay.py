@@ -75,7 +75,7 @@ def test_no_batch_until_there_are_enough_groups_and_one_batch_a_version() -> Non
     assert buffer.take(0) is None
     fill(buffer, make_group(1), make_group(2), make_group(3))
     assert take_ids(buffer, 0) == [0, 1]
-    with pytest.raises(LedgerError, match="batch of version 0 was asked for after that of version 0"):
+    with pytest.raises(LedgerError, match="batch of version 0 was requested after that of version 0"):
         buffer.take(0)
     assert take_ids(buffer, 1) == [2, 3]
 
