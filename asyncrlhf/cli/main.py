@@ -98,11 +98,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         word = printable(arguments[0])
         print(f"asyncrlhf: {word} is not a command{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    module, function = COMMANDS[arguments[0]]
     if not sys.warnoptions:  # byte-compiling a library for the first time warns of its code, between our lines
         warnings.filterwarnings("ignore", category=SyntaxWarning)
+    from asyncrlhf.orchestrator.interruption import like_ctrl_c
+
     try:
-        return int(getattr(importlib.import_module(module), function)(arguments[1:]))
+        with like_ctrl_c():
+            return _call(*COMMANDS[arguments[0]], arguments[1:])
+    except KeyboardInterrupt:  # a second signal, or one after the command
+        return 130
+
+
+def _call(module: str, function: str, arguments: Sequence[str]) -> int:
+    """Import and call the command; returns its exit code, also for an error, of which it has printed one sentence."""
+    try:
+        return int(getattr(importlib.import_module(module), function)(arguments))
     except AsyncRLHFError as error:
         # Messages of other libraries, quoted in ours, may have several lines.
         said = full_disk(error) or " ".join(str(error).split())

@@ -186,3 +186,14 @@ def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr and "Broken" not in done.stderr
     assert summary_of(tmp_path / "run")["exit_reason"] == "done"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_imports_ends_in_a_word_and_its_exit_code(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "asyncrlhf", "train", "runtime=local", f"run_dir={tmp_path}/run"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "Loading PyTorch" in process.stdout.readline()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 130 and said.splitlines()[-1] == "asyncrlhf: interrupted.", said
