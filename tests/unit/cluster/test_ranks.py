@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrlhf.cluster import ray_runtime
+from asyncrlhf.cluster import ray_placement, ray_runtime
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.placement import Seat
 from asyncrlhf.cluster.ranks import DEATH_SECONDS, a_rank, first, together
@@ -65,11 +66,33 @@ def test_ranks_of_a_lost_node_wait_for_room_and_then_say_what_is_missing(monkeyp
     looks = iter([False, False, True])
     seats = {"learner-0": Seat(cpus=2, gpus=1)}
     runtime = RayRuntime.__new__(RayRuntime)
-    runtime._placer = SimpleNamespace(stands=lambda name: next(looks), plan=SimpleNamespace(seats=seats))  # type: ignore[assignment]
+    renewed: list[str] = []
+
+    async def renew(name: str) -> None:
+        renewed.append(name)
+
+    placer: Any = SimpleNamespace(stands=lambda name: next(looks), renew=renew, plan=SimpleNamespace(seats=seats))
+    runtime._placer = placer
+    monkeypatch.setattr(ray_runtime, "wait_for_true_nodes", lambda: None)
     monkeypatch.setattr(ray_runtime, "ROOM_SECONDS", 0.04)
     monkeypatch.setattr(ray_runtime, "free_in_ray", lambda: "8 of 8 CPUs, 0 of 0 GPUs")
     asyncio.run(runtime._wait_for_room("learner-0", 60.0))
     assert next(looks, None) is None, "it looked until a node had room"
-    runtime._placer.stands = lambda name: False  # type: ignore[method-assign]
+    assert renewed == ["learner-0"], "its devices were reserved on a node that lives"
+    placer.stands = lambda name: False
     with pytest.raises(ReplicaError, match=r"learner-0 cannot be restarted .* needs 2 CPUs and 1 GPUs; free in Ray: 8"):
         asyncio.run(runtime._wait_for_room("learner-0", 0.02))
+
+
+def test_a_node_that_ray_still_believes_alive_is_waited_for_until_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as open_port, socket.create_server(("127.0.0.1", 0)) as closed:
+        ports = (open_port.getsockname()[1], closed.getsockname()[1])
+        lives, lost = ({"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port} for port in ports)
+        closed.close()
+        looks = iter([True, True, False])
+        monkeypatch.setattr(ray_placement, "LOOK_SECONDS", 0.001)
+        monkeypatch.setattr(
+            ray_placement.ray, "nodes", lambda: [{**lives, "Alive": True}, {**lost, "Alive": next(looks)}]
+        )
+        ray_placement.wait_for_true_nodes()
+        assert next(looks, None) is None, "a part would have been placed on the lost node"

@@ -73,7 +73,7 @@ def test_help_has_every_setting_with_default_and_meaning() -> None:
     for setting in every_setting():
         if ".NAME." not in setting.key.replace(".NAME.", ".", 1):
             assert f"  {setting.key}={setting.written}  ({setting.allowed})\n" in text or "parts.NAME" in setting.key
-    assert "Most learner steps by which a trained rollout's oldest token may lag behind" in text
+    assert "Most learner steps by which a trained rollout's oldest token may lag behind" in " ".join(text.split())
 
 
 def test_help_finds_by_word_and_refuses_what_is_nowhere() -> None:
