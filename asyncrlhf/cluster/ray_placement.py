@@ -116,9 +116,10 @@ class Placer:
         reservations that are bound to no node. Raises ReplicaError if they stay occupied too long."""
         found = [group for group in self.plan.groups if group.name == self.plan.seats[part].group]
         alive = {node.node_id for node in await asyncio.to_thread(ray_nodes)}
-        if found and not self._apart.get(found[0].side, frozenset()) <= alive:
-            del self._apart[found[0].side]
-            self._anywhere.add(found[0].side)
+        sides = {side for side, nodes in self._apart.items() if not nodes <= alive}
+        self._anywhere |= sides
+        self._apart = {side: nodes for side, nodes in self._apart.items() if side not in sides}
+        if found and found[0].side in self._anywhere and not await asyncio.to_thread(self.stands, part):
             remove_placement_group(self._groups[found[0].name])
             await self._create(found)
 
