@@ -183,13 +183,13 @@ class Flow(RuleBasedStateMachine):
     def learn(self) -> None:
         self.world.learn()
 
-    @precondition(lambda self: not self.world.done and not self.world.in_training)
+    @precondition(lambda self: not self.world.done and self.world.in_training is None)
     @rule()
     def take(self) -> None:
         """The learner has a batch and is at it, while everything else goes on."""
         self.world.take()
 
-    @precondition(lambda self: self.world.in_training)
+    @precondition(lambda self: self.world.in_training is not None)
     @rule()
     def train(self) -> None:
         self.world.train()
@@ -198,7 +198,7 @@ class Flow(RuleBasedStateMachine):
     def publish(self) -> None:
         self.world.publish()
 
-    @precondition(lambda self: not self.world.in_training)
+    @precondition(lambda self: self.world.in_training is None)
     @rule()
     def crash_and_resume(self) -> None:
         self.world.checkpoint()
@@ -208,12 +208,12 @@ class Flow(RuleBasedStateMachine):
     def never_stuck(self) -> None:
         assert self.world.step(), f"deadlock at version {self.world.version}"
 
-    @precondition(lambda self: self.world.setting.adaptive and not self.world.in_training)
+    @precondition(lambda self: self.world.setting.adaptive and self.world.in_training is None)
     @rule(data=st.data())
     def move_the_bound(self, data: st.DataObject) -> None:
         self.world.move_bound(data.draw(st.integers(self.world.setting.min_staleness, self.world.setting.eta)))
 
-    @precondition(lambda self: not self.world.in_training)
+    @precondition(lambda self: self.world.in_training is None)
     @rule(data=st.data())
     def purge(self, data: st.DataObject) -> None:
         if data.draw(st.integers(0, 2)) == 0:
@@ -230,7 +230,7 @@ class Flow(RuleBasedStateMachine):
         world = self.world
         for _ in range(world.setting.eta + 3):
             assert world.done or world.step(), f"deadlock at version {world.version}"
-        if world.in_training:
+        if world.in_training is not None:
             world.train()
         assert world.broken() == []
         for rollout_id in world.ledger.live_ids():

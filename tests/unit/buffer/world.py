@@ -142,7 +142,7 @@ class World:
         self.replayed: list[int] = []  # groups of each batch that were trained before
         self.limit = self.bound  # in force
         self.shrunk_at = -1
-        self.in_training: list[RolloutGroup] = []  # the batch that the learner has
+        self.in_training: list[RolloutGroup] | None = None  # the batch that the learner has; empty if its groups failed
         self.publish_due = False
         self.journal = Journal()
         self.new_parts()
@@ -371,7 +371,7 @@ class World:
 
     def learn(self) -> bool:
         """A whole step, and its publish at once."""
-        if not self.in_training and not self.take():
+        if self.in_training is None and not self.take():
             return False
         self.train()
         self.publish()
@@ -399,7 +399,8 @@ class World:
 
     def train(self) -> None:
         """The learner is through with its batch. A scheduled one publishes every version before the next."""
-        taken, self.in_training = self.in_training, []
+        assert self.in_training is not None
+        taken, self.in_training = self.in_training, None
         ids = [t.group_id for t in taken]
         if self.scheduled:
             self.publish()
@@ -468,7 +469,7 @@ class World:
         scored = sum(len(g.scored) for g in self.open.values())
         in_flight = len(self.waiting()) + len(self.running()) + len(self.finished()) + scored
         held = sum(len(group) for group in self.buffered.values())
-        leaving = sum(len(group) for group in self.in_training if group.uses_left == 0)
+        leaving = sum(len(group) for group in self.in_training or () if group.uses_left == 0)
         assert counts["admitted_total"] == self.next_group * self.setting.siblings
         assert counts["admitted"] == len(self.waiting())
         assert counts["generating"] == len(self.running())
