@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrlhf.config.compose import load_config, quoted
-from asyncrlhf.config.run_config import conf_folder
+from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.callbacks import Callbacks
 from asyncrlhf.validation import check

@@ -24,7 +24,7 @@ from asyncrlhf.cli.plan import plan_parser
 from asyncrlhf.cli.settings_help import settings_help
 from asyncrlhf.cli.whatif import templates_parser, what_if_parser
 from asyncrlhf.config.compose import check_words, compose_config, load_config, split_config_dir, sweep_jobs
-from asyncrlhf.config.run_config import from_hydra
+from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.sweeps.plan import plan_sweep
 
 ROOT = Path(__file__).resolve().parents[1]

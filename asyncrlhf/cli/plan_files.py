@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.conversion import to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from asyncrlhf.config.compose import check_words, load_config
-from asyncrlhf.config.run_config import RunConfig, from_hydra
+from asyncrlhf.config.conversion import from_hydra
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, read_metrics
 

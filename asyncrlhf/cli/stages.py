@@ -16,7 +16,8 @@ from rich.text import Text
 
 from asyncrlhf.cli.first_look import check_model_path, first_look
 from asyncrlhf.config.compose import check_words, load_config
-from asyncrlhf.config.run_config import RunConfig, from_hydra
+from asyncrlhf.config.conversion import from_hydra
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE
 from asyncrlhf.redaction import hidden_settings

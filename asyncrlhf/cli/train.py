@@ -22,7 +22,8 @@ from asyncrlhf.config.compose import (
     split_config_dir,
     sweep_jobs,
 )
-from asyncrlhf.config.run_config import RunConfig, conf_folder, from_hydra, register_schema
+from asyncrlhf.config.conversion import conf_folder, from_hydra, register_schema
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, ContradictionError, full_disk
 from asyncrlhf.redaction import redact
 

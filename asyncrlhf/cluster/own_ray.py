@@ -1,4 +1,8 @@
-"""A Ray that this process starts on its machine, for one run or for the jobs of a sweep, and stops again."""
+"""A Ray that this process starts on its machine, for one run or for the jobs of a sweep, and stops again.
+
+A process that runs one job after the other calls :func:`keep_for_next`: the Ray of a run that ended then stays for the
+next run of the same size, which so saves Ray's start and its workers' imports.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ class OwnRay:
     def __init__(self, cpus: int, store: int, forks: bool = True, **options: Any) -> None:
         for name, value in (END_WITH_ACTORS, NO_TASK_EVENTS, *MALLOC.items()):
             os.environ.setdefault(name, value)  # inherited by Ray's processes
+        self.size = (cpus, store, forks)
         self._workers = ForkedWorkers() if forks else None
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **options}
         try:
@@ -52,3 +57,43 @@ class OwnRay:
         ray.shutdown()
         if self._workers:
             self._workers.close()
+
+
+class _Kept:
+    """What :func:`keep_for_next` keeps in this process. ``asked``: it was called; ``ray``: no run uses it now."""
+
+    asked = False
+    ray: OwnRay | None = None
+
+
+def keep_for_next() -> None:
+    """Keep the Ray of each run that ends from now on, until :func:`stop_kept` or a run of another size."""
+    _Kept.asked = True
+
+
+def is_kept() -> bool:
+    """Whether a Ray waits for its next run."""
+    return _Kept.ray is not None
+
+
+def stop_kept() -> None:
+    kept, _Kept.ray = _Kept.ray, None
+    if kept is not None:
+        kept.stop()
+
+
+def lend(cpus: int, store: int, forks: bool) -> OwnRay:
+    """A Ray for one run: the kept one if it has this size, else a new one. It goes back by :func:`give_back`."""
+    if _Kept.ray is not None and _Kept.ray.size == (cpus, store, forks):
+        kept, _Kept.ray = _Kept.ray, None
+        return kept
+    stop_kept()
+    return OwnRay(cpus, store, forks)
+
+
+def give_back(own: OwnRay) -> None:
+    """The run has ended: keep its Ray, or stop it."""
+    if _Kept.asked:
+        _Kept.ray = own
+    else:
+        own.stop()

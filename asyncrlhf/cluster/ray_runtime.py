@@ -25,7 +25,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
-from asyncrlhf.cluster.own_ray import MALLOC, OwnRay
+from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, is_kept, lend
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
@@ -73,7 +73,7 @@ class RayRuntime(Runtime):
         return self._placer.plan
 
     def _init_ray(self) -> None:
-        if ray.is_initialized():
+        if ray.is_initialized() and not is_kept():
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -95,7 +95,7 @@ class RayRuntime(Runtime):
             if sum(part.cpus for part in self._parts) > (os.cpu_count() or 1):
                 os.environ.setdefault(*BRIEF_SPINS)
             cpus, store = int(this_machine(plan, gpus=0).total["CPU"]), self._config.object_store_mb * 2**20
-            self._own_ray = OwnRay(cpus, store, forks=self._config.fork_workers and not plan.total("GPU"))
+            self._own_ray = lend(cpus, store, forks=self._config.fork_workers and not plan.total("GPU"))
         # Ray puts its own handler there, which ends the process on the spot; a run ends with a checkpoint.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)
@@ -318,7 +318,7 @@ class RayRuntime(Runtime):
         if hasattr(self, "_placer"):
             self._placer.close()
         if self._own_ray:
-            self._own_ray.stop()
+            give_back(self._own_ray)
         elif self._joined:
             ray.shutdown()
-        keep_to(self._cores_before)
+        keep_to(self._cores_before, descendants=is_kept())

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from asyncrlhf.config.run_config import (
-    RunConfig,
-    conf_folder,
-    from_hydra,
-    register_schema,
-    to_plain,
-)
+from asyncrlhf.config.conversion import conf_folder, from_hydra, register_schema, to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, did_you_mean
@@ -66,6 +64,12 @@ def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     register_schema()
+    if folder is None and (config := _with_values(overrides)) is not None:
+        return config
+    return _composed(overrides, folder)
+
+
+def _composed(overrides: Sequence[str], folder: Path | None) -> DictConfig:
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder())):
             return compose(CONFIG_NAME, overrides=[*search_path_override(folder), *overrides])
@@ -77,6 +81,31 @@ def compose_config(overrides: Sequence[str], folder: Path | None) -> DictConfig:
         raise ConfigError(f"A config file is not UTF-8: {error.reason} at byte {error.start + 1}.") from error
     except ValueError as error:  # Hydra's answer to a group that is given a number
         raise ConfigError(_not_an_option(overrides) or f"{error}.") from error
+
+
+@lru_cache(maxsize=64)
+def _with_choices(choices: tuple[str, ...]) -> DictConfig:
+    return _composed(choices, None)
+
+
+def _with_values(overrides: Sequence[str]) -> DictConfig | None:
+    """The same in an eighth of the time where the groups' choices were composed before, as for the jobs of a sweep.
+    None where Hydra itself must compose (additions, deletions, packages) or refuse."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        if any(o.type is not OverrideType.CHANGE or o.is_sweep_override() for o in parsed):
+            return None
+        if any(not re.fullmatch(r"(?!hydra\b)[\w.]+", o.get_key_element()) for o in parsed):
+            return None
+        groups = _groups()
+        chosen = [o for o in parsed if o.key_or_group in groups and not isinstance(o.value(), dict)]
+        config = copy.deepcopy(_with_choices(tuple(str(o.input_line) for o in chosen)))
+        for override in parsed:
+            if override not in chosen:
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+    except (HydraException, OmegaConfBaseException, ConfigError, ValueError):
+        return None
+    return config
 
 
 def quoted(text: str) -> str:
@@ -160,5 +189,6 @@ def _not_an_option(overrides: Sequence[str]) -> str | None:
     return None
 
 
+@cache
 def _groups() -> list[str]:
     return sorted(path.name for path in conf_folder().iterdir() if path.is_dir())

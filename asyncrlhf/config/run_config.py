@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
-
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    OmegaConfBaseException,
-)
+from dataclasses import dataclass
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
 from asyncrlhf.config.environment_config import ClusterConfig, LoggingConfig, RayConfig
-from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
 from asyncrlhf.config.sharing import check_sharing
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
-from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
-from asyncrlhf.redaction import learn_secrets, redacted
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
 from asyncrlhf.validation import check, check_folder_name, check_path, check_settings, group, setting
@@ -265,69 +252,3 @@ def _check_runtime(config: RunConfig) -> None:
         config.weights.transport in ("auto", "local"),
         f"weights.transport={config.weights.transport} needs runtime=ray; allowed with runtime=local: auto, local.",
     )
-
-
-@cache
-def register_schema() -> None:
-    """Give Hydra the typed defaults, once; ``conf/config.yaml`` starts from them."""
-    schema = _schema()
-    ConfigStore.instance().store(name="schema", node={_yaml_name(f.name): schema[f.name] for f in fields(RunConfig)})
-
-
-@cache
-def _schema() -> DictConfig:
-    """The typed defaults, to be copied and not changed (building them takes a quarter of composing a config).
-
-    From frozen dataclasses OmegaConf would make a read-only config, which no override could change.
-    """
-    schema: DictConfig = OmegaConf.structured(RunConfig)
-    pending: list[Any] = [schema]
-    while pending:
-        node = pending.pop()
-        OmegaConf.set_readonly(node, False)
-        pending.extend(child for child in node.values() if isinstance(child, DictConfig))
-    return schema
-
-
-def _yaml_name(name: str) -> str:
-    return name.removesuffix("_")  # of ``async_``
-
-
-def from_hydra(config: DictConfig) -> RunConfig:
-    """Convert Hydra's config to the frozen dataclasses; raises ConfigError with one sentence."""
-    known = {_yaml_name(f.name) for f in fields(RunConfig)}
-    unknown = [str(key) for key in config if str(key) not in known]
-    if unknown:
-        raise ConfigError(unknown_key(unknown[0], to_plain(RunConfig())))
-    learn_secrets(config)
-    try:
-        raw = {"async_" if key == "async" else str(key): config[key] for key in config}
-        built = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
-    except OmegaConfBaseException as error:
-        raise ConfigError(omegaconf_sentence(error, to_plain(RunConfig()))) from error
-    assert isinstance(built, RunConfig)
-    return built
-
-
-def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:
-    """The resolved config as YAML-able dictionaries under the users' names; ``whole``: with its secrets."""
-    plain = _values(config)
-    plain["async_"] |= config.async_.in_force
-    named = {_yaml_name(str(key)): value for key, value in plain.items()}
-    return named if whole else redacted(named)
-
-
-def _values(part: Any) -> Any:
-    """``part`` as dictionaries, lists and values: OmegaConf does the same a hundred times slower."""
-    if is_dataclass(part):
-        return {f.name: _values(getattr(part, f.name)) for f in fields(part)}
-    if isinstance(part, Mapping):
-        return {key: _values(value) for key, value in part.items()}
-    return [_values(item) for item in part] if isinstance(part, list | tuple) else part
-
-
-def conf_folder() -> Path:
-    """The packaged ``conf/`` of an installed wheel, else the repository's."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"

@@ -8,7 +8,8 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from asyncrlhf.config.run_config import RunConfig, conf_folder
+from asyncrlhf.config.conversion import conf_folder
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.validation import bounds_in_words
 
 ENTRY = "NAME"  # placeholder in a key for the user's name of a mapping's entry

@@ -21,7 +21,8 @@ from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
-from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.conversion import to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
 from asyncrlhf.data.pretrained import check_model

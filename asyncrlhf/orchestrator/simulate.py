@@ -12,7 +12,8 @@ from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.cost_parts import Conditions, Costs, Lengths, World
 from asyncrlhf.cluster.cost_runtime import CostRuntime
 from asyncrlhf.cluster.parts import placement_plan, specs
-from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.conversion import to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome

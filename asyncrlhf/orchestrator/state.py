@@ -14,7 +14,8 @@ from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.buffer.replay import ReplayBuffer
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.handles import GeneratorHandle
-from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.conversion import to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.adaptive import AdaptiveBound
 from asyncrlhf.orchestrator.pace import Pace

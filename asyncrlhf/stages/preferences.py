@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import yaml
 
-from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.conversion import to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import PreferencesConfig
 from asyncrlhf.data.data_config import TaskConfig
 from asyncrlhf.data.sources import PromptSource

@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.conversion import to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_manifest import check_manifest, read_json, write_manifest
 from asyncrlhf.orchestrator.run import new_run_dir
 from asyncrlhf.records.checkpoint import FOLDER

@@ -15,7 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from asyncrlhf.config.compose import check_words, compose_config, hydra_sentence, split_config_dir, sweep_jobs
-from asyncrlhf.config.run_config import RunConfig, from_hydra, to_plain
+from asyncrlhf.config.conversion import from_hydra, to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.errors import ConfigError, ContradictionError
 from asyncrlhf.records.metric_names import find_metric

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.config.compose import quoted
-from asyncrlhf.config.run_config import to_plain
+from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.checkpoint import list_checkpoints
 from asyncrlhf.records.recorder import SUMMARY_FILE, write_atomically

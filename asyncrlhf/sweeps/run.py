@@ -151,7 +151,7 @@ class Sweeper:
 
     def _ray_address(self) -> str:
         """The address of one Ray for all jobs that run in parallel, started with the first of them. An exclusive job
-        starts its own, as ``train`` does, so that its measured time is that of ``train``."""
+        has its worker's, pinned to cores as that of ``train``, so that its measured time is that of ``train``."""
         if self._ray is None:
             from asyncrlhf.cluster.own_ray import OwnRay
 

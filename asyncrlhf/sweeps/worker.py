@@ -106,16 +106,25 @@ def _serve(pipe: Connection, path: Sequence[str]) -> None:
     sys.path[:] = path
     threading.Thread(target=_end_with_the_driver, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between two jobs
-    while True:
-        try:
-            order = pipe.recv()
-        except (EOFError, OSError):
-            return  # the driver is gone
-        if order is None:
-            return
-        answer = _run(order)
-        with suppress(OSError):
-            pipe.send(answer)
+    with suppress(EOFError, OSError):  # the driver is gone
+        while (order := pipe.recv()) is not None:
+            pipe.send(one_job(order))
+    _stop_kept_ray()
+
+
+def one_job(order: Order) -> Answer:
+    """Run one job. The Ray of one that did not end well is not kept for the next, for it may be the cause."""
+    answer = _run(order)
+    if answer.state != "done":
+        _stop_kept_ray()
+    return answer
+
+
+def _stop_kept_ray() -> None:
+    if "asyncrlhf.cluster.own_ray" in sys.modules:  # else no job has used Ray
+        from asyncrlhf.cluster.own_ray import stop_kept
+
+        stop_kept()
 
 
 def _end_with_the_driver() -> None:
@@ -154,17 +163,22 @@ def _train(order: Order) -> tuple[str, str]:
     import ray
     import torch
 
+    from asyncrlhf.cluster.own_ray import is_kept, keep_for_next, stop_kept
     from asyncrlhf.config.compose import compose_config
-    from asyncrlhf.config.run_config import from_hydra
+    from asyncrlhf.config.conversion import from_hydra
     from asyncrlhf.orchestrator.run import train
     from asyncrlhf.records.summary import plain_words
 
     torch.set_num_threads(order.threads)
+    config = from_hydra(compose_config(order.overrides, Path(order.config_dir) if order.config_dir else None))
+    if order.ray or config.runtime != "ray" or config.ray.cluster:
+        stop_kept()
     if order.ray and not ray.is_initialized():
         ray.init(address=order.ray, log_to_driver=False, logging_level=logging.ERROR)
     elif not order.ray:
-        ray.shutdown()  # the Ray of an earlier job
-    config = from_hydra(compose_config(order.overrides, Path(order.config_dir) if order.config_dir else None))
+        if not is_kept():
+            ray.shutdown()  # the sweep's, of an earlier job
+        keep_for_next()
     summary = train(config)
     print(plain_words(summary))
     reason = str(summary["exit_reason"])

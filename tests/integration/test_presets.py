@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrlhf.config.run_config import conf_folder
+from asyncrlhf.config.conversion import conf_folder
 from tests.loop import FAKE, run
 from tests.numeric import FLOAT32, assert_close
 

@@ -14,7 +14,7 @@ from asyncrlhf import redaction
 from asyncrlhf.cli.main import main
 from asyncrlhf.cli.stages import config_of_run
 from asyncrlhf.config.compose import load_config, quoted
-from asyncrlhf.config.run_config import to_plain
+from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator import run as run_module
 from asyncrlhf.redaction import HIDDEN, hide, redact, redacted

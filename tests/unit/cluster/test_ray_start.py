@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from asyncrlhf.actors import where
+from asyncrlhf.cluster import own_ray
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.config.compose import load_config
@@ -71,3 +72,32 @@ def test_rays_own_variable_names_a_cluster_too(monkeypatch: pytest.MonkeyPatch) 
     assert load_config(["ray.address=other:1"]).ray.cluster == "other:1"
     monkeypatch.delenv("RAY_ADDRESS")
     assert load_config([]).ray.cluster == ""
+
+
+class StandIn:
+    """In place of a Ray."""
+
+    def __init__(self, *size: object) -> None:
+        self.size, self.stopped = size, False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_kept_ray_is_lent_to_a_run_of_its_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_ray, "OwnRay", StandIn)
+    monkeypatch.setattr(own_ray._Kept, "asked", False)
+    alone = own_ray.lend(2, 100, True)
+    own_ray.give_back(alone)
+    assert alone.stopped and not own_ray.is_kept(), "nobody asked for it to be kept"
+    own_ray.keep_for_next()
+    first = own_ray.lend(2, 100, True)
+    assert not own_ray.is_kept(), "a run may use a Ray of its own while another's is in use"
+    own_ray.give_back(first)
+    assert own_ray.lend(2, 100, True) is first and not first.stopped
+    own_ray.give_back(first)
+    other = own_ray.lend(4, 100, True)
+    assert first.stopped and other is not first
+    own_ray.give_back(other)
+    own_ray.stop_kept()
+    assert other.stopped and not own_ray.is_kept()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.drift import RULES, Change, drift, rule, shown, told
 from asyncrlhf.config.inputs import SAMPLE_BYTES, SAMPLES, digests
-from asyncrlhf.config.run_config import RunConfig, to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.settings_list import every_setting
 from asyncrlhf.errors import ConfigError
 

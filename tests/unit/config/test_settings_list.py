@@ -12,7 +12,8 @@ import yaml
 from asyncrlhf.cli.reference import schema as print_schema
 from asyncrlhf.cli.settings_help import settings_help
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import RunConfig, conf_folder, to_plain
+from asyncrlhf.config.conversion import conf_folder, to_plain
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.settings_list import Setting, every_setting, json_schema, sections
 from asyncrlhf.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import conf_folder
+from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.algorithm import AlgorithmConfig, LossConfig
 from tests.unit.learner.worlds import needs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import conf_folder
+from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.plan import zero_gradient_sequences

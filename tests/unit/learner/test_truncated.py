@@ -13,7 +13,7 @@ import torch
 
 from asyncrlhf.actors.messages import RolloutBundle
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import conf_folder
+from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.data.packing import minibatch_indices, pack, select
 from asyncrlhf.learner import forward
 from asyncrlhf.learner.algorithm import AlgorithmConfig
