@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from asyncrlhf.cli.plan_space import clusters_of, layout_of, shape_of, space_of
+from asyncrlhf.cli.plan_space import clusters_of, layout_of, node_labels, shape_of, space_of
 from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run
 from asyncrlhf.config.compose import check_words, compose_config, split_config_dir
 from asyncrlhf.errors import ConfigError
@@ -109,7 +109,7 @@ class Task:
     def overrides(self, layout: Layout) -> list[str]:
         from asyncrlhf.planner.layout import overrides
 
-        return overrides(layout, gpus=self.gpus, kinds=self.subject.kinds)
+        return [*overrides(layout, gpus=self.gpus, kinds=self.subject.kinds), *node_labels(layout, self.subject)]
 
 
 def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | None) -> Task:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.planner.devices import nodes_for
+from asyncrlhf.planner.devices import catalogue, nodes_for
 from asyncrlhf.planner.layout import Layout, counts, keeps
 from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape
 from asyncrlhf.validation import check
@@ -52,6 +52,18 @@ def clusters_of(options: argparse.Namespace) -> tuple[Any, ...]:
             "per name, such as --gpus 8,16 --device H100,L4."
         )
     return tuple(nodes_for(name, int(count), options.per_node) for count, name in zip(counts, names, strict=True))
+
+
+def node_labels(layout: Layout, subject: Subject) -> list[str]:
+    """The override that puts each side on nodes of its own devices, where there are several groups of them."""
+    if len(subject.clusters) == 1:
+        return []
+    on = {"learner": layout.learner_on, **dict.fromkeys(("generator", *subject.kinds), layout.generators_on)}
+    known = catalogue()
+    names = {kind: subject.clusters[group].device.name for kind, group in on.items()}
+    labels = {kind: known[name].get("accelerator_type", name) for kind, name in names.items()}
+    words = ", ".join(f"{kind}: {{ray.io/accelerator-type: {label}}}" for kind, label in labels.items())
+    return [f"cluster.node_labels={{{words}}}"]
 
 
 def layout_of(config: RunConfig, here: bool) -> Layout:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from asyncrlhf.cluster.placement import EPSILON, DeviceGroup, Plan, add_amounts, words
+from asyncrlhf.cluster.placement import EPSILON, DeviceGroup, Plan, add_amounts
+from asyncrlhf.cluster.placement import words as words_of_amounts
+
+MANY = 10**9
+LABEL = "label "  # begins the name of a resource of which a node with the label has any amount
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,18 @@ class Node:
     node_id: str
     total: Mapping[str, float]
     free: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def offers(self, amounts: Mapping[str, float]) -> dict[str, float]:
+        """``amounts`` and the node's labels as resources that never run out."""
+        return {**amounts, **{f"{LABEL}{name}={value}": math.inf for name, value in self.labels.items()}}
+
+
+def words(piece: Mapping[str, float]) -> str:
+    """A piece as text for messages: ``1 GPU + 4 CPUs with zone=a``."""
+    labels = [name.removeprefix(LABEL) for name in sorted(piece) if name.startswith(LABEL)]
+    amounts = words_of_amounts({name: amount for name, amount in piece.items() if not name.startswith(LABEL)})
+    return " with ".join([amounts, *([" and ".join(labels)] if labels else [])])
 
 
 def this_machine(plan: Plan, gpus: int) -> Node:
@@ -33,21 +49,25 @@ def shortage(plan: Plan, nodes: Sequence[Node]) -> str | None:
     A reason is certain. A plan without one may still not fit, if the nodes cannot be divided into bundles of several
     sizes; then the start's time-out ends the wait.
     """
+    loose = [(name, _with_labels(seat.demand(), seat.labels)) for name, seat in plan.loose.items()]
+    bundles = [
+        *(_with_labels(bundle, group.labels) for group in plan.groups for bundle in group.bundles),
+        *(piece for _, piece in loose if piece),
+    ]
     wanted, there = add_amounts(plan.bundles()), add_amounts(node.total for node in nodes)
     kinds = sorted({"CPU", *wanted})
     offer = words({kind: there.get(kind, 0.0) for kind in kinds})
     has = f"Ray has {offer} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-    loose = [(name, seat.demand()) for name, seat in plan.loose.items()]
     for name, piece in [*_pieces(plan.groups), *loose]:
-        if not any(_fits(piece, node.total) for node in nodes):
+        if not any(_fits(piece, node.offers(node.total)) for node in nodes):
             return f"{name} needs {words(piece)} on one node, but {has}, and no node has as much."
     for kind in kinds:
         if wanted.get(kind, 0.0) > there.get(kind, 0.0) + EPSILON:
             return f"The run needs {words(wanted)} (cluster.placement={plan.placement}), but {has}."
-    for size in {tuple(sorted(bundle.items())) for bundle in plan.bundles()}:
+    for size in {tuple(sorted(bundle.items())) for bundle in bundles}:
         piece = dict(size)
-        count = sum(1 for bundle in plan.bundles() if _fits(piece, bundle))
-        places = sum(_times(piece, node.total) for node in nodes)
+        count = sum(1 for bundle in bundles if _fits(piece, bundle))
+        places = sum(_times(piece, node.offers(node.total)) for node in nodes)
         if places < count:
             return (
                 f"The run needs {count} times {words(piece)} (cluster.placement={plan.placement}), but only "
@@ -61,8 +81,16 @@ def _pieces(groups: Sequence[DeviceGroup]) -> list[tuple[str, Mapping[str, float
     return [
         (group.name, piece)
         for group in groups
-        for piece in ([add_amounts(group.bundles)] if group.strategy == "STRICT_PACK" else group.bundles)
+        for piece in (
+            _with_labels(bundle, group.labels)
+            for bundle in ([add_amounts(group.bundles)] if group.strategy == "STRICT_PACK" else group.bundles)
+        )
     ]
+
+
+def _with_labels(bundle: Mapping[str, float], labels: Mapping[str, str]) -> dict[str, float]:
+    """What a bundle takes of a node's offers."""
+    return {**bundle, **{f"{LABEL}{name}={value}": 1.0 for name, value in labels.items()}}
 
 
 def keep_apart(plan: Plan, nodes: Sequence[Node]) -> dict[str, frozenset[str]]:
@@ -74,7 +102,7 @@ def keep_apart(plan: Plan, nodes: Sequence[Node]) -> dict[str, frozenset[str]]:
     if plan.sharing:
         return {}
     there = [side for side in ("learner", "rewards") if any(group.side == side for group in plan.groups)]
-    for offers in ({n.node_id: n.free for n in nodes}, {n.node_id: n.total for n in nodes}):
+    for offers in ({n.node_id: n.offers(n.free) for n in nodes}, {n.node_id: n.offers(n.total) for n in nodes}):
         for count in range(len(there), -1, -1):
             found = _choose(plan.groups, there[:count], offers)
             if found is not None:
@@ -125,4 +153,5 @@ def _fits(piece: Mapping[str, float], offer: Mapping[str, float]) -> bool:
 
 def _times(piece: Mapping[str, float], offer: Mapping[str, float]) -> int:
     """How many such pieces fit into the offer."""
-    return int(min(offer.get(kind, 0.0) / amount + EPSILON for kind, amount in piece.items() if amount))
+    times = min(offer.get(kind, 0.0) / amount + EPSILON for kind, amount in piece.items() if amount)
+    return int(min(times, MANY))

@@ -68,7 +68,7 @@ def sleeping(generator: GeneratorConfig, config: RunConfig) -> GeneratorConfig:
 
 def placement_plan(config: RunConfig, nodes: int = 1) -> Plan:
     """Which part sits on which device of a Ray with ``nodes`` nodes; raises ConfigError with one sentence."""
-    return make_plan(config.cluster.placement, parts_of(specs(config, config.weights)), nodes)
+    return make_plan(config.cluster.placement, parts_of(specs(config, config.weights), config.cluster), nodes)
 
 
 def specs(config: RunConfig, weights: WeightsConfig) -> Specs:

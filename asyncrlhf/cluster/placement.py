@@ -21,6 +21,7 @@ from asyncrlhf.actors.annotator import AnnotatorSpec, RewardSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.model_annotators import CriticSpec, ReferenceSpec
 from asyncrlhf.actors.worker import GeneratorSpec
+from asyncrlhf.config.environment_config import ClusterConfig
 from asyncrlhf.errors import ConfigError
 
 Side = Literal["learner", "generators", "rewards"]
@@ -39,6 +40,7 @@ class Part:
     gpus: float
     workers: int = 1
     stages: int = 1  # pipeline stages: they may lie on several nodes
+    labels: Mapping[str, str] = field(default_factory=dict)  # that its node must have
 
     def __post_init__(self) -> None:
         if self.gpus > 1 and self.gpus != int(self.gpus):
@@ -58,6 +60,7 @@ class Seat:
     cpus: float = 0.0
     gpus: float = 0.0
     worker_gpus: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)  # of its node, where Ray chooses the place
 
     def demand(self) -> dict[str, float]:
         """The resources that the part itself requests from Ray."""
@@ -75,6 +78,7 @@ class DeviceGroup:
     seats: dict[str, Seat]
     side: Side = "generators"
     room: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)  # that its nodes must have
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class Specs:
         return [spec for spec in (self.reward, self.reference, self.critic) if spec is not None]
 
 
-def parts_of(specs: Specs) -> list[Part]:
+def parts_of(specs: Specs, cluster: ClusterConfig) -> list[Part]:
     """Every actor of a run, learner ranks first."""
     own = specs.learner.learner
     ranks = [Part(f"learner-{i}", "learner", own.threads, own.gpus) for i in range(own.ranks)]
@@ -135,10 +139,13 @@ def parts_of(specs: Specs) -> list[Part]:
         for spec in specs.annotators
         for i in range(spec.settings.workers)
     ]
-    return [*ranks, *map(generator_part, specs.generators), *workers]
+    parts = [*ranks, *workers]
+    labelled = [replace(part, labels=cluster.labels_for(part.kind)) for part in parts]
+    generators = [generator_part(spec, cluster) for spec in specs.generators]
+    return [*labelled[: own.ranks], *generators, *labelled[own.ranks :]]
 
 
-def generator_part(spec: GeneratorSpec) -> Part:
+def generator_part(spec: GeneratorSpec, cluster: ClusterConfig) -> Part:
     own = spec.generator
     spans = own.engine == "vllm" and own.gpus > 0
     return Part(
@@ -148,6 +155,7 @@ def generator_part(spec: GeneratorSpec) -> Part:
         own.gpus,
         workers=own.vllm.workers if spans else 1,
         stages=own.vllm.pipeline_parallel_size if spans else 1,
+        labels=cluster.labels_for("generator"),
     )
 
 
@@ -173,7 +181,7 @@ def add_replica(plan: Plan, part: Part) -> Plan:
 
 
 def _loose(part: Part) -> Seat:
-    return Seat(cpus=part.cpus, gpus=part.gpus)
+    return Seat(cpus=part.cpus, gpus=part.gpus, labels=part.labels)
 
 
 def _groups(parts: Iterable[Part], side: Side = "generators", spread: bool = False) -> list[DeviceGroup]:
@@ -181,9 +189,10 @@ def _groups(parts: Iterable[Part], side: Side = "generators", spread: bool = Fal
     groups: list[DeviceGroup] = []
     for part in parts:
         if 0 < part.gpus < 1:
-            group = next((g for g in groups if g.room >= part.gpus - EPSILON), None)
+            fitting = (g for g in groups if g.room >= part.gpus - EPSILON and g.labels == part.labels)
+            group = next(fitting, None)
             if group is None:
-                group = DeviceGroup(part.name, "PACK", [_bundle(0.0, 1.0)], {}, side, room=1.0)
+                group = DeviceGroup(part.name, "PACK", [_bundle(0.0, 1.0)], {}, side, 1.0, part.labels)
                 groups.append(group)
             group.room -= part.gpus
             group.bundles[0] = add_amounts([group.bundles[0], _bundle(part.cpus, 0.0)])
@@ -192,17 +201,18 @@ def _groups(parts: Iterable[Part], side: Side = "generators", spread: bool = Fal
             bundles = [_bundle(part.cpus, 1.0), *([_bundle(0.0, 1.0)] * (part.workers - 1))]
             seat = Seat(part.name, tuple(range(part.workers)), part.cpus, worker_gpus=1.0)
             strategy: Strategy = "STRICT_PACK" if part.stages == 1 else "PACK"
-            groups.append(DeviceGroup(part.name, strategy, bundles, {part.name: seat}, side))
+            groups.append(DeviceGroup(part.name, strategy, bundles, {part.name: seat}, side, 0.0, part.labels))
         else:
             cpus = part.cpus if part.gpus else max(1.0, part.cpus)  # a bundle holds something
             seat = Seat(part.name, (0,), part.cpus, part.gpus)
-            groups.append(DeviceGroup(part.name, "PACK", [_bundle(cpus, part.gpus)], {part.name: seat}, side))
+            bundles = [_bundle(cpus, part.gpus)]
+            groups.append(DeviceGroup(part.name, "PACK", bundles, {part.name: seat}, side, 0.0, part.labels))
     return groups
 
 
 def _of_ranks(ranks: Sequence[Part]) -> list[DeviceGroup]:
     """One group for all ranks, so that Ray packs them onto as few nodes as possible."""
-    whole = DeviceGroup("learner", "PACK", [], {}, "learner")
+    whole = DeviceGroup("learner", "PACK", [], {}, "learner", labels=ranks[0].labels if ranks else {})
     for group in _groups(ranks):
         for name, seat in group.seats.items():
             whole.seats[name] = replace(seat, group="learner", bundles=(len(whole.bundles),))
@@ -266,6 +276,7 @@ def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
     if not ranks:
         return set()
     others = {name for name, seat in group.seats.items() if place in seat.bundles}
+    group.labels = _both(group.labels, ranks[0].labels)
     bundle = group.bundles[place]
     gpus = bundle.get("GPU", 0.0)
     threads = [bundle.get("CPU", 0.0), *(rank.cpus for rank in ranks)]
@@ -281,13 +292,24 @@ def _share(group: DeviceGroup, place: int, ranks: Sequence[Part]) -> set[str]:
     return others
 
 
+def _both(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """The labels of a node that both want."""
+    for label in one.keys() & other.keys():
+        if one[label] != other[label]:
+            raise ConfigError(
+                f"cluster.placement=flatten puts learner and generators on the same devices, but cluster.node_labels "
+                f"wants {label}={other[label]} for the one and {one[label]} for the others; allowed: the same value."
+            )
+    return {**one, **other}
+
+
 def _seating(
     placement: str, groups: Sequence[DeviceGroup], parts: Iterable[Part], sharing: frozenset[str] = frozenset()
 ) -> Plan:
     """The plan; ``parts`` without a device sit wherever Ray likes."""
     plan = Plan(placement, tuple(groups), sharing=sharing)
     seats = plan.seats
-    return replace(plan, loose={p.name: Seat() for p in parts if p.name not in seats})
+    return replace(plan, loose={p.name: Seat(labels=p.labels) for p in parts if p.name not in seats})
 
 
 def add_amounts(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:

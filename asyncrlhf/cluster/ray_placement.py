@@ -37,7 +37,7 @@ def ray_nodes() -> list[Node]:
     """The living nodes of the Ray that this process is connected to."""
     free = available_resources_per_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
-    return [Node(node["NodeID"], node["Resources"], free.get(node["NodeID"], {})) for node in alive]
+    return [Node(n["NodeID"], n["Resources"], free.get(n["NodeID"], {}), n.get("Labels") or {}) for n in alive]
 
 
 def wait_for_true_nodes() -> None:
@@ -126,7 +126,7 @@ class Placer:
     async def _create(self, groups: Iterable[DeviceGroup]) -> None:
         fresh = {group.name: group for group in groups}
         for group in fresh.values():
-            selector = self._selector(group.side)
+            selector = {**self._selector(group.side), **group.labels}
             self._groups[group.name] = placement_group(
                 [dict(bundle) for bundle in group.bundles],
                 strategy=group.strategy,
@@ -164,6 +164,8 @@ class Placer:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=self._groups[seat.group], placement_group_bundle_index=seat.bundles[0]
             )
+        elif seat.labels:
+            options["label_selector"] = dict(seat.labels)
         if len(seat.bundles) > 1:
             options["runtime_env"] = {"env_vars": self._worker_environment(part)}
         return options

@@ -54,7 +54,7 @@ class RayRuntime(Runtime):
         self._config = config
         self._specs = specs
         self._run_dir = run_dir
-        self._parts = parts_of(specs)
+        self._parts = parts_of(specs, cluster)
         self._placer: Placer
         self._own_ray: OwnRay | None = None
         self._joined = False
@@ -267,7 +267,7 @@ class RayRuntime(Runtime):
         if spec is None:
             return None
         if spec.name not in self.plan.seats:
-            await self._placer.add(generator_part(spec))
+            await self._placer.add(generator_part(spec, self._cluster))
         fresh = self._generator(spec)
         await fresh.ready()
         self.generators[:] = [*(g for g in self.generators if g.name != fresh.name), fresh]
@@ -287,7 +287,7 @@ class RayRuntime(Runtime):
     def _has_room(self, spec: GeneratorSpec) -> bool:
         if spec.name in self.plan.seats:
             return self._placer.stands(spec.name)
-        return self._placer.has_room(generator_part(spec))
+        return self._placer.has_room(generator_part(spec, self._cluster))
 
     async def fetch(self, payloads: Sequence[Payload]) -> list[Rollout]:
         addresses, references = addressed(payloads)

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrlhf.validation import check, check_choice, check_settings, setting
 
 PLACEMENTS = ("auto", "flatten", "interleave", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
 SINKS = ("wandb", "tensorboard", "mlflow")
+KINDS = ("learner", "generator", "reward", "reference", "critic")  # of parts
 MAX_TAG = 64  # characters of a tag, by W&B's server
 PROGRESS_MODES = ("auto", "rich", "plain", "none")
 
@@ -35,8 +38,29 @@ class ClusterConfig:
         600.0, "Seconds to wait for free devices, and for a part to load its model.", low=0, exclusive_low=True
     )
 
+    node_labels: Any = setting(
+        None,
+        "Labels that a node must have for the parts of a kind (learner, generator, reward, reference, critic), such as "
+        "{learner: {ray.io/accelerator-type: H100}}; null: any node. Ray gives each node of GPUs that label itself.",
+    )
+
     def __post_init__(self) -> None:
         check_settings("cluster", self)
+        given = {} if self.node_labels is None else self.node_labels
+        form = "allowed: null, or {KIND: {LABEL: VALUE}} with KIND one of " + ", ".join(KINDS)
+        check(isinstance(given, Mapping), f"cluster.node_labels={given} is not a mapping; {form}.")
+        for kind, labels in given.items():
+            check(kind in KINDS, f"cluster.node_labels.{kind} is no kind of parts; {form}.")
+            check(isinstance(labels, Mapping), f"cluster.node_labels.{kind}={labels} is not a mapping; {form}.")
+            for label, value in labels.items():
+                check(
+                    isinstance(label, str) and isinstance(value, str) and label and value,
+                    f"cluster.node_labels.{kind}.{label}={value} is not a label with a text as its value; {form}.",
+                )
+
+    def labels_for(self, kind: str) -> dict[str, str]:
+        """The labels that a node must have for parts of this kind."""
+        return dict((self.node_labels or {}).get(kind) or {})
 
 
 @dataclass(frozen=True)

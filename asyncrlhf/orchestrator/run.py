@@ -139,6 +139,11 @@ def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizer
 
 def _check_devices(config: RunConfig) -> None:
     """Refuse GPUs that this machine lacks: Ray would wait for ever. A Ray cluster's GPUs are not checked here."""
+    check(
+        config.cluster.node_labels is None or (config.runtime == "ray" and config.ray.cluster),
+        f"cluster.node_labels={config.cluster.node_labels} chooses among the nodes of a cluster, and "
+        f"{'ray.address names none' if config.runtime == 'ray' else 'runtime=local has none'}; allowed: null.",
+    )
     plan = placement_plan(config)
     if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
         return

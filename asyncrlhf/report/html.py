@@ -69,7 +69,7 @@ def render(runs: Sequence[Run], sweeps: Sequence[Results] = (), unread: Mapping[
         title=_title(series, sweeps),
         note=_note(runs, groups),
         style=(folder / "page.css").read_text(encoding="utf-8"),
-        script=(folder / "page.js").read_text(encoding="utf-8"),
+        script="\n".join((folder / name).read_text(encoding="utf-8") for name in ("tables.js", "page.js")),
         plotly=get_plotlyjs(),
         # A "<" in a label could close the script that contains the data.
         data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),

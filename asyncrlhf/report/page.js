@@ -118,13 +118,4 @@ document.querySelector("nav").addEventListener("dblclick", event => {
   hidden.delete(Number(button.dataset.toggle));
   filter();
 });
-
-function fitTables() {
-  for (const box of document.querySelectorAll(".table")) {
-    box.classList.remove("cards");
-    box.classList.toggle("cards", box.scrollWidth > box.clientWidth + 1);
-  }
-}
-addEventListener("resize", fitTables);
-fitTables();
 drawAll();

@@ -18,19 +18,22 @@ STEPS = 3  # that the timeline shows
 
 def render(plan: Mapping[str, Any], run: Run) -> str:
     """HTML that opens without a network. ``plan``: the content of its JSON file; ``run``: one of its simulated runs."""
-    style = (resources.files("asyncrlhf.report") / "page.css").read_text(encoding="utf-8")
+    folder = resources.files("asyncrlhf.report")
+    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "tables.js"))
     table = read_spans(run)
     spans = 0 if table is None else len(table["start"])
     words = "".join(f"<p>{escape(sentence)}</p>" for sentence in plan["words"])
     others = "".join(f"<li>{escape(other['reason'])}</li>" for other in plan["others"])
     refused = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan["refused"])
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><style>{style}</style>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>Plan</title><style>{style}</style>'
         f"<script>{get_plotlyjs()}</script></head><body><main><h1>Plan</h1>{words}"
         f"<h2>Seconds per step against staleness</h2>{_trade_off(plan)}"
         f"<h2>{STEPS} simulated steps</h2>{section(run, max(1, round(spans * STEPS / max(1, len(run.rows)))))}"
         f"<h2>Simulated, not chosen</h2><ul>{others}</ul>"
-        f"<h2>Refused ({plan['refused_count']})</h2><ul>{refused or '<li>nothing</li>'}</ul></main></body></html>"
+        f"<h2>Refused ({plan['refused_count']})</h2><ul>{refused or '<li>nothing</li>'}</ul></main>"
+        f"<script>{script}</script></body></html>"
     )
 
 

@@ -129,8 +129,8 @@ def _shares(table: dict[str, np.ndarray], lanes: list[str]) -> str:
     for lane in reversed(lanes):
         mine = table["part"] == lane
         total = max(float(seconds[mine].sum()), 1e-9)
-        cells = "".join(
-            f"<td>{100 * seconds[mine & (table['kind'] == kind)].sum() / total:.0f}%</td>" for kind in kinds
-        )
+        shares = {kind: seconds[mine & (table["kind"] == kind)].sum() / total for kind in kinds}
+        cells = "".join(f'<td data-name="{KINDS[kind][1]}">{100 * shares[kind]:.0f}%</td>' for kind in kinds)
         lines.append(f"<tr><td>{escape(lane)}</td>{cells}</tr>")
-    return f'<div class="scroll"><table><tr><th>share of its time</th>{head}</tr>{"".join(lines)}</table></div>'
+    head = f"<thead><tr><th>share of its time</th>{head}</tr></thead>"
+    return f'<div class="table"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'

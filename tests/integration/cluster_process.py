@@ -21,7 +21,9 @@ from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.errors import AsyncRLHFError
 from tests import loop
 
-NODES, CPUS = 3, 2
+KINDS = ("quick", "slow")  # of the nodes beside the head
+NODES, CPUS = 1 + len(KINDS), 2
+LABELS = "cluster.node_labels={learner:{kind:%s},generator:{kind:%s}}"
 STORE = 100 * 2**20
 RUN = ("runtime=ray", "steps=3", "batch_size=16", "num_generations=4", "generator.slots=16", "task.heldout_size=2")
 MALLOC = "MALLOC_TRIM_THRESHOLD_"
@@ -32,7 +34,7 @@ async def look(runtime: RayRuntime) -> dict[str, Any]:
     actors = {rank.name: rank.actor for rank in runtime.learner.ranks}
     for part in [*runtime.generators, *runtime.rewards]:
         actors[part.name] = part.actor  # type: ignore[attr-defined,union-attr]
-    found = {}
+    found, labels = {}, {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     for name, actor in actors.items():
         place = asdict(await actor.where.remote())
         seat = runtime.plan.seats[name]
@@ -41,7 +43,7 @@ async def look(runtime: RayRuntime) -> dict[str, Any]:
             place["bundle_node"] = table["bundles_to_node_id"][seat.bundles[0]]
             place["bundle_group"] = table["placement_group_id"]
         place["malloc"] = await actor.__ray_call__.remote(lambda self: os.environ.get(MALLOC))
-        found[name] = place
+        found[name] = place | {"labels": labels[place["node_id"]]}
     return found
 
 
@@ -81,14 +83,16 @@ def main(folder: Path) -> None:
     workers = ForkedWorkers()
     with workers.serving():
         cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        for _ in range(NODES - 1):
-            cluster.add_node(wait=False, **node)
+        for kind in KINDS:
+            cluster.add_node(wait=False, labels={"kind": kind}, **node)
     cluster.wait_for_nodes()
     try:
         jobs = {
             "separate": lambda out: run(out, cluster.address, "cluster=separate", "generator.replicas=2"),
             "interleave": lambda out: run(out, cluster.address, "cluster=interleave", "async.mode=fixed_lag"),
             "flatten": lambda out: run(out, cluster.address, "cluster=flatten", "generator.replicas=2"),
+            "labelled": lambda out: run(out, cluster.address, "generator.replicas=2", LABELS % ("slow", "quick")),
+            "no_such": lambda out: run(out, cluster.address, LABELS % ("quick", "best")),
             "too_wide": lambda out: run(out, cluster.address, "cluster=flatten", "learner.threads=4"),
             "busy": lambda out: run_beside_others(out, cluster.address),
             "nowhere": lambda out: run(out, "127.0.0.1:1"),

@@ -86,6 +86,21 @@ def test_flatten_puts_learner_and_generator_into_one_bundle(runs: dict[str, dict
     assert where["generator-1"]["group"] != where["generator-0"]["group"]
 
 
+def test_labels_put_each_side_on_its_nodes(runs: dict[str, dict[str, Any]]) -> None:
+    report = runs["labelled"]
+    assert report.get("error") is None and report["steps"] == 3
+    kinds = {name: place["labels"].get("kind") for name, place in report["where"].items()}
+    assert kinds["learner-0"] == "slow" and kinds["generator-0"] == kinds["generator-1"] == "quick"
+
+
+def test_a_label_that_no_node_has_is_one_sentence(runs: dict[str, dict[str, Any]]) -> None:
+    report = runs["no_such"]
+    assert report["exit_code"] == 2 and report["where"] == {}
+    assert report["error"] == (
+        "generator-0 needs 1 CPU with kind=best on one node, but Ray has 6 CPUs on 3 nodes, and no node has as much."
+    )
+
+
 def test_parts_of_other_nodes_keep_their_memory(runs: dict[str, dict[str, Any]]) -> None:
     """What Ray's own processes inherit on one machine travels to a cluster's nodes in the runtime environment."""
     assert {place["malloc"] for place in runs["separate"]["where"].values()} == {str(2 * 10**9)}

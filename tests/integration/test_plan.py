@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.cli.plan import Task, simulated_run
+from asyncrlhf.cli.plan_files import experiment
 from asyncrlhf.cli.plan_space import clusters_of
+from asyncrlhf.cli.simulate import changed
 from asyncrlhf.config.compose import compose_config, load_config
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.planner.choose import Space
+from asyncrlhf.planner.devices import catalogue, nodes_for
 from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.ranking import Subject, estimate
 from asyncrlhf.planner.shapes import ModelShape, Workload
 from asyncrlhf.planner.tables import Fitted
+from tests.browser import CHROMIUM, Browser
+from tests.unit.report.test_page import TOO_WIDE, WIDTHS
 
 SOURCES = dict.fromkeys(("decode", "train", "submit", "collect", "load"), "fitted")
 
@@ -39,6 +46,8 @@ def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytes
     assert (layout["replicas"], layout["ranks"], layout["slots"]) == (1, 1, 16) and layout["max_staleness"] == 2
     page = out.with_suffix(".html").read_text()
     assert "Seconds per step against staleness" in page and "generating" in page
+    if CHROMIUM is not None:
+        assert_drawn(out.with_suffix(".html"))
 
     config = load_config([f"--config-dir={tmp_path}/plans", "experiment=mine", "logging.wandb=disabled"])
     assert config.async_.bound == layout["max_staleness"] and config.batch_size == 16
@@ -48,6 +57,54 @@ def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytes
     assert main(["plan", "--compare", f"{out}.json", f"{tmp_path}/run"]) == 0
     said = capsys.readouterr().out
     assert "step_seconds" in said and "within 10% of the plan" in said
+
+
+def assert_drawn(page: Path) -> None:
+    """In a real browser, on a desk and on a phone."""
+    browser = Browser()
+    try:
+        for width in WIDTHS:
+            browser.open(page, width)
+            browser.wait_for("[...document.querySelectorAll('.js-plotly-plot')].every(p => p.querySelector('.xtick'))")
+            assert browser.evaluate("document.querySelectorAll('.scatterlayer .point').length") >= 1
+            assert browser.evaluate("document.querySelectorAll('.barlayer .point, .bars .point').length") > 5
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert browser.evaluate(TOO_WIDE) == [] and browser.errors == [] and browser.requests == []
+    finally:
+        browser.close()
+
+
+def test_two_groups_of_devices_name_the_nodes_of_each_side(tmp_path: Path) -> None:
+    clusters = (nodes_for("H100", 8), nodes_for("A100-40GB", 8))
+    layout = Layout(learner_on=0, generators_on=1)
+    work = Workload(8.0, 40.0, 0.8, 400)
+    shape = ModelShape(1, 8, 8, 8, 1, 1, 8)
+    subject = Subject(shape, work, 4, clusters, layout, None, ("reference",))
+    task = Task(compose_config([], None), subject, Space([], [], [], {}), gpus=True)
+    expected = {"learner": "H100", "generator": "A100", "reference": "A100"}  # as Ray labels them
+    config = changed(task.settings, *task.overrides(layout))
+    assert {kind: config.cluster.labels_for(kind) for kind in expected} == {
+        kind: {"ray.io/accelerator-type": name} for kind, name in expected.items()
+    }
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "two.yaml").write_text(experiment(config, ["words"]))
+    assert load_config([f"--config-dir={tmp_path}", "experiment=two"]).cluster == config.cluster
+    alone = replace(task, subject=replace(subject, clusters=clusters[:1]))
+    assert changed(task.settings, *alone.overrides(replace(layout, generators_on=0))).cluster.node_labels is None
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("A10", "NVIDIA A10"), ("A100-40GB", "NVIDIA A100-SXM4-40GB"), ("A100", "NVIDIA A100-SXM4-80GB"),
+        ("B200", "NVIDIA B200"), ("H100", "NVIDIA H100 80GB HBM3"), ("H20", "NVIDIA H20"), ("H200", "NVIDIA H200"),
+        ("L4", "NVIDIA L4"), ("L40S", "NVIDIA L40S"), ("RTX4090", "NVIDIA GeForce RTX 4090"),
+    ],
+)  # fmt: skip
+def test_devices_have_the_label_that_ray_gives_them(device: str, said: str) -> None:
+    """``said``: the name in NVIDIA's driver."""
+    given = NvidiaGPUAcceleratorManager._gpu_name_to_accelerator_type(said)
+    assert catalogue()[device].get("accelerator_type", device) == given
 
 
 @pytest.mark.parametrize(("bound", "training"), [(0, 0.5), pytest.param(2, 0.05, marks=pytest.mark.thorough)])

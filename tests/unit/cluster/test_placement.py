@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from asyncrlhf.cluster.parts import generator_specs, placement_plan
 from asyncrlhf.cluster.placement import Part, Plan, add_replica, make_plan
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.orchestrator.run import _check_devices
 
 
 def parts(
@@ -224,6 +226,72 @@ def test_a_shortage_says_what_is_asked_and_what_there_is() -> None:
     assert "learner needs 6 CPUs on one node" in str(shortage(wide, [node("a", 5), node("b", 5)]))
     # In sum there is enough, but of three times six CPUs only two go into two nodes of nine.
     assert "3 times 6 CPUs" in str(shortage(wide, [node("a", 9), node("b", 9)]))
+
+
+H100, L4 = {"zone": "a", "card": "H100"}, {"card": "L4"}
+
+
+def labelled(*, learner: dict[str, str], generator: dict[str, str]) -> list[Part]:
+    wanted = {"learner": learner, "generator": generator}
+    return [replace(part, labels=wanted.get(part.kind, {})) for part in parts(1, 2, learner=1, generator=1)]
+
+
+def test_labels_choose_the_nodes_of_each_side() -> None:
+    plan = make_plan("separate", labelled(learner=H100, generator=L4), nodes=3)
+    assert [(group.name, dict(group.labels)) for group in plan.groups] == [
+        ("learner", H100), ("generator-0", L4), ("generator-1", L4),
+    ]  # fmt: skip
+    big, small, plain = (replace(node(name, 4, 2), labels=of) for name, of in (("h", H100), ("l", L4), ("p", {})))
+    assert shortage(plan, [big, small, plain]) is None
+    assert keep_apart(plan, [plain, small, big]) == {"learner": {"h"}}
+    # In sum there is enough, but not on nodes with the label.
+    assert str(shortage(plan, [small, plain])) == (
+        "learner needs 1 GPU + 1 CPU with card=H100 and zone=a on one node, but Ray has 4 GPUs + 8 CPUs on 2 nodes, "
+        "and no node has as much."
+    )
+    only = replace(node("l", 4, 1), labels=L4)
+    assert "2 times 1 GPU + 1 CPU with card=L4" in str(shortage(plan, [big, only, plain]))
+    late = add_replica(plan, replace(parts(0, 1, 0, generator=1)[0], name="generator-9", labels=L4))
+    assert late.groups[-1].labels == L4
+    assert "only 2 of them fit" in str(shortage(late, [big, small, plain]))
+
+
+def test_parts_without_devices_keep_their_labels() -> None:
+    auto = make_plan("auto", labelled(learner=H100, generator=L4), nodes=1)
+    assert {name: dict(seat.labels) for name, seat in auto.seats.items()} == {
+        "learner-0": H100, "generator-0": L4, "generator-1": L4, "reward-0": {},
+    }  # fmt: skip
+    assert "learner-0 needs 1 GPU + 1 CPU with card=H100 and zone=a" in str(shortage(auto, [node("a", 8, 8)]))
+
+
+def test_who_shares_a_device_agrees_on_its_labels() -> None:
+    with pytest.raises(ConfigError, match=r"wants card=H100 for the one and L4 for the others"):
+        make_plan("flatten", labelled(learner=H100, generator=L4), nodes=1)
+    shared = make_plan("flatten", labelled(learner={"zone": "a"}, generator=L4), nodes=1)
+    assert [dict(group.labels) for group in shared.groups] == [{"zone": "a", **L4}, L4]
+    halves = [Part(f"reward-{i}", "reward", 0, 0.5, labels=of) for i, of in enumerate((L4, H100, L4))]
+    seats = make_plan("interleave", [*parts(1, 1, 0), *halves], nodes=1).seats
+    assert seats["reward-0"].group == seats["reward-2"].group != seats["reward-1"].group
+
+
+def test_labels_need_a_cluster() -> None:
+    for runtime in ("ray", "local"):
+        with pytest.raises(ConfigError, match=r"cluster.node_labels=.* chooses among the nodes of a cluster, and"):
+            _check_devices(load_config([f"runtime={runtime}", "cluster.node_labels={learner:{card:H100}}"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("3", "node_labels=3 is not a mapping"),
+        ("{learners:{a:b}}", "node_labels.learners is no kind of parts; allowed: null, or .* one of learner, gen"),
+        ("{learner:H100}", "node_labels.learner=H100 is not a mapping"),
+        ("{learner:{card:3}}", "learner.card=3 is not a label with a text"),
+    ],
+)
+def test_labels_that_are_none_are_refused(given: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config([f"cluster.node_labels={given}"])
 
 
 def test_this_machine_shares_its_cores() -> None:

@@ -14,6 +14,7 @@ import pytest
 from asyncrlhf.report.html import build_report
 from tests.browser import CHROMIUM, Browser
 from tests.unit.report.made import full_run, full_sweep
+from tests.unit.report.test_timeline_and_rollouts import write_timeline
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 WIDTHS = (1400, 390)  # a desk, a phone
@@ -56,8 +57,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for eta in range(9)
         for seed in (0, 1)
     ]
+    one = full_run(folder / "one")
+    write_timeline(one, 3)
     return {
-        "run": build_report([full_run(folder / "one")]),
+        "run": build_report([one]),
         "many": build_report(many, folder / "out"),
         "sweep": build_report([full_sweep(folder / "sweep")]),
     }
