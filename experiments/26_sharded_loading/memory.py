@@ -72,12 +72,13 @@ def write(options: argparse.Namespace, folder: Path) -> tuple[int, int]:
         units[unit] = units.get(unit, 0) + 4 * parameter.numel()
     noise = torch.randn(2**20).mul_(0.02).bfloat16()
     names = dict(model.named_parameters())
-    for index, (name, parameter) in enumerate(names.items()):
+    files = {name: f"model-{index:05}-of-{len(names):05}.safetensors" for index, name in enumerate(names)}
+    index = {"metadata": {"total_size": sum(2 * p.numel() for p in names.values())}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, parameter in names.items():
         repeats = -(-parameter.numel() // len(noise))
         tensor = noise.repeat(repeats)[: parameter.numel()].view(parameter.shape)
-        save_file(
-            {name: tensor.contiguous()}, folder / f"model-{index:05}-of-{len(names):05}.safetensors", {"format": "pt"}
-        )
+        save_file({name: tensor.contiguous()}, folder / files[name], {"format": "pt"})
     return sum(units.values()), max(units.values())
 
 
@@ -145,6 +146,8 @@ def main() -> None:
         ]
         for process in processes:
             process.start()
+        for _, send in pipes:
+            send.close()  # so that a rank that dies ends the wait for it
         found = [receive.recv() for receive, _ in pipes]
         for process in processes:
             process.join()
