@@ -11,6 +11,7 @@ Only for runs without a GPU: a library that touches CUDA while it is imported ma
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -70,14 +71,19 @@ if forks():
         pass
 os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 """
+PREFIX, LOCK = "asyncrlhf-forks-", "lock"
 PATIENCE_SECONDS = 60.0  # for a fork, of which the first waits for the imports
 
 
 class ForkedWorkers:
-    """A server of forks, and the command for Ray, which lie in a temporary folder until :meth:`close`."""
+    """A server of forks, and the command for Ray, which are in a temporary folder until :meth:`close`."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="asyncrlhf-"))
+        remove_stale_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = (self._folder / f"{LOCK}.new").open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        Path(self._lock.name).rename(self._folder / LOCK)  # under this name it is always locked
         self._command, path = self._folder / "python", str(self._folder / "forks")
         words = {"python": sys.executable, "worker": WORKER, "path": path, "patience": PATIENCE_SECONDS}
         words |= {"context": CONTEXT, "early": EARLY}
@@ -105,6 +111,15 @@ class ForkedWorkers:
         self.server.stdout.close()
         self.server.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+
+
+def remove_stale_folders() -> None:
+    """Remove the folders of processes that were killed; that of a living one is locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve(path: str) -> Call | None:
