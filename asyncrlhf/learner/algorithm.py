@@ -179,7 +179,7 @@ class AlgorithmConfig:
 
     @property
     def looks_first(self) -> bool:
-        """Whether the proximal log-probs are known before the first update, which takes a forward pass of their own."""
+        """Whether the proximal log-probs must be computed before the first update, by an extra forward pass."""
         vtrace = self.advantage == "vtrace" and self.anchor != "ema"
         return self.minibatches > 1 or vtrace or self.corrects_values or self.kl == "reward"
 
@@ -217,7 +217,7 @@ class AlgorithmConfig:
 
     @property
     def saved_parts(self) -> dict[str, tuple[str, bool]]:
-        """Models beside the policy that a checkpoint may hold: the setting that asks for each, and whether it does."""
+        """Further models that a checkpoint may contain: the setting that requests each, and whether it does."""
         return {"critic": ("advantage", self.needs_critic), "ema": ("anchor", self.anchor == "ema")}
 
     @property

@@ -40,7 +40,8 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 
 
 def _check_effects(config: AlgorithmConfig) -> None:
-    """Refuse a setting other than its default that nothing reads under the others: a KL's weight without a KL."""
+    """Refuse a setting that is not its default but has no effect under the others, such as a KL's weight without a
+    KL."""
     own, policy = bool(config.loss.target), config.head == "policy"
     coef = config.coef if policy else ""
     on_vstar = config.advantage == "vstar" or (config.head == "regress" and config.regress_target == "vstar")
@@ -100,7 +101,7 @@ def _check_bounds(config: AlgorithmConfig) -> None:
 
 
 def _check_head(config: AlgorithmConfig) -> None:
-    """The heads make their own coefficients, so that a switch of the policy loss would be ignored."""
+    """The heads compute their own coefficients, so a switch of the policy loss would be ignored."""
     own: dict[str, object] = {"advantage": "raw", "level": "token", "coef": "one", "gate": "none", "correction": "none"}
     own |= {"kl": "none", "aggregate": "seq_sum", "lr": "none", "whiten": False, "truncated": "keep"}
     for key, value in own.items():

@@ -13,11 +13,11 @@ from asyncrlhf.learner.torch_backend import TorchBackend
 
 
 class RankSleep:
-    """Takes weights, optimizer states, critic, slow copy and reference of ``backend`` off its device, and drops its
-    gradients, which the update used up. DeepSpeed's engines manage their own memory and keep all of it."""
+    """Moves weights, optimizer states, critic, slow copy and reference of ``backend`` off its device and drops its
+    gradients, which the update has applied. DeepSpeed's engines manage their own memory and keep all of it."""
 
     def __init__(self, backend: TorchBackend, depot: Depot | None = None) -> None:
-        """``depot``: as :class:`Offload` takes it."""
+        """``depot``: see :class:`Offload`."""
         self._backend = backend
         self._offload = Offload(backend.device, depot)
         self._able = backend.config.backend == "torch"
@@ -38,8 +38,8 @@ class RankSleep:
         self._offload.back()
 
     def kept_bytes(self, beside: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes on the device now, ``beside`` among them, by the allocator where there is one; with the flat gradients
-        that DistributedDataParallel takes at its first step."""
+        """Bytes on the device now including ``beside``, from the allocator if there is one; includes the flat gradients
+        that DistributedDataParallel allocates at its first step."""
         backend, device = self._backend, self._backend.device
         held = self._offload.resident_bytes(chain(self._tensors(), beside))
         if device.type == "cuda":

@@ -46,16 +46,16 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class PackedLayout(Layout):
-    """Where each of N sequences lies among T packed tokens; siblings may share their prompt's tokens.
+    """The position of each of N sequences among T packed tokens; siblings may share their prompt's tokens.
 
-    A shared prompt is packed once, with the first sequence that has it; its keys and values serve all of them, and
-    their gradients are added up.
+    A shared prompt is packed once, with the first sequence that has it; all of them use its keys and values, whose
+    gradients are summed.
     """
 
     spans: torch.Tensor  # [N, 4] int64 in host memory, see ``varlen.plan_calls``
     bounds: tuple[
         torch.Tensor, torch.Tensor
-    ]  # [N+1] int32, tokens of its own and all tokens of each sequence, added up
+    ]  # [N+1] int32, cumulative: each sequence's own tokens, and all of its tokens
     most: tuple[int, int]  # the most of each
     key_rows: torch.Tensor | None = None  # [K] the packed token of each key, where prompts are shared
 

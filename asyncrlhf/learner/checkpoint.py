@@ -1,4 +1,4 @@
-"""The files of a learner checkpoint that all backends write alike: model, trainer's state, random states."""
+"""The files of a learner checkpoint that are the same for all backends: model, trainer's state, random states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrlhf.learner.state_file import read_plain, read_state
 from asyncrlhf.learner.state_writer import StateWriter
 
 MODEL, TRAINER = "model", "trainer.safetensors"
-FILE_BYTES = 5 * 10**9  # rank 0 holds few such files in host memory at a time, where it must gather them
+FILE_BYTES = 5 * 10**9  # rank 0 holds only a few such files in host memory at a time if it has to gather them
 
 
 def write(folder: Path, state: Mapping[str, Any], rank: int, writer: StateWriter) -> None:
@@ -33,7 +33,7 @@ def write(folder: Path, state: Mapping[str, Any], rank: int, writer: StateWriter
 
 
 def read_head(folder: Path) -> dict[str, Any]:
-    """The trainer's state, without the tensors; raises CheckpointError with one sentence when it is not whole."""
+    """The trainer's state, without the tensors; raises CheckpointError with one sentence if it is incomplete."""
     for part in (MODEL, TRAINER):
         if not (folder / part).exists():
             raise CheckpointError(f"{folder / part} is missing: not a whole learner checkpoint.")
@@ -44,11 +44,11 @@ def read_head(folder: Path) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, state: Mapping[str, Any], layout: str, parts: Mapping[str, tuple[str, bool]]) -> None:
-    """Raise CheckpointError where the head ``state`` is not this run's.
+    """Raise CheckpointError if the trainer's ``state`` does not fit this run.
 
     Args:
-        layout: what ``LearnerConfig.layout`` is in this run.
-        parts: beside the policy, by name: the setting of ``algorithm`` that asks for it, and whether this run has it.
+        layout: ``LearnerConfig.layout`` of this run.
+        parts: further models by name: the setting of ``algorithm`` that requests it, and whether this run has it.
     """
     if state["layout"] != layout:
         raise CheckpointError(
@@ -63,15 +63,16 @@ def check_fits(folder: Path, state: Mapping[str, Any], layout: str, parts: Mappi
 
 
 def read(folder: Path, layout: str, parts: Mapping[str, tuple[str, bool]]) -> dict[str, Any]:
-    """The trainer's state; raises CheckpointError with one sentence when it is not whole or, by :func:`check_fits`, not
-    this run's."""
+    """The trainer's state; raises CheckpointError with one sentence if it is incomplete or, by :func:`check_fits`, does
+    not fit this run."""
     check_fits(folder, read_head(folder), layout, parts)
     state: dict[str, Any] = read_state(folder / TRAINER)
     return state
 
 
 def restore_random_state(folder: Path, rank: int) -> None:
-    """Restore the rank's random state. A rank that the checkpoint lacks keeps its own: a step draws nothing."""
+    """Restore the rank's random state. A rank that the checkpoint lacks keeps its own state: a step uses no random
+    numbers."""
     path = _random_states(folder, rank)
     if not path.exists():
         return
@@ -88,10 +89,10 @@ def _random_states(folder: Path, rank: int) -> Path:
 def export_model(
     model: transformers.PreTrainedModel, folder: Path, shards: Shards | None, rank: int, writer: StateWriter
 ) -> None:
-    """``folder`` as ``save_pretrained`` writes it. With ``shards`` all ranks take part, otherwise rank 0 alone acts.
+    """Write ``folder`` like ``save_pretrained``. With ``shards`` all ranks take part, otherwise only rank 0 acts.
 
-    A model whose tensors transformers renames or splits on the way to disk (fused experts) must be whole for that, in
-    rank 0's host memory.
+    If transformers renames or splits a model's tensors when it saves them (fused experts), rank 0 holds the whole model
+    in host memory.
     """
     renamed = getattr(model, "_weight_conversions", None) or model.is_remote_code()
     if (shards is None and rank > 0) or (writer.rehearsing and (shards is not None or renamed)):

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class ValueModel(nn.Module):
     """Maps ``PackedInputs`` to the values [M] of the states in which the M response tokens were chosen.
 
-    The trunk starts as a copy of the policy's and then learns on its own, so that the value loss cannot disturb the
-    policy. The head starts at zero: the first advantages are those of no baseline. ``keep_policy=False`` takes the
-    trunk itself, where no policy is needed beside it.
+    The trunk starts as a copy of the policy's and is trained separately, so that the value loss does not affect the
+    policy. The head starts at zero, so the first advantages have no baseline. ``keep_policy=False`` uses the policy's
+    trunk itself, if the policy is not needed.
     """
 
     def __init__(self, policy: transformers.PreTrainedModel, keep_policy: bool = True) -> None:
@@ -51,15 +51,15 @@ class ValueModel(nn.Module):
 
     def _alone(self, inputs: PackedInputs) -> torch.Tensor:
         hidden = packed_hidden(self.trunk, inputs).index_select(0, inputs.rows)
-        # No view: FSDP2 puts a hook on what a module returns, which a change in place would take from it.
+        # Not a view: FSDP2 puts a hook on a module's outputs, which a change in place would remove.
         return self.head(hidden).float().sum(-1)
 
 
 def frozen_copy(model: transformers.PreTrainedModel, device: torch.device) -> PackedPolicy:
     """A copy of the policy that follows it by :func:`follow`.
 
-    The same on every rank, as the policy is; it costs its memory and one forward pass a step (IMPACT, 1912.00167, has
-    a target network that is replaced now and then instead).
+    Like the policy it is the same on every rank; it costs its memory and one forward pass per step (IMPACT, 1912.00167,
+    replaces its target network from time to time instead).
     """
     return PackedPolicy(nn.Module.to(copy.deepcopy(model).eval().requires_grad_(False), device))  # type: ignore[arg-type]
 
@@ -72,13 +72,13 @@ def follow(target: PackedPolicy, policy: Iterable[tuple[str, torch.Tensor]], dec
 
 
 class RolloutPasses(ABC):
-    """What a frozen model says of finished rollouts, in packed passes as the learner makes them; a failure is that of
-    the rollouts of one pass.
+    """A frozen model's numbers for finished rollouts, computed in packed passes like the learner's; a failure affects
+    only the rollouts of one pass.
 
     Args:
         device: of the model.
         precision: a ``learner.mixed_precision``.
-        token_budget: tokens of one forward pass; a longer sequence is a pass of its own.
+        token_budget: tokens of one forward pass; a longer sequence gets a separate pass.
     """
 
     model_name: str  # as sentences name it
@@ -112,7 +112,7 @@ class RolloutPasses(ABC):
 
     def _pass(self, rollouts: Sequence[Rollout]) -> list[FloatArray | str]:
         found: list[FloatArray] | None = None
-        # What the error holds of the pass is free again only behind this clause.
+        # The pass's tensors that the error refers to are freed only after this clause.
         with contextlib.suppress(torch.OutOfMemoryError):
             found = self._numbers(rollouts)
         if found is None and self._make_room():
@@ -140,7 +140,7 @@ class RolloutPasses(ABC):
 
 
 class ReferencePolicy(RolloutPasses):
-    """Computes what the learner's own frozen model would: the same packed pass, at the same temperature.
+    """Computes log-probs like a frozen model in the learner: by the same packed pass at the same temperature.
 
     Args:
         model: the frozen causal language model, on its device.
@@ -162,7 +162,7 @@ class ReferencePolicy(RolloutPasses):
 
 
 class ServedCritic(RolloutPasses):
-    """Computes what the learner's own critic of that version would: the same packed pass.
+    """Computes values like the learner's critic of the same version, by the same packed pass.
 
     Args:
         policy: the model that the learner starts with, on its device; its trunk becomes the critic's.

@@ -1,4 +1,4 @@
-"""DeepSpeed beneath the train step: ZeRO engines, and exact sums over ragged microbatches."""
+"""The train step on DeepSpeed: ZeRO engines, and exact sums over microbatches of different sizes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FOLDER = "deepspeed"  # of a checkpoint: what the engines write
 
 
 class _OneTensor(nn.Module):
-    """A policy that gives its facts as one tensor [2 to 4, M].
+    """A policy that returns its facts as one tensor [2 to 4, M].
 
-    ZeRO-3 hooks every tensor that a module returns and counts the backward passes through each. Ranks whose losses
-    use different ones of them would gather in different orders, and wait for each other for ever.
+    ZeRO-3 hooks every tensor that a module returns and counts the backward passes through each. Ranks whose losses use
+    different tensors would gather in different orders and deadlock.
     """
 
     def __init__(self, policy: nn.Module) -> None:
@@ -44,7 +44,7 @@ class _OneTensor(nn.Module):
 
 
 class _Typed(nn.Module):
-    """Stands for a module where DeepSpeed cuts up its parameters; one after another takes the type ``dtype``."""
+    """Represents a module while DeepSpeed partitions its parameters; they are converted to ``dtype`` one by one."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class _Unpacked:
 
 
 class _StateFiles:
-    """DeepSpeed's ``CheckpointEngine``, over ``state_file``: its own one reads pickles that may run code. The files
-    keep the names, ``*.pt``, that DeepSpeed looks for; they are safetensors."""
+    """DeepSpeed's ``CheckpointEngine`` on top of ``state_file``: DeepSpeed's own reads pickles, which may run code. The
+    files are safetensors under the names ``*.pt`` that DeepSpeed expects."""
 
     def __init__(self, engine: Any, writer: StateWriter | None = None) -> None:
         self._engine, self._writer = engine, writer
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Without what is no value (its settings, loss scaler, slice maps), which the engine that loads has itself."""
+        """Without objects that are not values (settings, loss scaler, slice maps); the loading engine has its own."""
         assert self._writer is not None
         self._writer.write_state(Path(path), state_dict, whole=False)
 
@@ -107,22 +107,23 @@ class _StateFiles:
 class DeepSpeedUpdater(Updater):
     """The ``Updater`` over ``deepspeed.initialize``: one engine for the policy, one for the critic.
 
-    The loss is a sum that is normalised already, so nothing may divide it again: DeepSpeed averages over ranks, hence
-    the factor, and is told where an update ends instead of counting microbatches. From stage 2 on a backward pass is
-    collective, at stage 3 every forward pass is: ranks with fewer microbatches make passes over dummy data.
+    The loss is a sum that is already normalised and must not be divided again: the factor cancels DeepSpeed's average
+    over ranks, and DeepSpeed is told where an update ends instead of counting microbatches. From stage 2 on each
+    backward pass is collective, at stage 3 each forward pass too: ranks with fewer microbatches make passes over dummy
+    data.
 
-    Policy and critic drop a gradient that is not finite each for itself, except at stage 0, where they do it together.
+    Policy and critic drop a gradient that is not finite separately, except at stage 0, where both are dropped.
 
-    The step is that of the other updaters up to rounding (``learner.zero_stage`` 0 to 3; ZeRO, 1910.02054). Critic and
-    reference are sharded like the policy. The slow target network lies whole on every rank. With files, rank 0 reads a
-    tensor after another, of which each rank keeps its part; without, each rank was given the whole model.
+    The step equals that of the other updaters up to rounding (``learner.zero_stage`` 0 to 3; ZeRO, 1910.02054). Critic
+    and reference are sharded like the policy. Every rank holds the whole slow target network. With files, rank 0 reads
+    one tensor after the other and each rank keeps its part; without files, each rank gets the whole model.
     """
 
     def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:
         config, device = self.config, self.device
         init_single_process_group(device)
         self._deepspeed = _import_deepspeed(device)
-        # Over torch's group, and before anything asks DeepSpeed how many ranks there are.
+        # On torch's group, before any code asks DeepSpeed for the number of ranks.
         self._deepspeed.init_distributed(auto_mpi_discovery=False)
         self._stage = config.zero_stage
         hidden = self.model.config.get_text_config().hidden_size
@@ -216,10 +217,10 @@ class DeepSpeedUpdater(Updater):
         return engine
 
     def _partition(self, module: nn.Module) -> None:
-        """Cut up the weights one by one on their way to the device; ``initialize`` would move all of them there first.
+        """Partition the weights one by one as they move to the device; ``initialize`` would first move all of them.
 
-        Whole decoder layers are gathered later on. Inside one, autograd's order depends on the shape of the batch, and
-        ranks that gather in different orders wait for each other for ever.
+        Decoder layers are gathered as a whole later. Inside a layer, autograd's order depends on the batch's shape, and
+        ranks that gather in different orders deadlock.
         """
         if self.model._no_split_modules:
             self._deepspeed.utils.set_z3_leaf_modules(module, list(self.model._no_split_modules))
@@ -231,7 +232,8 @@ class DeepSpeedUpdater(Updater):
         self._deepspeed.zero.Init(module=_Typed(parameters, dtype), config_dict_or_path=self._settings, dtype=dtype)
 
     def _apply_whole(self) -> float:
-        """Apply at stage 0, which has no guard and measures no norm; after the reduction all ranks see the same."""
+        """Apply the update at stage 0, which does not check for finite gradients and measures no norm; after the
+        reduction the gradients are the same on all ranks."""
         limit = self.config.max_grad_norm
         norms = [clip_gradient(engine.module.parameters(), limit) for engine in self._engines.values()]
         finite = all(bool(torch.isfinite(norm)) for norm in norms)
@@ -252,10 +254,10 @@ BUCKET = 500_000_000  # DeepSpeed's own reduce_bucket_size
 def engine_settings(
     config: LearnerConfig, ranks: int, device: torch.device, hidden_size: int, parameters: int
 ) -> dict[str, Any]:
-    """DeepSpeed's config. bfloat16 trains bfloat16 weights over sharded float32 masters from stage 1 on, and at stage
-    0, which would hold its gradients in bfloat16, float32 weights under autocast."""
+    """DeepSpeed's config. With bfloat16, from stage 1 on the weights are bfloat16 with sharded float32 masters; at
+    stage 0, whose gradients would be bfloat16, they are float32 under autocast."""
     stage = config.zero_stage
-    # In elements, allocated whole by each engine: 2 GB of float32, where a small model has gradients of some megabytes.
+    # In elements. Each engine allocates all of it: 2 GB of float32, even if the gradients take a few megabytes.
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(BUCKET, parameters)}
     pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
     if config.zero_offload == "cpu":
@@ -282,7 +284,8 @@ def engine_settings(
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """The package, which asks the environment at import what it runs on. A Ray actor sees its own GPU alone: 0."""
+    """The package, which reads its device from the environment at import. A Ray actor sees only its own GPU, number
+    0."""
     os.environ.setdefault("LOCAL_RANK", "0")
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -292,6 +295,6 @@ def _import_deepspeed(device: torch.device) -> Any:
     # Only inference with tensor parallelism uses this op, which DeepSpeed would compile for a minute on a new machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed's business, and torch says it again at every call.
+    # A warning about DeepSpeed's code, which torch repeats at each call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed

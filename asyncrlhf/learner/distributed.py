@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 Item = TypeVar("Item")
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
-PIECE_BYTES = 2**27  # of whole tensors that a rank holds at once; a single larger tensor is a piece of its own
+PIECE_BYTES = 2**27  # of whole tensors that a rank holds at once; a single larger tensor is a separate piece
 
 
 def init_process_group(
@@ -51,8 +51,8 @@ class Peers:
 
 
 def deal_out(rank: int, ranks: int, size: int) -> tuple[Peers, Peers]:
-    """(ranks with different data, ranks with the same): runs of ``size`` ranks have the same data. All ranks call it
-    together."""
+    """(peers with different data, peers with the same data): each ``size`` consecutive ranks have the same data. All
+    ranks call it together."""
     if size == 1:
         return Peers(rank, ranks), Peers()
     across = [dist.new_group(list(range(place, ranks, size))) for place in range(size)]
@@ -62,7 +62,7 @@ def deal_out(rank: int, ranks: int, size: int) -> tuple[Peers, Peers]:
 
 
 def all_sum(values: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """``values`` added over the peers, in place."""
+    """Sum ``values`` over the peers, in place."""
     if peers.ranks > 1:
         dist.all_reduce(values, group=peers.group)
     return values
@@ -78,7 +78,7 @@ def all_gather(value: Any, peers: Peers) -> list[Any]:
 
 
 def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in lists of equal layout over the ranks."""
+    """The tensors grouped by their layout over the ranks."""
     alike: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -87,8 +87,8 @@ def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def padded(items: Sequence[Item], device: torch.device, ranks: int) -> list[Item | None]:
-    """``items``, and behind them as many None as the rank with the most items has more: all ranks make equally many
-    passes where each is collective."""
+    """``items``, padded with None to the largest number of items on any rank: all ranks then make the same number of
+    collective passes."""
     if ranks == 1:
         return list(items)
     longest = torch.tensor(len(items), device=device)
@@ -107,7 +107,7 @@ class Shards:
     def __init__(
         self, model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """``gathered``: makes these parameters whole while it lasts, where they are no DTensors (ZeRO-3)."""
+        """``gathered``: a context that gathers these parameters if they are not DTensors (ZeRO-3)."""
         self._model, self._gathered = model, gathered
 
     def layout(self) -> Mapping[str, torch.Tensor]:
@@ -145,7 +145,7 @@ def pieces(layout: Mapping[str, torch.Tensor], limit: int = PIECE_BYTES) -> Iter
 
 
 def gathered(shards: Shards, names: tuple[str, ...] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor (of ``names``) whole, good until the next is asked for; all ranks must come to the end."""
+    """Each tensor (of ``names``) whole, valid until the next one is requested; all ranks must finish the iteration."""
     layout = shards.layout()
     chosen = layout if names is None else {name: layout[name] for name in names}
     for piece in pieces(chosen):

@@ -23,9 +23,9 @@ from asyncrlhf.types import IdArray, IntArray, TrainBatch
 if TYPE_CHECKING:
     from asyncrlhf.learner.sequence import SequenceParallel
 
-# Logits held for the backward pass: beyond this many, rows go through the output layer in chunks that are recomputed.
+# Logits kept for the backward pass: beyond this number, rows pass the output layer in chunks that are recomputed.
 MAX_LOGITS = 2**27
-# What a linear layer, and choosing rows before it, are made of: a model that does more to its logits is not plain.
+# Operations of a linear layer and of selecting rows before it: a model that does more to its logits is not plain.
 PLAIN_OPERATIONS = {
     "aten::alias", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::slice", "aten::select", "aten::zeros",
     "aten::t", "aten::transpose", "aten::mm", "aten::addmm", "aten::expand", "aten::bmm", "aten::linear",
@@ -56,7 +56,7 @@ class PackedInputs:
         device: torch.device | str = "cpu",
         sets: tuple[IdArray, IdArray] | None = None,
     ) -> PackedInputs:
-        """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True behind them.
+        """From ``token_ids`` [T], ``cu_seqlens`` [N+1], and ``predicted`` [T]: False on prompts, True after them.
 
         ``sets``: the kept ids and the counts [T] of a batch whose sampling was truncated.
         """
@@ -65,11 +65,11 @@ class PackedInputs:
         seen: dict[bytes, int] = {}  # the first sequence with each prompt, which owns it
         texts = (token_ids[first:end].tobytes() for first, end in zip(starts, starts + prompts, strict=True))
         owners = np.array([seen.setdefault(text, index) for index, text in enumerate(texts)])
-        shared = np.where(owners == np.arange(len(owners)), 0, prompts)  # prompt tokens that lie with the owner
+        shared = np.where(owners == np.arange(len(owners)), 0, prompts)  # prompt tokens that are packed with the owner
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         place = np.arange(len(token_ids)) - starts[sequence]
         kept = (place >= shared[sequence]) & (place < lengths[sequence] - 1)
-        packed = np.cumsum(kept) - 1  # [T] where each kept token went
+        packed = np.cumsum(kept) - 1  # [T] the new position of each kept token
         targets = np.flatnonzero(predicted)
         sources = targets - 1
         first = place[targets] == prompts[sequence[targets]]
@@ -131,13 +131,13 @@ class TokenFacts(NamedTuple):
 class PackedPolicy(nn.Module):
     """A causal language model that maps ``PackedInputs`` to ``TokenFacts``.
 
-    Logits are divided by ``temperature``, as in sampling, so that policy and behavior log-probs speak of the same
+    Logits are divided by ``temperature``, as in sampling, so that policy and behavior log-probs refer to the same
     distribution; where sampling was truncated, both are renormalised on the set that the sampler kept. Dropout is
     switched off for the same reason.
 
-    Logits beyond ``MAX_LOGITS`` are made in chunks inside one call of the output layer, so that ranks that gather its
-    weight at each call make equally many. ``chunked`` False: a model whose logits are more than its output layer's
-    gives them all at once, for its own forward would be called once a chunk.
+    Logits beyond ``MAX_LOGITS`` are computed in chunks inside one call of the output layer, so that ranks that gather
+    its weight in each call make the same number of calls. ``chunked`` False: a model that changes its output layer's
+    logits computes all of them at once, because its own forward would be called for each chunk.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class PackedPolicy(nn.Module):
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._plain_head = self._head_is_plain()
         self.collision = collision
-        self.sequence: SequenceParallel | None = None  # with it, ranks pass a stretch each of the same inputs
+        self.sequence: SequenceParallel | None = None  # with it, each rank passes a part of the same inputs
         self._chunks = chunked
 
     def forward(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
@@ -241,7 +241,7 @@ class PackedPolicy(nn.Module):
         return self._full_head(hidden)
 
     def _full_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As :meth:`_head`, by the model's own forward around a trunk that only hands these states over."""
+        """As :meth:`_head`, by the model's own forward with a trunk that only returns these states."""
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         trunk: Any = self.model.base_model
@@ -262,7 +262,7 @@ class PackedPolicy(nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """Whether the output layer alone computes the model's logits; tried on the model, whatever its family."""
+        """Whether only the output layer computes the model's logits, found by running the model."""
         head = self.model.get_output_embeddings()
         if head is None:
             return False
@@ -326,7 +326,7 @@ def use_float32_head(model: transformers.PreTrainedModel) -> None:
     """Let the output layer of ``model`` work in float32, in place; copies of the model made later do, too.
 
     Logits of bfloat16 keep 8 bits: at 20 they are rounded by up to 0.06, and so are log-probs. Raises ConfigError for a
-    model whose output layer is no plain linear layer.
+    model whose output layer is not a plain linear layer.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Float32Linear):

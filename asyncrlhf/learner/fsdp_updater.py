@@ -1,4 +1,4 @@
-"""Weights as DTensors over the mesh of the learner's ranks: FSDP2, and what is composed with it."""
+"""Weights as DTensors over the mesh of the learner's ranks: FSDP2 and the parallelisms composed with it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.tensor_parallel import add_up, deal_out_model
 from asyncrlhf.learner.updaters import TorchUpdater
 
-FOLDER = "fsdp2"  # of a checkpoint: a file a rank, readable by ranks in any number and mesh
+FOLDER = "fsdp2"  # of a checkpoint: one file per rank, readable by any number of ranks in any mesh
 
 
 class FsdpUpdater(TorchUpdater):
     """``learner.sharding=fsdp2`` (``fully_shard``, Zhao et al. 2304.11277 for the idea), over the mesh's dimensions
-    ``replicate`` and ``shard``; inside of it tensor and expert parallelism, without sharding, too: ``shard`` is then 1.
+    ``replicate`` and ``shard``; also tensor and expert parallelism inside them. Without sharding ``shard`` is 1.
 
     Weights are gathered one decoder layer at a time, in the forward pass and again in the backward pass, and gradients
     are scattered after every microbatch, or once an update (``learner.gradient_reduction``). Both are collective:
@@ -41,10 +41,10 @@ class FsdpUpdater(TorchUpdater):
         super()._lay_out(policy, critic)
 
     def spread(self, module: nn.Module) -> nn.Module:
-        """Decoder layers first, then what is left (embeddings, last norm, head) as one unit.
+        """Decoder layers first, then the rest (embeddings, last norm, head) as one unit.
 
-        Nothing stays gathered between passes: a pass without gradient would leave tensors behind that the next update
-        does not reach.
+        No tensor stays gathered between passes: one that a pass without gradient left gathered would miss the next
+        update.
         """
         half = self.config.mixed_precision == "bfloat16"
         options: dict[str, Any] = {
@@ -90,7 +90,7 @@ class FsdpUpdater(TorchUpdater):
         if not files:
             raise CheckpointError(f"{folder / FOLDER} is missing: not a whole learner checkpoint.")
         own = self._state()
-        settings = own["optimizer"].pop("param_groups")  # this run's own: another mesh groups parameters otherwise
+        settings = own["optimizer"].pop("param_groups")  # this run's own: another mesh groups parameters differently
         found = read_sharded(own | {"optimizer": own["optimizer"] | {"param_groups": []}}, files)
         optimizer = found["optimizer"] | {"param_groups": settings}
         states = {"model_state_dict": found["weights"], "optim_state_dict": optimizer}

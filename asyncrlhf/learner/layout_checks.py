@@ -54,7 +54,7 @@ def _check_mesh(config: LearnerConfig) -> None:
     together = math.prod(getattr(config, key) for key in PARALLEL)
     check(
         config.ranks % together == 0,
-        f"learner.ranks={config.ranks} is no multiple of {together}, the product of {config.dealt_out}: "
+        f"learner.ranks={config.ranks} is not a multiple of {together}, the product of {config.dealt_out}: "
         "so many ranks at a time take one share of the batch.",
     )
     check(

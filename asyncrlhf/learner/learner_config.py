@@ -17,7 +17,7 @@ WHERE = ("learner", "service")
 
 @dataclass(frozen=True)
 class WorkersConfig:
-    """Where a model beside the policy runs: in the learner, or in workers of its own."""
+    """Where a model other than the policy runs: in the learner or in separate workers."""
 
     where: str = setting(
         "learner",
@@ -49,8 +49,8 @@ class WorkersConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig(WorkersConfig):
-    """``where=learner``: the learner holds the frozen model and asks it in each step. ``where=service``: workers of
-    their own do, for each rollout as it ends."""
+    """``where=learner``: the learner holds the frozen model and uses it in each step. ``where=service``: separate
+    workers use it for each rollout as it ends."""
 
     dtype: str = setting(
         "auto",
@@ -65,8 +65,9 @@ class ReferenceConfig(WorkersConfig):
 
 @dataclass(frozen=True)
 class CriticConfig(WorkersConfig):
-    """``where=learner``: the learner's critic passes over the batch before a step's first update. ``where=service``:
-    workers with a copy of it give each rollout its values as it ends. The learner trains the critic either way."""
+    """``where=learner``: the learner's critic computes the batch's values before a step's first update.
+    ``where=service``: workers with a copy of it compute each rollout's values as it ends. The learner trains the critic
+    in both cases."""
 
     def __post_init__(self) -> None:
         self.check("critic", "critic")
@@ -214,19 +215,20 @@ class LearnerConfig:
 
     @property
     def shares(self) -> int:
-        """Into how many parts a batch is dealt out: ranks that hold parts of one model, or parts of one sequence, are
-        given the same part."""
+        """The number of parts into which a batch is divided: ranks that hold parts of one model or of one sequence get
+        the same part."""
         return self.ranks // math.prod(getattr(self, key) for key in PARALLEL)
 
     @property
     def copies(self) -> int:
-        """Ranks whose gradients of one weight are added up: of different shares, or of different tokens of one."""
+        """The number of ranks whose gradients of one weight are summed: those with different shares or different tokens
+        of one share."""
         return self.shares * self.context_parallel_size
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The ranks' mesh: the size of each dimension by its name, the one whose ranks are neighbours last. Ranks that
-        split a share's tokens hold weights as those of different shares do."""
+        """The ranks' mesh: the size of each dimension by its name, the one with neighbouring ranks last. Ranks that
+        split a share's tokens hold weights like ranks of different shares."""
         replicas = self.dp_replicate_size if self.sharding == "fsdp2" else self.copies
         return {
             "replicate": replicas,
@@ -238,7 +240,7 @@ class LearnerConfig:
 
     @property
     def layout(self) -> str:
-        """What decides over the files of a checkpoint, as a user would write it."""
+        """The settings that determine the files of a checkpoint, as a user would write them."""
         if self.in_rows:
             return "learner.sharding=fsdp2"  # with tensor or expert parallelism, too: any such layout reads the files
         return f"learner.backend={self.backend}" + (f" learner.zero_stage={self.zero_stage}" if self.zero_stage else "")
@@ -287,11 +289,11 @@ class BackendSpec:
     Args:
         steps: learner steps of the whole run, for the learning-rate schedule.
         temperature: the generator's sampling temperature; policy log-probs are taken at the same one, so that policy
-            and behavior log-probs speak of one distribution; filters of the sampler come with the batch, as the sets
-            of tokens that they kept. 0, greedy, counts as 1.
+            and behavior log-probs refer to one distribution; the sampler's filters come with the batch, as the sets of
+            tokens that they kept. 0, greedy, counts as 1.
         max_completion_length: in tokens, the constant of ``algorithm.aggregate=const``.
         reference_served: batches come with the reference's log-probs, so that no such model is needed.
-        critic_served: batches come with the critic's values, so that the backend makes no pass of its own for them.
+        critic_served: batches come with the critic's values, so that the backend makes no pass for them.
     """
 
     learner: LearnerConfig

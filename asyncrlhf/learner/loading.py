@@ -17,10 +17,11 @@ from asyncrlhf.learner.spans import local_spans, overlaps
 def read_shards(
     module: nn.Module, files: WeightFiles, model: transformers.PreTrainedModel, device: torch.device
 ) -> None:
-    """Give the parameters of ``module``, which are DTensors on the device ``meta``, this rank's part of their
-    tensors in ``files``; a tensor after another, so that beside the shards one of them is there at a time.
+    """Load this rank's part of the tensors in ``files`` into the parameters of ``module``, which are DTensors on the
+    device ``meta``; one tensor after the other, so that only one is in memory beside the shards.
 
-    ``module`` is a policy or a critic around ``model`` or its trunk. What the files lack, a critic's head, is zero.
+    ``module`` is a policy or a critic around ``model`` or its trunk. A tensor that the files lack (a critic's head) is
+    zero.
     """
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,8 +40,8 @@ def read_shards(
 
 
 def hold_places(module: nn.Module) -> None:
-    """Put parameters in host memory in the place of those on the device ``meta``: of their shapes, and of one number's
-    bytes each, until :func:`in_turn` gives them their tensors."""
+    """Replace parameters on the device ``meta`` by ones in host memory that have the same shape and take one number's
+    bytes, until :func:`in_turn` loads their tensors."""
     _renew(module, lambda t: torch.zeros((), dtype=t.dtype).expand(t.shape) if t.is_meta else t)
 
 
@@ -48,10 +49,10 @@ def hold_places(module: nn.Module) -> None:
 def in_turn(
     module: nn.Module, files: WeightFiles, model: transformers.PreTrainedModel, reads: bool
 ) -> Iterator[nn.Parameter]:
-    """The parameters of ``module`` after :func:`hold_places`, each with its whole tensor from the moment at which it
-    comes; it is the caller's to let go of it. Not ``reads``: with room for it alone.
+    """The parameters of ``module`` after :func:`hold_places`, each with its whole tensor once it is yielded; the caller
+    releases it. With ``reads`` False the tensor is only allocated.
 
-    ``module``, ``model``: as :func:`read_shards` takes them.
+    ``module``, ``model``: see :func:`read_shards`.
     """
     for name, parameter in module.named_parameters():
         known, first = name_in_files(name, model, files), parameter.shape[0]
@@ -65,7 +66,7 @@ def in_turn(
 
 
 def _renew(module: nn.Module, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Apply ``made`` to parameters and buffers; parameters become new ones, those that were one become one."""
+    """Apply ``made`` to parameters and buffers; parameters are replaced, and tied ones stay tied."""
     shared = [names for names in _names(module).values() if len(names) > 1]
     module._apply(made)
     for first, *others in shared:

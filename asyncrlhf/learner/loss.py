@@ -20,7 +20,7 @@ Options = dict[str, Any]
 
 
 class MicrobatchLosses:
-    """Computes the policy's part of each microbatch in the loss of its optimizer update.
+    """Computes each microbatch's term of the policy loss of an optimizer update.
 
     Every loss is divided by ``normaliser``, which is counted over the whole update, so that losses and gradients of
     the microbatches of all ranks add up to the update's.
@@ -100,7 +100,7 @@ class MicrobatchLosses:
 def critic_loss(
     config: AlgorithmConfig, tokens: ResponseTokens, values: torch.Tensor, normaliser: torch.Tensor
 ) -> torch.Tensor:
-    """The critic's part of one microbatch, a mean over the update's tokens: 0-dim. ``values`` [m] have the gradient."""
+    """The critic's term of one microbatch, a mean over the update's tokens: 0-dim. ``values`` [m] have the gradient."""
     assert tokens.values is not None and tokens.returns is not None
     return value_loss(
         values,

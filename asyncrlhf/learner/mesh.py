@@ -17,7 +17,7 @@ class Mesh:
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         init_single_process_group(device)
-        # DTensors over two dimensions are gathered by one collective after another, which torch calls suboptimal.
+        # torch warns that DTensors over two dimensions are gathered by two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self.sizes = sizes
         self.whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -92,8 +92,8 @@ def _build(config: LearnerConfig, groups: list[dict[str, Any]], betas: tuple[flo
 
 
 def _groups(module: nn.Module, rate: float, decay: float, muon: bool) -> list[dict[str, Any]]:
-    """The trained parameters in groups: what has rows, which decays, and vectors. For Muon the matrices apart from
-    tables with a row a token, embeddings and output layers."""
+    """The trained parameters in groups: those with rows, which decay, and vectors. For Muon the matrices except those
+    with one row per token (embeddings and output layers)."""
     from asyncrlhf.learner.distributed import by_layout  # imports DTensors, which the driver of a run never needs
 
     trained = [p for p in module.parameters() if p.requires_grad]

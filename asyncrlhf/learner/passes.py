@@ -1,4 +1,4 @@
-"""Forward passes over planned microbatches: autocast, records, dummies where all ranks must pass together."""
+"""Forward passes over planned microbatches: autocast, records, and dummy passes if all ranks must take part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ForwardPasses:
-    """``precision``: a ``learner.mixed_precision``. Policies are what ``Updater`` gives, or modules like them."""
+    """``precision``: a ``learner.mixed_precision``. Policies come from ``Updater`` or are modules with the same
+    interface."""
 
     def __init__(self, updater: Updater, temperature: float, precision: str, device: torch.device) -> None:
         self._updater, self._temperature, self._device = updater, temperature, device
@@ -56,7 +57,7 @@ class ForwardPasses:
         return self._all(self._updater.critic, plan.microbatches, len(plan.tokens.loss_mask), self._own_values)
 
     def final_values(self, plan: StepPlan, token_budget: int) -> torch.Tensor:
-        """The present critic's value of the state behind each answer that was cut, 0 behind one that ended: [N]."""
+        """The present critic's value of the state after each truncated answer, 0 after a complete one: [N]."""
         microbatches, sequences = cut_answers(plan, token_budget, self._device)
         found = self._all(self._updater.critic, microbatches, len(sequences), self._own_values)
         return torch.zeros(len(plan.tokens.rewards), device=self._device).index_put((sequences,), found)

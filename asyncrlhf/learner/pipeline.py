@@ -1,9 +1,9 @@
 """Pipeline parallelism: each rank has a run of the decoder layers, and hidden states go from rank to rank.
 
-All ranks of a pipeline are given the same batch, so that each knows the shapes of what comes: microbatches may have any
-number of tokens, which torch's own stages do not take (docs/learners.md). Forward and backward passes take turns as in
-1F1B (Narayanan et al., 2104.04473): stage s of S has at most S - s microbatches under way. What the last stage says of
-the tokens goes to all, for every rank plans and records the same step.
+All ranks of a pipeline get the same batch, so each knows the shapes of the tensors that it receives: microbatches may
+have any number of tokens, which torch's own stages do not support (docs/learners.md). Forward and backward passes
+alternate as in 1F1B (Narayanan et al., 2104.04473): stage s of S has at most S - s microbatches under way. The last
+stage sends the tokens' facts to all ranks, because every rank plans and records the same step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from asyncrlhf.learner.distributed import Peers, Shards
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts
 from asyncrlhf.learner.model_fits import check_layers
 
-Bounds = tuple[int, int]  # the first layer of a stage, and the one behind its last
+Bounds = tuple[int, int]  # the first layer of a stage, and the one after its last
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a decoder layer, or a norm, of another stage: returns its input."""
+    """Replaces a decoder layer or a norm of another stage; returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class _Elsewhere(nn.Module):
 
 
 def cut(model: transformers.PreTrainedModel, stage: int, stages: int) -> dict[str, int]:
-    """Leave of ``model`` what ``stage`` holds, under the names that it had; returns the stage of each parameter.
+    """Reduce ``model`` to the part of ``stage``, with unchanged names; returns the stage of each parameter.
 
-    Embeddings are the first stage's; the last norm and the output layer the last one's, which has a copy of weights
-    that are tied to the embeddings. Raises ConfigError for a model that is not built of ``layers`` and a ``norm``.
+    The first stage has the embeddings; the last one has the last norm and the output layer, with a copy of weights that
+    are tied to the embeddings. Raises ConfigError for a model that is not built of ``layers`` and a ``norm``.
     """
     trunk: Any = model.base_model
     table: Any = model.get_input_embeddings()
@@ -83,7 +83,7 @@ class _Pass:
 
 
 class Stage(nn.Module):
-    """One rank's part of a ``PackedPolicy``, called as the whole of it is, by all ranks of the pipeline together."""
+    """One rank's part of a ``PackedPolicy``, called in the same way by all ranks of the pipeline together."""
 
     def __init__(self, policy: PackedPolicy, peers: Peers, dtype: torch.dtype | None) -> None:
         """``policy``: whole; its model is cut here. ``dtype``: of autocast, or None."""
@@ -93,11 +93,11 @@ class Stage(nn.Module):
         self.owners = cut(policy.model, peers.rank, peers.ranks)
         self.policy, self.peers, self._dtype = policy, peers, dtype
         self.first, self.last = peers.rank == 0, peers.rank == peers.ranks - 1
-        # A group a direction: NCCL does one thing of a group after the other, and one way must not wait for another.
+        # One group per direction: NCCL runs a group's operations in order, and one direction must not wait for another.
         ranks = None if peers.group is None else dist.get_process_group_ranks(peers.group)
         self._down, self._up, self._said = (dist.new_group(ranks) for _ in range(3))
         self._begun: dict[int, _Pass] = {}
-        self._open: _Pass | None = None  # the newest whose facts were asked for
+        self._open: _Pass | None = None  # the newest whose facts were requested
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def begin(self, inputs: PackedInputs) -> None:
@@ -120,7 +120,7 @@ class Stage(nn.Module):
         return TokenFacts.unstacked(said, inputs.kept is not None)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The gradients of the microbatch whose facts were asked for last; ``loss`` counts on the last stage."""
+        """The gradients of the microbatch whose facts were requested last; only the last stage uses ``loss``."""
         passed, self._open = self._open, None
         assert passed is not None
         if self.last:
@@ -170,7 +170,7 @@ class Stage(nn.Module):
 
 
 class StageShards(Shards):
-    """Tensors of all stages: each is its own stage's, and goes to all ranks while a piece is gathered."""
+    """Tensors of all stages: each belongs to one stage, which sends it to all ranks while a piece is gathered."""
 
     def __init__(self, stage: Stage, whole: Mapping[str, torch.Tensor]) -> None:
         """``whole``: :meth:`layout`."""
@@ -194,8 +194,8 @@ class StageShards(Shards):
 
 
 def one_forward_one_backward(stage: Stage, inputs: Sequence[PackedInputs | None]) -> Iterator[int]:
-    """The places of ``inputs`` in order; before each, this stage begins as many as keep the stages behind it at work.
-    None is begun when it is asked for."""
+    """The indices of ``inputs`` in order; before each, this stage starts as many as keep the later stages busy. An
+    input that is None is not started ahead."""
     begun = 0
     for place in range(len(inputs)):
         while begun < min(len(inputs), place + stage.peers.ranks - stage.peers.rank):

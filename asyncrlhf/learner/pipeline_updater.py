@@ -1,4 +1,4 @@
-"""Updates of a policy whose decoder layers lie on several ranks, see ``pipeline.py``."""
+"""Updates of a policy whose decoder layers are on several ranks, see ``pipeline.py``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from asyncrlhf.learner.updaters import TorchUpdater
 class PipelineUpdater(TorchUpdater):
     """``learner.pipeline_parallel_size``: all ranks are the stages of one pipeline, and have the same batch.
 
-    A weight that is embedding and output layer is the first stage's; the last one's copy gets the same gradient, the
-    sum of both. A checkpoint is that of one plain rank: rank 0 puts the optimizer's states together.
+    A weight that is both embedding and output layer belongs to the first stage; the last stage's copy gets the same
+    gradient, the sum of both. A checkpoint is that of one plain rank: rank 0 collects the optimizer's states.
     """
 
     def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:

@@ -35,11 +35,11 @@ PER_SEQUENCE = frozenset(("rewards", "weights", "group_ids", "truncated", "criti
 class ResponseTokens:
     """A step's facts about the M response tokens and N sequences of this rank, packed without their prompts.
 
-    A token whose behavior log-prob is NaN or infinite is no evidence: it is out of the loss mask, so that normalisers
-    do not count it, and a sequence's product or mean of ratios is that of its other tokens. Its own is 0 here.
+    A token whose behavior log-prob is NaN or infinite is excluded from the loss mask: normalisers do not count it, and
+    a sequence's product or mean of ratios uses its other tokens. Its log-prob is 0 here.
 
-    ``advantages``, ``gate`` and ``head_losses`` are fixed before the first update, unless the algorithm looks at the
-    whole of an update with the present policy: then ``targets.fill`` writes that update's part each time.
+    ``advantages``, ``gate`` and ``head_losses`` are fixed before the first update, unless the algorithm needs a whole
+    update under the present policy: then ``targets.fill`` writes each update's part.
     """
 
     sequence_ids: torch.Tensor  # [M] 0 to N-1, sorted
@@ -48,9 +48,9 @@ class ResponseTokens:
     rewards: torch.Tensor  # [N] less a KL penalty, where one is counted in the reward
     weights: torch.Tensor  # [N]
     group_ids: torch.Tensor  # [N]
-    truncated: torch.Tensor  # [N] bool: cut at the longest answer allowed
+    truncated: torch.Tensor  # [N] bool: truncated at the longest answer allowed
     behavior_logprobs: torch.Tensor  # [M]
-    policy_logprobs: torch.Tensor  # [M] of the last pass; it carries the gradient where a loss is made of it
+    policy_logprobs: torch.Tensor  # [M] of the last pass; with its gradient if a loss is computed from it
     entropy: torch.Tensor  # [M] of the last pass, with the gradient likewise
     collision: torch.Tensor  # [M] of the last pass, where the policy gives it
     kept_mass: torch.Tensor  # [M] of the first pass, where sampling was truncated; 0 before it
@@ -61,7 +61,7 @@ class ResponseTokens:
     ema_logprobs: torch.Tensor | None = None  # [M] the target network's
     values: torch.Tensor | None = None  # [M] the critic's before the first update
     critic_lag: torch.Tensor | None = None  # [N] learner steps between the critic that served them and the present one
-    final_values: torch.Tensor | None = None  # [N] of the state behind an answer that was cut; 0 behind one that ended
+    final_values: torch.Tensor | None = None  # [N] of the state after a truncated answer; 0 after a complete one
     returns: torch.Tensor | None = None  # [M] the critic's targets
     gate: torch.Tensor | None = None  # [M] bool: the tokens that are kept
     head_losses: torch.Tensor | None = None  # [N]
@@ -107,8 +107,8 @@ def plan_step(
     """Order the sequences by minibatch, by whether they train, and so that siblings share a microbatch.
 
     ``version``: the policy's present version, from which the tokens' lag is counted. Under ``truncated=mask`` the
-    tokens of answers that were cut leave the loss and its normaliser; their rewards stay in their group's baseline, as
-    in TRL's ``mask_truncated_completions``.
+        tokens of truncated answers are excluded from the loss and its normaliser; their rewards remain in their group's
+        baseline, as in TRL's ``mask_truncated_completions``.
     """
     lengths = sequence_lengths(batch)
     if config.truncated == "mask":
@@ -136,13 +136,13 @@ def plan_step(
 
 
 def zero_gradient_sequences(batch: TrainBatch, config: AlgorithmConfig) -> np.ndarray:
-    """Sequences [N] whose loss has no gradient whatever the policy, such as those of groups without reward spread."""
+    """Sequences [N] whose loss has no gradient for any policy, such as those of groups without reward spread."""
     none = np.zeros(batch.num_sequences, dtype=np.bool_)
     others = config.kl != "none" or config.whiten or config.entropy_coef > 0 or bool(config.loss.target)
     if others or batch.num_sequences == 0:
         return none
     if config.head == "pair":
-        # Who makes a pair, and who is best, is a matter of the rewards alone.
+        # Only the rewards decide which rollouts form a pair and which is best.
         rewards, group_ids = torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids)
         chosen, _ = pair(torch.zeros_like(rewards), rewards, group_ids, beta=config.beta, kind=config.pair_loss)
         return (chosen == 0).numpy()
@@ -160,8 +160,8 @@ def flat_groups(batch: TrainBatch) -> np.ndarray:
 
 
 def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tuple[list[Microbatch], torch.Tensor]:
-    """(microbatches, sequences [n]) for the states behind answers that were cut: a critic's values of the microbatches,
-    laid out by ``span`` [n], are those of ``sequences``."""
+    """(microbatches, sequences [n]) for the states after truncated answers: a critic's values of the microbatches, laid
+    out by ``span`` [n], are those of ``sequences``."""
     chosen = np.flatnonzero(plan.batch.truncated)
     cut = select(plan.batch, chosen)
     lengths = sequence_lengths(cut)
@@ -170,7 +170,7 @@ def cut_answers(plan: StepPlan, token_budget: int, device: torch.device) -> tupl
         first, last = int(run[0]), int(run[-1]) + 1
         tokens = cut.token_ids[cut.cu_seqlens[first] : cut.cu_seqlens[last]]
         ends = np.cumsum(lengths[run])
-        # A stand-in for the token that never came: only the state in which it would have been chosen is read.
+        # A placeholder for the token that was not generated: only the state before it is used.
         inputs = PackedInputs.build(
             np.insert(tokens, ends, 0),
             np.concatenate([[0], ends + np.arange(1, len(run) + 1)]),

@@ -1,8 +1,8 @@
-"""Attention over packed sequences whose tokens lie on several ranks: keys and values travel a ring.
+"""Attention over packed sequences whose tokens are on several ranks: keys and values travel around a ring.
 
 A rank keeps its queries. With each hop it gets the keys and values of one rank further back, while it works on those
-that came before; what its queries saw of each is put together by the log-sum-exps (Liu et al., 2310.01889). In the
-backward pass the gradients of keys and values travel with them, and come home after the last hop.
+that came before; the partial results are merged by their log-sum-exps (Liu et al., 2310.01889). In the backward pass
+the gradients of keys and values travel with them and return after the last hop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ VARLEN_TYPES = (torch.bfloat16, torch.float16)  # of torch's varlen kernel
 
 @dataclass
 class _Arriving:
-    """A tensor on its way to this rank. ``sent`` goes the other way and must not change before it has left."""
+    """A tensor that is being received. ``sent`` is being sent at the same time and must not change until it has
+    left."""
 
     room: torch.Tensor
     sent: torch.Tensor
@@ -90,11 +91,11 @@ class _Kernel(ABC):
         self, source: int, saved: tuple[torch.Tensor, ...], k: torch.Tensor, v: torch.Tensor, dq: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of rank ``source``'s keys and values; that of the queries is added to ``dq``. ``saved``: the
-        gradient of the output, queries, output and log-sum-exps, the last two of all that each query saw."""
+        gradient of the output, queries, output and log-sum-exps, the last two over all keys that each query saw."""
 
 
 class _FlashCalls(_Kernel):
-    """On CPUs: a flash call a rectangle; the rank's own keys as without a ring."""
+    """On CPUs: one flash call per rectangle; the rank's own keys as without a ring."""
 
     def first(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = attention_op(q[None], k[None], v[None], self.plan.spans, self.scale)
@@ -184,8 +185,8 @@ class _Varlen(_Kernel):
 
 
 class _Written(_Kernel):
-    """Softmax written out, a rectangle at a time: sliding windows, heads whose values have another size, and float32
-    on GPUs."""
+    """An explicit softmax, one rectangle at a time: for sliding windows, heads whose values have another size, and
+    float32 on GPUs."""
 
     def type(self, value: torch.Tensor) -> torch.dtype:
         return torch.promote_types(value.dtype, torch.float32)

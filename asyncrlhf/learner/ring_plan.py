@@ -1,8 +1,8 @@
 """Which packed tokens each rank of a ring has, and which keys of each rank its queries see.
 
 The packed tokens are cut into twice as many stretches as there are ranks, and rank r has the stretches r from the front
-and r from the back: a late token sees more than an early one, so that each rank has as much to do (the zigzag of
-Zhu's ring-flash-attention). Sequences are cut wherever a stretch ends; a shared prompt lies where it was packed.
+and r from the back: a late token has more keys than an early one, so this balances the ranks' work (the zigzag of Zhu's
+ring-flash-attention). Sequences are cut where a stretch ends; a shared prompt stays where it was packed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from asyncrlhf.types import IntArray
 
-Stretch = tuple[int, int, int]  # first packed token, the one behind the last, and what to add for the rank's own count
+Stretch = tuple[int, int, int]  # first packed token, the one after the last, and the offset to the index on the rank
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Rectangles:
     """R runs of queries of one rank, each of which sees one run of keys of another: all of them, or, where ``causal``,
     those up to itself."""
 
-    queries: IntArray  # [R, 2] the first token, counted on its rank, and how many
+    queries: IntArray  # [R, 2] the first token's index on its rank, and the number of tokens
     keys: IntArray  # [R, 2]
     causal: bool = False
 
@@ -45,7 +45,7 @@ class RingPlan:
     rows: IntArray  # [T] its packed tokens
     sizes: tuple[int, ...]  # tokens of each rank
     spans: torch.Tensor  # [n, 4] its own part of each sequence, as ``varlen.plan_calls`` takes it
-    blocks: tuple[tuple[Rectangles, ...], ...]  # what its queries see of each rank; each has a query once at most
+    blocks: tuple[tuple[Rectangles, ...], ...]  # each rank's keys that its queries see, at most once per query
     positions: tuple[torch.Tensor, ...]  # [T] of each rank's tokens in their sequences
     longest: int  # tokens of the longest sequence
 
@@ -62,7 +62,8 @@ def plan_ring(spans: IntArray, positions: IntArray, rank: int, ranks: int) -> Ri
     for source in range(ranks):
         if source == rank:
             parts = [_rectangles(mine, mine, causal=True), _rectangles(mine, _within(prompts, stretches[rank]))]
-        else:  # of a rank before it the front stretch alone is early enough; of one behind it only the back sees both
+        else:
+            # It sees the front stretch of an earlier rank; its back stretch alone sees those of a later rank.
             queries = mine if source < rank else _within(own, stretches[rank][1:])
             seen = stretches[source][:1] if source < rank else stretches[source]
             parts = [_rectangles(queries, _within(keys, seen)) for keys in (own, prompts)]
@@ -85,9 +86,10 @@ def _stretches(borders: IntArray, rank: int, ranks: int) -> tuple[Stretch, Stret
 
 
 def _within(runs: IntArray, stretches: tuple[Stretch, ...]) -> IntArray:
-    """[N, 2]: what of ``runs`` [N, 2] of packed tokens lies in the stretches, counted on their rank; zeros for nothing.
+    """[N, 2]: the part of ``runs`` [N, 2] of packed tokens inside the stretches, as indices on their rank; zeros if
+    there is none.
 
-    A run that has a part in both is one run there, too: it has all that lies between them.
+    A run with a part in both stretches is one run there too, because it contains everything between them.
     """
     found = np.zeros_like(runs)
     for first, end, shift in stretches:

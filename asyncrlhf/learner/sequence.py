@@ -1,4 +1,4 @@
-"""Ranks that share one batch: each computes a part of its tokens, and all get the results of all."""
+"""Ranks that share one batch: each computes a part of its tokens, and all ranks get all results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Sum(torch.autograd.Function):
 
 
 class SequenceParallel(ABC):
-    """Splits packed inputs over ``peers``, the ranks that hold the same batch, and puts their answers together.
+    """Splits packed inputs over ``peers``, the ranks that hold the same batch, and combines their results.
 
     Each rank's gradient is that of its own part: added up over the ranks, each token counts once.
     """
@@ -57,8 +57,8 @@ def part_of(inputs: PackedInputs, own: torch.Tensor, **changes: Any) -> PackedIn
 
 @dataclass(frozen=True, kw_only=True)
 class _OnRing(Layout):
-    """This rank's tokens of a packed batch; ``position_ids`` are theirs, or that of the one token that a rank without
-    any passes, for models cannot pass none."""
+    """This rank's tokens of a packed batch; ``position_ids`` belong to them; a rank without tokens passes one, because
+    a model cannot run on none."""
 
     plan: RingPlan
     peers: Peers
@@ -81,8 +81,8 @@ class _OnRing(Layout):
 
 
 class ContextParallel(SequenceParallel):
-    """``learner.context_parallel_size``: each rank has stretches of the packed tokens in all layers, and attention goes
-    round the ring (``ring.py``). Heads need not be dealt out, so that any number of ranks will do."""
+    """``learner.context_parallel_size``: each rank has stretches of the packed tokens in all layers, and attention uses
+    the ring (``ring.py``). Heads are not divided, so any number of ranks is possible."""
 
     def stretch(self, inputs: PackedInputs) -> tuple[PackedInputs, torch.Tensor]:
         whole, device = inputs.layout, inputs.token_ids.device

@@ -1,4 +1,4 @@
-"""Where a rank's part of a DTensor lies in the whole: along each dimension, runs of [first, last)."""
+"""The position of a rank's part within a whole DTensor: for each dimension, runs of [first, last)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-Spans = list[list[list[int]]]  # of each dimension the runs that the part has, one behind another
+Spans = list[list[list[int]]]  # for each dimension the runs of the part, in order
 Slices = tuple[slice, ...]
 
 
@@ -20,7 +20,7 @@ def local_spans(tensor: DTensor) -> Spans:
 
 
 def _runs(tensor: DTensor, dim: int) -> list[list[int]]:
-    """torch deals out the numbers of the rows as it deals out the rows."""
+    """torch divides row numbers in the same way as rows."""
     size = tensor.shape[dim]
     along = [_along_first(placement, dim) for placement in tensor.placements]
     if all(placement.is_replicate() for placement in along):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.spans import Spans, local_spans, overlaps
 
-Plain = Any  # JSON values: lists are lists, scalars themselves; an object's one key says what it stands for
+Plain = Any  # JSON values: lists and scalars are themselves; an object's only key names the type that it represents
 TENSOR, DICT, TUPLE = "tensor", "dict", "tuple"
 STATE = "state"  # of the header's metadata
 PIECE = 1 << 20  # bytes written and hashed at a time: they come from memory once, and the steps beside it keep theirs
@@ -26,18 +26,18 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-# What a file that is no such state makes its readers raise.
+# Exceptions of the readers for a file that is not such a state.
 UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 def split(
     state: Any, whole: bool = True, ours: Callable[[DTensor], bool] = lambda tensor: True
 ) -> tuple[Plain, dict[str, torch.Tensor]]:
-    """The state as plain JSON values, and its tensors by the numbers that stand in their places; one that is there
-    twice is listed once. Of a DTensor the local part is listed, with its ``spans`` and the whole shape; where it is
-    not ``ours``, another rank lists the same part, an empty one.
+    """The state as plain JSON values with numbers in place of tensors, and the tensors by number; one that occurs twice
+    is listed once. Of a DTensor the local part is listed, with its ``spans`` and the whole shape; if it is not
+    ``ours``, an empty part, because another rank lists it.
 
-    Raises CheckpointError for what is neither; not ``whole``: such entries of dicts are left out.
+    Raises CheckpointError for other objects; with ``whole`` False such entries of dicts are left out.
     """
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[Any, str] = {}
@@ -82,7 +82,7 @@ def split(
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """One safetensors file on disk, straight from contiguous host tensors; returns its seal, see
+    """Write one safetensors file directly from contiguous host tensors; returns its seal, see
     ``data.checkpoint_manifest``: the bytes are hashed as they are written, not read back."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -111,7 +111,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def read_plain(path: Path) -> Any:
-    """The state out of the header, its tensors as numbers. Raises CheckpointError for a file that is no state."""
+    """The state in the header, with numbers for tensors. Raises CheckpointError for a file that is not a state."""
     try:
         with safe_open(path, "pt") as file:
             return _joined(json.loads(file.metadata()[STATE]), None)
@@ -120,7 +120,7 @@ def read_plain(path: Path) -> Any:
 
 
 def read_state(path: Path) -> Any:
-    """The state, tensors in host memory. Raises CheckpointError for a file that is no state."""
+    """The state, tensors in host memory. Raises CheckpointError for a file that is not a state."""
     try:
         with safe_open(path, "pt") as file:
             return _joined(json.loads(file.metadata()[STATE]), file)
@@ -141,8 +141,8 @@ def _joined(value: Plain, file: Any) -> Any:
 
 
 def read_sharded(template: Any, files: Sequence[Path]) -> Any:
-    """The state that some ranks wrote, a file each, laid out as ``template`` is on this one: its DTensors are filled in
-    place with this rank's part. Raises CheckpointError where the files do not hold what the template asks for."""
+    """The state that ranks wrote in one file each, in the layout of ``template`` on this rank: its DTensors are filled
+    in place with this rank's part. Raises CheckpointError if the files lack a part that the template needs."""
     try:
         with ExitStack() as stack:
             opened = [stack.enter_context(safe_open(file, "pt")) for file in files]

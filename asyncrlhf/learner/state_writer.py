@@ -1,4 +1,4 @@
-"""Writes a rank's part of a checkpoint beside its further steps: from a copy, in a thread of its own."""
+"""Writes a rank's part of a checkpoint during its next steps: from a copy, in a separate thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrlhf.data.checkpoint_manifest import Seals
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.state_file import STATE, split, write_file
 
-NICENESS = 10  # of the thread: the steps beside it come first
+NICENESS = 10  # of the thread: concurrent steps have priority
 GATHERED = 2  # files of gathered tensors that may wait in host memory for the disk
 ALIGNMENT = 64
 
@@ -29,8 +29,8 @@ class StateWriter:
     """``begin``, then any number of ``write_*`` and ``submit``, then ``end``, which may be called in another thread.
 
     ``write_state`` and ``write_tensors`` copy the tensors before they return: into buffers in host memory that are kept
-    for the next checkpoint, so that the caller, which stands still for it, waits for the copy alone. They take the
-    room of what is saved, from the first checkpoint on.
+    for the next checkpoint, so that the caller waits only for the copy. The buffers take as much memory as the saved
+    state, from the first checkpoint on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,15 +43,15 @@ class StateWriter:
         self._folder, self._seals = Path(), Seals()
 
     def begin(self, folder: Path) -> None:
-        """Files that follow are meant to lie in ``folder``. Waits until those of the checkpoint before are written."""
+        """Set the folder of the files that follow. Waits until those of the previous checkpoint are written."""
         wait(self._pending)
         self._pending, self._folder, self._seals = [], folder, Seals()
         if not self.rehearsing:
             folder.mkdir(parents=True, exist_ok=True)
 
     def rehearse(self, save: Callable[[Path], object]) -> None:
-        """Make room, beside further steps, for what ``save`` will write: the first copy into fresh memory takes several
-        times as long. ``save`` is called with a folder in which nothing is written."""
+        """Allocate memory, during further steps, for the files that ``save`` will write: the first copy into new memory
+        takes several times as long. ``save`` is called with a folder to which nothing is written."""
         self.rehearsing = True
         try:
             save(Path())
@@ -78,8 +78,8 @@ class StateWriter:
     def write_gathered(
         self, path: Path, gather: Callable[[], Mapping[str, torch.Tensor]], metadata: Mapping[str, str]
     ) -> None:
-        """As ``write_tensors``, of tensors that ``gather`` returns in host memory of their own; first waits while
-        ``GATHERED`` such files are on their way to the disk."""
+        """As ``write_tensors``, for tensors that ``gather`` returns in new host memory; first waits while ``GATHERED``
+        such files are being written."""
         self._room.acquire()
         tensors = gather()
 
@@ -103,7 +103,7 @@ class StateWriter:
 
     def end(self) -> Seals:
         """Wait for the disk; returns the seals of the files, by their paths within the folder. Raises CheckpointError
-        where one could not be written."""
+        if one could not be written."""
         for future in self._pending:
             try:
                 future.result()
@@ -139,6 +139,6 @@ class StateWriter:
 
 
 def _give_way() -> None:
-    """Linux knows a niceness of each thread; elsewhere the thread keeps that of its process."""
+    """On Linux each thread has its own niceness; elsewhere the thread keeps that of its process."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

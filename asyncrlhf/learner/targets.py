@@ -1,9 +1,9 @@
 """The targets of a step: advantages, value targets, the policy between theta and mu, behavior weights.
 
-Some algorithms must know the whole of an optimizer update, with the present policy, before its backward pass. Gates
-look at all tokens of the update on all ranks; the minimum-variance baseline and the heads look at whole groups, which
-lie on one rank, but may be spread over its microbatches. So passes are put on record first and ``fill`` writes the
-update's gate, advantages or head coefficients; microbatches then only read them.
+Some algorithms need a whole optimizer update under the present policy before its backward pass. Gates use all tokens of
+the update on all ranks; the minimum-variance baseline and the heads use whole groups, which are on one rank but may be
+spread over its microbatches. Therefore passes are recorded first and ``fill`` writes the update's gate, advantages or
+head coefficients; microbatches then only read them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LOG_OF_ZERO = -80.0
 def set_targets(
     tokens: ResponseTokens, config: AlgorithmConfig, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Write the step's rewards, advantages and value targets, from what passes found before the first update; room for
-    what :func:`fill` writes. Whole groups must lie on this rank; whitening takes its moments over all ranks.
+    """Write the step's rewards, advantages and value targets from the passes before the first update, and allocate the
+    arrays that :func:`fill` writes. Whole groups must lie on this rank; whitening takes its moments over all ranks.
 
-    A KL in the reward is that of the present (proximal) policy: a token at a time with a critic and in REINFORCE++,
-    where a token answers for the KL from itself on, and summed onto the sequence's reward otherwise.
+    A KL in the reward is that of the present (proximal) policy: per token with a critic and in REINFORCE++, where a
+    token's return includes the KL from that token on; otherwise its sum goes into the sequence's reward.
     """
     ids, mask = tokens.sequence_ids, tokens.loss_mask
     if tokens.values is not None:
@@ -71,8 +71,8 @@ def _penalised(tokens: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _token_rewards(tokens: ResponseTokens, config: AlgorithmConfig) -> torch.Tensor:
-    """[M]: the score on the last token, less the KL penalty of each. Where the critic's value stands for the rest of an
-    answer that was cut, it also stands for its score: both would count what the answer is worth twice."""
+    """[M]: the score on the last token, minus the KL penalty of each. If the critic's value replaces the rest of a
+    truncated answer, it replaces its score too: both together would count the answer's worth twice."""
     scores = tokens.rewards
     if config.truncated == "bootstrap":
         scores = scores.masked_fill(tokens.truncated, 0.0)
@@ -115,8 +115,8 @@ def _sequence_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, config:
 
 
 def proximal_of(config: AlgorithmConfig, tokens: ResponseTokens) -> torch.Tensor:
-    """The policy [m] that stands between theta and mu: the slow network (not below mu / ``ema_ratio_cap``), the
-    interpolation, or theta before the step.
+    """The policy [m] between theta and mu: the slow network (not below mu / ``ema_ratio_cap``), the interpolation, or
+    theta before the step.
 
     It is the clip's anchor under ``prox``, ``prox_interp`` and ``ema``, and the numerator of the behavior weight.
     """
@@ -145,7 +145,7 @@ def correction_weight(config: AlgorithmConfig, tokens: ResponseTokens) -> tuple[
 
 
 def fills(config: AlgorithmConfig) -> bool:
-    """Whether each update of the algorithm has targets of its own."""
+    """Whether the algorithm computes separate targets for each update."""
     return config.head != "policy" or config.gate in ("m2", "sat") or config.advantage == "opob"
 
 
@@ -165,9 +165,9 @@ def sequence_ess_fraction(tokens: ResponseTokens, proximal: torch.Tensor, peers:
 
 @torch.no_grad()
 def fill(config: AlgorithmConfig, tokens: ResponseTokens, update: Sequence[Microbatch], peers: Peers) -> None:
-    """Write the targets of ``update``, from what is on record of the present policy.
+    """Write the targets of ``update`` from the recorded passes of the present policy.
 
-    Called by all ranks together, also by one whose share of the update is empty.
+    All ranks call it together, including one whose share of the update is empty.
     """
     part = tokens.part(update)
     if part.gate is not None:
@@ -198,7 +198,7 @@ def _gate(config: AlgorithmConfig, part: ResponseTokens, peers: Peers) -> torch.
 
 
 def _opob(config: AlgorithmConfig, part: ResponseTokens) -> torch.Tensor:
-    """[n]. The weights are those of the loss, cut as there: the baseline is best for the estimator that is used."""
+    """[n]. The weights are those of the loss, with the same caps: the baseline is optimal for the estimator in use."""
     mask, ids, count = part.loss_mask, part.sequence_ids, len(part.rewards)
     log_weights = torch.zeros_like(part.rewards)
     if config.correction != "none":

@@ -19,11 +19,11 @@ EMBEDDING = "embedding_rowwise"
 
 
 def deal_out_model(model: transformers.PreTrainedModel, mesh: Mesh) -> list[str]:
-    """Make parameters of ``model`` DTensors over the mesh's dimensions ``tensor`` and ``expert``, in place, and its
-    modules exchange activations. Ranks along both are given the same tokens.
+    """Convert parameters of ``model`` to DTensors over the mesh's dimensions ``tensor`` and ``expert``, in place, and
+    make its modules exchange activations. Ranks along both get the same tokens.
 
     Returns the names of parameters whose gradients :func:`add_up` must complete. Raises ConfigError for a model that
-    cannot be dealt out evenly.
+    cannot be divided evenly.
     """
     if mesh.sizes["tensor"] == mesh.sizes["expert"] == 1:
         return []
@@ -32,7 +32,7 @@ def deal_out_model(model: transformers.PreTrainedModel, mesh: Mesh) -> list[str]
     tensor, expert = (_plan(model, mesh.sizes[name], name) for name in ("tensor", "expert"))
     tensor = {name: style for name, style in tensor.items() if not _below(name, expert)}
     partial = {name for name, style in tensor.items() if style == PARTIAL}
-    # transformers adds these gradients up in each backward pass, over what the passes before had left there already.
+    # transformers sums these gradients in each backward pass, including what earlier passes had left there.
     tensor = {name: style for name, style in tensor.items() if style != PARTIAL}
     shared = _tied_input(model)
     if tensor and shared is not None:

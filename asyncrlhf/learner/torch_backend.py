@@ -1,4 +1,4 @@
-"""One learner rank: the train step, independent of how the weights lie on the ranks."""
+"""One learner rank: the train step, independent of the weights' layout over the ranks."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class TorchBackend:
     Trains ``model`` in place: float32 master weights, packed forward passes, exact gradients.
 
     The gradient of an optimizer update does not depend on how its sequences are spread over microbatches and ranks:
-    every normaliser is counted over all of them first, and what an algorithm must know of the whole update is
-    collected first (``targets.fill``). Sequences that have no gradient for certain (groups without reward spread,
-    losers that make no pair) take part in the normaliser and the metrics, and are spared the backward pass.
+    every normaliser is counted over all of them first, and what an algorithm must know of the whole update is collected
+    first (``targets.fill``). Sequences that cannot have a gradient (groups without reward spread, losers without a
+    pair) count in the normaliser and the metrics, but have no backward pass.
 
     Args:
         model: a loaded causal language model; it becomes float32 and moves to ``device``.
@@ -82,7 +82,7 @@ class TorchBackend:
         self.model = model.float().train()
         if config.float32_head:
             use_float32_head(self.model)
-        if not config.sharded:  # the updater moves a part to the device as it cuts it
+        if not config.sharded:  # the updater moves each part to the device as it partitions it
             nn.Module.to(self.model, self.device)
         opob, zero3 = algorithm.advantage == "opob", config.zero_stage == 3
         self.policy = PackedPolicy(self.model, compile=config.compile, collision=opob, chunked=not zero3)
@@ -119,8 +119,8 @@ class TorchBackend:
         return {} if self.critic is None else trained_tensors(self.critic)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
-        """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is fine. Ranks that
-        share a share (``LearnerConfig.shares``) are given the same. It raises ``policy_version`` by one, also
+        """One learner step on this rank's whole groups (``data.packing.share_out``); an empty share is allowed. Ranks
+        with the same share (``LearnerConfig.shares``) get the same groups. ``policy_version`` increases by one, also
         when the update is skipped.
 
         Raises AsyncRLHFError after ``learner.max_skipped_steps`` steps in a row without a finite gradient.
@@ -155,7 +155,7 @@ class TorchBackend:
         return StepResult(metrics, skipped=skipped == len(norms), seconds=time.perf_counter() - started)
 
     def score(self, token_ids: Sequence[np.ndarray]) -> list[FloatArray]:
-        """Log-probs of each token given those before it, at temperature 1 whatever the learner's; [len-1] a text."""
+        """Log-probs of each token given those before it, at temperature 1, not at the learner's; [len-1] per text."""
         policy = self.policy.alone if self.shards is None else self.updater.policy
         return [self._passes.score(policy, text) for text in token_ids]
 
@@ -166,8 +166,8 @@ class TorchBackend:
         barrier(self.ranks)
 
     def make_room(self) -> None:
-        """Have the memory for a checkpoint's copy made beside further steps: after a first one, when the optimizer has
-        its states. Without it the first checkpoint takes it."""
+        """Allocate the memory of a checkpoint's copy during further steps, once the optimizer has its states after the
+        first. Otherwise the first checkpoint allocates it."""
         if self.config.backend == "torch":
             self.writer.rehearse(self.begin_save)
 
@@ -184,7 +184,7 @@ class TorchBackend:
         self.updater.save(folder, state, self.rank, self.writer)
 
     def load(self, folder: Path) -> None:
-        """Go on from :meth:`save`, bit for bit, with this run's own rates; raises CheckpointError when a file is
+        """Continue from :meth:`save`, bit for bit, with this run's learning rates; raises CheckpointError if a file is
         missing or does not fit."""
         state = checkpoint.read(folder, self.config.layout, self.algorithm.saved_parts)
         own = self.updater.settings()
@@ -201,7 +201,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def _look_first(self, plan: StepPlan) -> None:
-        """Compute what must be known before the first update."""
+        """Compute the facts that are needed before the first update."""
         tokens = plan.tokens
         if self.algorithm.looks_first:
             self._passes.look(plan.microbatches, tokens)
@@ -229,7 +229,7 @@ class TorchBackend:
         return plan.tokens.values
 
     def _final_values(self, plan: StepPlan) -> torch.Tensor | None:
-        """[N], where the critic stands for the rest of answers that were cut."""
+        """[N], if the critic's value replaces the rest of truncated answers."""
         if self.algorithm.truncated != "bootstrap":
             return None
         return self._passes.final_values(plan, self.config.token_budget)
@@ -261,8 +261,8 @@ class TorchBackend:
     ) -> torch.Tensor:
         """The gradient of one optimizer update; returns policy and value loss [2] of this rank.
 
-        ``fresh``: the present policy's pass over the minibatch is on record. Policy and critic go one after the other,
-        so that the collectives of the two come in one order on all ranks.
+        ``fresh``: the present policy's pass over the minibatch is already recorded. Policy and critic run one after the
+            other, so that their collectives have the same order on all ranks.
         """
         algorithm = self.algorithm
         self.updater.begin()
@@ -272,7 +272,7 @@ class TorchBackend:
         if not fresh:
             self._passes.look(idle, tokens)
         filled = not fills(algorithm)
-        # With one training pass in all, that pass is the last thing to be known of the update, and no other is needed.
+        # If there is only one training pass, it completes the facts of the update, and no other is needed.
         if not filled and (fresh or self.ranks > 1 or len(training) != 1):
             if needs_policy(algorithm) and not fresh:
                 self._passes.look(training, tokens)

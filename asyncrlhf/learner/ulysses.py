@@ -1,7 +1,7 @@
 """Sequence parallelism: ranks that share one batch each take a stretch of its tokens, and some heads in attention.
 
-Ulysses (Jacobs et al., 2309.14509): every layer but attention works token by token, so a rank needs its stretch alone;
-for attention an all-to-all turns stretches of all heads into all tokens of some heads, and another one back.
+Ulysses (Jacobs et al., 2309.14509): every layer but attention works token by token, so a rank needs only its stretch;
+for attention an all-to-all turns stretches of all heads into all tokens of some heads, and a second one reverses it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Stretch(Layout):
 
 
 class Ulysses(SequenceParallel):
-    """``learner.sequence_parallel_size``. Frozen models pass the whole of a share on each of its ranks.
+    """``learner.sequence_parallel_size``. Frozen models process the whole share on each of its ranks.
 
-    Raises ConfigError when the attention heads cannot be dealt out evenly.
+    Raises ConfigError if the attention heads cannot be divided evenly.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, peers: Peers) -> None:

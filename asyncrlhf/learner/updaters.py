@@ -26,13 +26,13 @@ from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
 from asyncrlhf.learner.state_writer import StateWriter
 
-OWN_SETTINGS = ("base_lr", "weight_decay", "betas")  # of an optimizer's group: as the run's settings say
+OWN_SETTINGS = ("base_lr", "weight_decay", "betas")  # of an optimizer's group: from the run's settings
 
 
 def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
     """The share of the learning rate at learner step ``step`` (from 0) of ``steps``: linear warm-up, then the schedule.
 
-    ``linear`` and ``cosine`` would reach 0 one step after the last. A run that goes on beyond ``steps`` stays at the
+    ``linear`` and ``cosine`` would reach 0 one step after the last. A run that continues beyond ``steps`` stays at the
     rate of its last step.
     """
     warmup = config.warmup_steps
@@ -59,7 +59,7 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.
 
 
 class Updater(ABC):
-    """How policy and critic lie on the ranks, and how a gradient becomes an update there.
+    """The layout of policy and critic over the ranks, and how a gradient becomes an update.
 
     ``policy`` and ``critic`` are what forward passes call. All ranks call each method together.
     """
@@ -94,7 +94,7 @@ class Updater(ABC):
         return None
 
     def frozen(self, module: nn.Module) -> Any:
-        """A module that is never updated, laid out over the ranks as the policy is."""
+        """A module that is never updated, with the policy's layout over the ranks."""
         return module
 
     def looks(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterable[Microbatch | None]:
@@ -104,11 +104,11 @@ class Updater(ABC):
 
     @abstractmethod
     def trains(self, module: Any, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
-        """The passes with gradient of one update; each must end in :meth:`backward` before the next is asked for."""
+        """The passes with gradient of one update; each must end in :meth:`backward` before the next is requested."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Forget the gradients of the update before."""
+        """Clear the gradients of the previous update."""
 
     @abstractmethod
     def backward(self, module: Any, loss: torch.Tensor) -> None:
@@ -146,24 +146,24 @@ class Updater(ABC):
         return on_host(self.shards, torch.distributed.get_rank())
 
     def save(self, folder: Path, state: dict[str, Any], rank: int, writer: StateWriter) -> None:
-        """Write ``state`` and this layout's own beside the random states, see ``checkpoint.write``, and the model as
-        transformers saves it: ``writer`` has copied all of it when this returns."""
+        """Write ``state``, this layout's own state and the random states (see ``checkpoint.write``), and the model in
+        transformers' format: ``writer`` has copied all of it when this returns."""
         checkpoint.write(folder, state | self._save_own(folder, rank, writer), rank, writer)
         checkpoint.export_model(self.model, folder / checkpoint.MODEL, self.shards, rank, writer)
 
     @abstractmethod
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
-        """Write what each rank holds of weights and optimizer; returns what rank 0's state takes up: it must tell if
-        there is a critic."""
+        """Write each rank's part of weights and optimizer; returns entries for rank 0's state, which must say if there
+        is a critic."""
 
     @abstractmethod
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError when what :meth:`save` wrote does not fit."""
+        """Restore the files of :meth:`save`; raises CheckpointError if they do not fit."""
 
 
 def _check_shapes(optimizer: Any) -> None:
-    """Raise ValueError where a state that goes with each weight has another shape than its parameter: torch looks at
-    that only when it steps, or not at all."""
+    """Raise ValueError if a state with one number per weight has another shape than its parameter: torch checks that
+    only in a step, or never."""
     for part in getattr(optimizer, "parts", [optimizer]):
         for parameter, states in part.state.items():
             for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
@@ -188,8 +188,8 @@ class TorchUpdater(Updater):
         return module if self.ranks == 1 else DistributedDataParallel(module, broadcast_buffers=False)
 
     def trains(self, module: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch | None]:
-        """With the gradient reduction held back until the last one: every rank must reduce exactly once, however many
-        microbatches it has."""
+        """With the gradient reduction delayed until the last one: every rank must reduce exactly once, with any number
+        of microbatches."""
         passes: list[Microbatch | None] = [*microbatches] or [None]
         for index, microbatch in enumerate(passes):
             last = index == len(passes) - 1
@@ -200,7 +200,7 @@ class TorchUpdater(Updater):
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, module: nn.Module, loss: torch.Tensor) -> None:
-        """DistributedDataParallel and FSDP average over these ranks; the loss is meant as a sum over them."""
+        """DistributedDataParallel and FSDP average over these ranks; the loss is a sum over them."""
         self._scaler.scale(loss * self.config.copies).backward()
 
     def clip(self, module: nn.Module) -> torch.Tensor:
@@ -220,7 +220,7 @@ class TorchUpdater(Updater):
         return math.nan if skip else float(norms[0])
 
     def _complete_gradients(self) -> None:
-        """Add up, once an update, gradients whose terms lie on several ranks."""
+        """Sum, once per update, gradients whose terms are on several ranks."""
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
         return {
@@ -255,9 +255,9 @@ class TorchUpdater(Updater):
         return saved
 
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
-        """The exported model has the adapter merged, so that a run of an adapter goes on from the adapter itself.
+        """The exported model has the adapter merged, so a run that trains an adapter continues from the adapter itself.
 
-        Of the folder only safetensors are read: what else may lie there (a config, an adapter) decides nothing.
+        Only the folder's safetensors are read; other files there (a config, an adapter) have no effect.
         """
         if adapter is None:
             if (folder / "adapter_config.json").exists():

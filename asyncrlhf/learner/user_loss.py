@@ -16,7 +16,7 @@ from asyncrlhf.plugins import guarded, load_function
 class LossInputs(NamedTuple):
     """The one argument of a user's loss: one microbatch of whole sequences, T response tokens and N sequences.
 
-    A group's siblings may lie in other microbatches: what compares siblings belongs into the advantage. Log-probs are
+    A group's siblings may be in other microbatches: comparisons of siblings belong in the advantage. Log-probs are
     taken at the sampling temperature, and are 0 outside ``loss_mask``; only the first and the last tensor have a
     gradient.
     """
@@ -49,8 +49,8 @@ class UserLoss:
         self._function = load_loss(target)
 
     def __call__(self, inputs: LossInputs) -> torch.Tensor:
-        """The loss a token [T], with gradient. Raises AsyncRLHFError for a wrong type or shape, no gradient, and values
-        that are not finite although all inputs are."""
+        """The loss per token [T], with gradient. Raises AsyncRLHFError for a wrong type or shape, no gradient, and
+        values that are not finite although all inputs are."""
         mask = inputs.loss_mask
         names = ("policy_logprobs", "behavior_logprobs", "proximal_logprobs", "advantages")
         clean = inputs._replace(**{name: masked_values(getattr(inputs, name), mask) for name in names})
@@ -83,7 +83,7 @@ class UserLoss:
 
 
 def check_loss(target: str, with_reference: bool) -> None:
-    """Call the loss once on two sequences of two tokens; raises ConfigError for what a run could not train with."""
+    """Call the loss once on two sequences of two tokens; raises ConfigError for a loss that cannot be trained with."""
     loss, where = UserLoss(target), f"algorithm.loss.target={target}"
     ones, whole = torch.full((4,), -1.0), torch.tensor([0, 0, 1, 1])
     inputs = LossInputs(
@@ -106,7 +106,7 @@ def check_loss(target: str, with_reference: bool) -> None:
 
 
 def load_loss(target: str) -> LossFunction:
-    """The function that ``package.module:function`` names; the working directory is looked in too."""
+    """The function that ``package.module:function`` names; the working directory is searched too."""
     where, function = f"algorithm.loss.target={target}", load_function("algorithm.loss.target", target)
     try:
         inspect.signature(function).bind(None)

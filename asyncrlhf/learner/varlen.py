@@ -1,8 +1,8 @@
 """Attention over sequences of different lengths without padding: torch's varlen kernel on GPUs, flash calls on CPUs.
 
-On a CPU each sequence is a call of its own, on a slice of the packed tensors. Only short sequences share one, where
+On a CPU each sequence is a separate call on a slice of the packed tensors. Only short sequences share a call, if
 padding costs less than another call; ``plan_calls`` decides. A prompt that siblings share is attended once for all
-their responses, and both parts of a row are put together by their log-sum-exps, as flash attention does it with blocks.
+their responses, and both parts of a row are merged by their log-sum-exps, as flash attention does with blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrlhf.types import IntArray
 
 # Pairs of query and key that cost as much as one more call: measured, see experiments/25_no_padding.
 CALL = 512
-# Tokens from which on a sequence is a call of its own: to gather its rows costs more than the call.
+# From this many tokens on a sequence is a separate call: gathering its rows costs more than the call.
 ALONE = 128
 # torch's half-precision CPU attention takes 6 times as long as float32's for 40 tokens, twice for 128, less from 256.
 HALF_FROM = 192
@@ -34,16 +34,16 @@ class Causal:
 
     count: int
     longest: int
-    first: int = 0  # without ``rows``, the packed row from which on the sequence lies
+    first: int = 0  # without ``rows``, the sequence's first packed row
     rows: torch.Tensor | None = None  # [count * longest] packed rows; padding repeats a sequence's last
     kept: torch.Tensor | None = None  # which of them are the sequences' own, and
     own: torch.Tensor | None = None  # their packed rows
-    copies: torch.Tensor | None = None  # which of them are a prompt's that lies with another sequence
+    copies: torch.Tensor | None = None  # which of them belong to a prompt that is packed with another sequence
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Attention of a slice of rows to all of a prompt before them, which lies elsewhere."""
+    """Attention of a slice of rows to a whole prompt that is packed elsewhere."""
 
     first: int
     length: int
@@ -57,8 +57,8 @@ Calls = tuple[tuple[Causal, ...], tuple[Prefix, ...]]
 def plan_calls(spans: IntArray) -> Calls:
     """The calls of N packed sequences.
 
-    ``spans`` [N, 4]: the first row and the number of each one's own rows, and those of its prompt that lies with
-    another sequence, or zeros. Every row is one sequence's own.
+    ``spans`` [N, 4]: the first row and the number of each one's own rows, and the same of its prompt if that is packed
+    with another sequence, else zeros. Every row belongs to one sequence.
     """
     rows: list[tuple[int, int, int, int]] = []  # the spans of sequences with a row of their own
     prefixes: list[Prefix] = []
@@ -84,7 +84,7 @@ def plan_calls(spans: IntArray) -> Calls:
 
 
 def _shared_once(spans: IntArray, prefixes: list[Prefix]) -> list[tuple[int, int, int, int]]:
-    """The spans, without the prompts for which a call of their own is cheaper than copies: those go to ``prefixes``,
+    """The spans without the prompts for which a separate call is cheaper than copies: those are added to ``prefixes``,
     once for neighbours that share one."""
     left: list[tuple[int, int, int, int]] = []
     run: list[tuple[int, int, int, int]] = []
@@ -169,7 +169,7 @@ class _Grid:
             target.transpose(0, 1).index_copy_(0, call.own, found)
 
     def add_copies(self, target: torch.Tensor, grid: torch.Tensor) -> None:
-        """Add the gradients of prompts that lie with other sequences to their packed rows."""
+        """Add the gradients of prompts that are packed with other sequences to their packed rows."""
         call = self.call
         if call.copies is not None and call.rows is not None:
             found = self._flat(grid).index_select(0, call.copies).to(target.dtype)
@@ -254,7 +254,7 @@ def attention_op_backward(
         mine, theirs = _slices(prefix)
         kind = kernel_type(v, prefix.length)
         parts = (x[None].to(kind) for x in (dout[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine]))
-        # By all that a row saw: its output and log-sum-exp are those of both parts.
+        # Over all keys that a row saw: its output and log-sum-exp cover both parts.
         found = flash_op_backward(*parts, lse[None, :, mine], 0.0, False, scale=scale)
         for target, where, gradient in zip((dq, dk, dv), (mine, theirs, theirs), found, strict=True):
             target[:, where] += gradient[0]
@@ -303,7 +303,7 @@ def varlen_kernel(
     """As :func:`flash_calls`, by ``torch.nn.attention.varlen`` on a GPU in half precision.
 
     key and value hold every sequence's keys, copies of shared prompts included; ``bounds`` are cumulative counts of
-    queries and of keys [N+1] int32 and the most of each. The last query of a sequence sees its last key.
+    queries and of keys [N+1] int32 and the maximum of each. The last query of a sequence sees its last key.
     """
     from torch.nn.attention import varlen
 
@@ -323,8 +323,8 @@ def masked_calls(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """As :func:`varlen_kernel`, by a call of torch's attention a sequence: for sliding windows on CPUs, and for float32
-    on GPUs, where torch's memory-efficient kernel takes it. ``lengths``: queries and keys of each sequence."""
+    """As :func:`varlen_kernel`, by one call of torch's attention per sequence: for sliding windows on CPUs, and for
+    float32 on GPUs, where torch's memory-efficient kernel takes it. ``lengths``: queries and keys of each sequence."""
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
     queries, every = lengths

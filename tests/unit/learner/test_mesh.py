@@ -35,7 +35,7 @@ def test_a_share_of_the_batch_goes_to_all_ranks_that_hold_parts_of_one_model() -
     ("settings", "sentence"),
     [
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 does not divide learner\.ranks=1"),
-        ({"ranks": 6, "tensor_parallel_size": 2, "expert_parallel_size": 6}, r"ranks=6 is no multiple of 12"),
+        ({"ranks": 6, "tensor_parallel_size": 2, "expert_parallel_size": 6}, r"ranks=6 is not a multiple of 12"),
         ({"ranks": 2, "tensor_parallel_size": 2, "backend": "deepspeed"}, r"size=2 needs learner\.backend=torch"),
         ({"ranks": 4, "dp_replicate_size": 2}, r"dp_replicate_size=2 needs learner\.sharding=fsdp2"),
         (
