@@ -1,4 +1,4 @@
-"""A checkpoint's cost: the learner's stall beside a memcpy of its bytes, steps while it is written, the loop's lag."""
+"""A checkpoint's cost: the learner's stall against a memcpy of its bytes, steps while it is written, the loop's lag."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = {
     "20m": (256, 12, 768, 4, 2, 32768),
     "2m": (128, 4, 384, 4, 2, 4096),
 }
-CPU = ", CPU"  # of figures that are the learner's own seconds of CPU
+CPU = ", CPU"  # of figures in CPU seconds of the learner
 EVERY = 4  # steps between two checkpoints of the whole run
 
 
@@ -144,7 +144,7 @@ def batch(shape: str, tokens: int, size: int = 8) -> TrainBatch:
 
 
 def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """Seconds, and those of them that this thread computed: what is left of a busy machine's noise."""
+    """Seconds, and this thread's CPU seconds, which a busy machine's noise affects less."""
     started, computed = time.perf_counter(), time.thread_time()
     action()
     return time.perf_counter() - started, time.thread_time() - computed

@@ -1,7 +1,7 @@
 """``asyncrlhf doctor --gpu``: ten minutes of runs on this machine's GPUs measure what no test on a CPU can prove.
 
-Each check is a process of its own with a time limit, on random weights, without a download. The figures of a run are
-those of its own records.
+Each check is a separate process with a time limit, with random weights and without a download. The figures of a run
+come from its records.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_SECONDS = 240.0  # of one check
 BROADCAST_BYTES = 2**28
 STEPS = 8
 State = Literal["passed", "failed", "not run"]
-# Of all runs: learner and generator on a GPU of their own, weights by NCCL, an audit of them in each third step.
+# Of all runs: learner and generator on separate GPUs, weights by NCCL, an audit of them in every third step.
 RUN = (
     f"steps={STEPS}", "batch_size=64", "num_generations=8", "generator.max_completion_length=128",
     "generator.engine=vllm", "generator.slots=64", "generator.gpus=1", "generator.vllm.max_model_len=512",
@@ -81,7 +81,7 @@ CHECKS = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print each check's sentence, write ``gpu_check.json`` (or ``--out FILE``), and return 1 where one failed.
+    """Print each check's sentence, write ``gpu_check.json`` (or ``--out FILE``), and return 1 if one failed.
 
     Raises ConfigError on a machine without a GPU.
     """
@@ -148,7 +148,7 @@ def _measured(check: Check, folder: Path, common: Sequence[str], limit: float) -
 
 
 def _output(command: Sequence[str], limit: float) -> str:
-    """What the process prints; RuntimeError with its last words where it fails or takes more than ``limit`` seconds."""
+    """The process's output; RuntimeError with its last lines if it fails or takes more than ``limit`` seconds."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ), start_new_session=True
     )
@@ -169,7 +169,7 @@ def _output(command: Sequence[str], limit: float) -> str:
 
 
 def figures_of(run_dir: Path) -> dict[str, float]:
-    """Medians over a run's steps after the second; RuntimeError where its records break a promise."""
+    """Medians over a run's steps after the second; RuntimeError if its records break a guarantee."""
     if broken := verify(run_dir):
         raise RuntimeError(f"the records do not hold: {broken[0]}")
     rows = read_metrics(run_dir / "metrics.jsonl")[2:]

@@ -1,4 +1,5 @@
-"""Measurements of ``asyncrlhf doctor --gpu`` beside whole runs: each a process of its own that prints a JSON object.
+"""Measurements of ``asyncrlhf doctor --gpu`` other than whole runs: each is a separate process that prints a JSON
+object.
 
 ``python -m asyncrlhf.bench.gpu_parts`` with ``step SHAPE DEVICE TOKENS``, ``broadcast DEVICES BYTES`` or
 ``model SHAPE FOLDER``, which prints nothing.
@@ -37,7 +38,7 @@ def write_model(shape: str, folder: Path) -> None:
 
 
 def step(shape: str, device: str, tokens: int) -> dict[str, Any]:
-    """Median seconds of a learner's step in bfloat16 on 8 packed sequences of ``tokens`` in all, and FLOP/s of it."""
+    """Median seconds of a learner's step in bfloat16 on 8 packed sequences of ``tokens`` in total, and its FLOP/s."""
     from asyncrlhf.bench.checkpoint import batch, build
     from asyncrlhf.learner.algorithm import AlgorithmConfig
     from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
@@ -58,7 +59,7 @@ def step(shape: str, device: str, tokens: int) -> dict[str, Any]:
 
 
 def broadcast(devices: str, size: int) -> dict[str, Any]:
-    """Bytes a second of one raw broadcast from a rank to another: NCCL on two GPUs, gloo on the CPU."""
+    """Bytes per second of one raw broadcast from one rank to another: NCCL on two GPUs, gloo on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

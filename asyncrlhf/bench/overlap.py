@@ -1,4 +1,4 @@
-"""Measures overlap: asynchronous steps/s against each side running alone, with the synchronous loop beside it."""
+"""Measures overlap: asynchronous steps/s against each side running alone, and against the synchronous loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.types import GenerationRequest, RolloutInfo
 
 QUIET = ["logging=quiet", "eval_every=0", "task.heldout_size=8", "weights.audit_every=0"]
-# Enough work a step for a ratio of the two sides and not of the messages between them, and rewards with spread, since
-# the learner passes over groups without.
+# Enough work per step that the ratio is that of the two sides, not of the messages between them, and rewards with
+# spread, because the learner skips groups without.
 LOAD = [
     "generator.max_completion_length=32",
     "generator.ignore_eos=true",
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def loop_rate(overrides: Sequence[str]) -> float:
-    """Learner steps a second of a whole run after its warm-up, by the run's own clock."""
+    """Learner steps per second of a whole run after its warm-up, by the run's own clock."""
     with tempfile.TemporaryDirectory() as folder:
         config = load_config([f"run_dir={folder}/run", *overrides])
         train(config)
@@ -80,9 +80,9 @@ def loop_rate(overrides: Sequence[str]) -> float:
 
 
 async def alone(config: RunConfig) -> tuple[float, float]:
-    """Steps' worth of rollouts a second from the generators with no learner, and steps a second of the learner with
-    its batches lying ready. The same actors as in a run, one side at a time."""
-    # Weights travel before anything is timed: by whatever way needs no group.
+    """The rate in steps per second at which the generators without a learner make rollouts, and that of the learner
+    with ready batches. The same actors as in a run, one side at a time."""
+    # Weights travel before anything is timed, in a way that needs no group.
     config = replace(config, weights=config.weights.beside_the_policy(config.runtime))
     prepared = prepare(config)
     runtime = build_runtime(config)

@@ -24,12 +24,12 @@ from asyncrlhf.orchestrator.run import Prepared
 from asyncrlhf.planner.tables import Fitted, fit
 from asyncrlhf.types import GenerationRequest, Prompt, RolloutInfo, SamplingParams
 
-CERTAIN = 0.05  # of a median: half of its 95% interval, at which a figure is measured well enough
+CERTAIN = 0.05  # of a median: half of its 95% interval, below which a figure counts as certain
 LEAST, MOST = 5, 25  # rounds
 NEWS_SECONDS = 10.0  # between two lines for who waits
-LONGEST = 32  # tokens that a sequence is continued by
+LONGEST = 32  # tokens by which a sequence is continued
 SCORED = 32  # rollouts of a large call of a service
-# Of the time limit: what each part of the measurement may take.
+# Each part's share of the time limit.
 SHARES = {"decode": 0.45, "train": 0.25, "publish": 0.1, "score": 0.05, "both": 0.15}
 Sample = tuple[float, ...]
 Cases = Mapping[Sample, Callable[[], Awaitable[Sample]]]
@@ -37,9 +37,10 @@ Cases = Mapping[Sample, Callable[[], Awaitable[Sample]]]
 
 @dataclass(frozen=True)
 class Measured:
-    """``costs``: straight lines through the tables. ``tables``: by name, columns of equal length: what was varied, and
-    median, quartiles and repeats of the seconds. ``interference``: by how much the learner, and the generators, are
-    slower while the other side works. ``misfit``: by table, how far a line lies off a median at most, as a share."""
+    """``costs``: straight lines through the tables. ``tables``: by name, columns of equal length: the varied
+    quantities, and median, quartiles and repeats of the seconds. ``interference``: the factors by which the learner and
+    the generators are slower while the other side works. ``misfit``: by table, the largest relative distance of the
+    line from a median."""
 
     costs: Fitted
     tables: Mapping[str, Mapping[str, list[float]]]
@@ -51,7 +52,7 @@ class Measured:
     publish_bytes: int
 
     def facts(self) -> dict[str, Any]:
-        """The entries of a profile's file beside the costs."""
+        """The entries of a profile's file other than the costs."""
         return {
             "tables": self.tables,
             "misfit": self.misfit,
@@ -63,7 +64,7 @@ class Measured:
 
 
 def table(names: Sequence[str], found: Mapping[Sample, Sequence[float]]) -> dict[str, list[float]]:
-    """Columns of a table out of samples by what was varied (``names``)."""
+    """Columns of a table from samples by the varied quantities (``names``)."""
     columns: dict[str, list[float]] = {name: [key[i] for key in found] for i, name in enumerate(names)}
     quartiles = [np.quantile(samples, (0.25, 0.5, 0.75)).tolist() for samples in found.values()]
     for i, name in enumerate(("lower", "seconds", "upper")):
@@ -72,8 +73,8 @@ def table(names: Sequence[str], found: Mapping[Sample, Sequence[float]]) -> dict
 
 
 def line(rows: Sequence[Sample], seconds: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """Non-negative coefficients whose relative errors are least, and the largest of these errors. What is far below the
-    others (a difference that noise has eaten) weighs no more than a tenth of their median does."""
+    """Non-negative coefficients with the least relative errors, and the largest of these errors. A value far below the
+    others (a difference lost in noise) weighs at most as much as a tenth of their median."""
     given, wanted = np.asarray(rows, float), np.asarray(seconds, float)
     scale = np.maximum(wanted, 0.1 * float(np.median(wanted)) or 1.0)
     found = fit(given / scale[:, None], wanted / scale)
@@ -132,7 +133,7 @@ class Bench:
 
     @property
     def context(self) -> int:
-        """Tokens of a whole sequence: as many as the run's longest, at least a few, as far as the model goes."""
+        """Tokens of a whole sequence: those of the run's longest, at least a few, at most the model's context."""
         run = self.config.task.max_prompt_length + self.config.generator.max_completion_length
         most = self.config.generator.vllm.max_model_len or context_length(self.config.model)
         return min(max(run, 2 * LONGEST), most)
@@ -147,7 +148,7 @@ class Bench:
         return Prompt("profile", "", self.rng.integers(self.vocabulary, size=tokens).astype(np.int64))
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[float, list[RolloutInfo]]:
-        """Seconds from the submission until all are heard of, and a rollout of each prompt; equal ones are siblings."""
+        """Seconds from the submission until all have ended, and a rollout of each prompt; equal ones are siblings."""
         generator, group, requests = self.runtime.generators[0], -1, []
         for place, prompt in enumerate(prompts):
             if not place or prompt is not prompts[place - 1]:
@@ -166,12 +167,12 @@ class Bench:
         return seconds, sorted(done, key=lambda info: info.rollout_id)
 
     def exactly(self, tokens: int) -> SamplingParams:
-        """Force responses of this many tokens, whatever the model would sample."""
+        """Force responses of this many tokens."""
         return replace(self.prepared.sampling, max_completion_length=tokens, stop_token_ids=(), stop=())
 
     async def decode(self, running: int, prompt_tokens: int) -> Sample:
-        """Seconds of one iteration of ``running`` sequences, by the difference of a long and a short continuation, and
-        the mean context of these iterations; seconds of the whole short one, and its tokens."""
+        """Seconds of one iteration of ``running`` sequences, from the difference of a long and a short continuation,
+        and the mean context of these iterations; seconds of the whole short one, and its tokens."""
         seconds, tokens = [], []
         for length in self.continued:
             prompts = [self.prompt(prompt_tokens) for _ in range(running)]
@@ -241,8 +242,8 @@ class Bench:
 async def measure(
     config: RunConfig, prepared: Prepared, runtime: Runtime, seconds: float, *, together: bool = True
 ) -> Measured:
-    """All figures of ``runtime``'s parts, which are started here and left open. ``seconds``: the limit beside the
-    start; a few rounds of each part are made in any case. ``together``: the sides run in processes of their own."""
+    """All figures of ``runtime``'s parts, which are started here and not closed. ``seconds``: the limit without the
+    start; each part gets at least a few rounds. ``together``: the sides run in separate processes."""
     began = time.monotonic()
     say("start of the parts")
     await runtime.start()
@@ -310,7 +311,7 @@ def lines(
     decode, misfit["decode"] = line(rows, iterations["seconds"])
     base, each, token = decode
     starts: dict[Sample, list[float]] = {}
-    for (running, prompt), samples in decoded.items():  # what a short continuation takes beside its iterations
+    for (running, prompt), samples in decoded.items():  # seconds of a short continuation without its iterations
         own = [base + running * (each + token * (prompt + tokens / 2)) for *_, tokens in samples]
         starts[running, prompt] = [s[2] - s[3] * one for s, one in zip(samples, own, strict=True)]
     tables["start"] = table(("sequences", "prompt"), starts)

@@ -29,10 +29,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark that the first argument names, or say what there is.
-
-    Raises ConfigError for an unknown name, and for an experiment's benchmark where the package is installed without its
-    repository.
+    """Run the benchmark that the first argument names, or list the benchmarks. Raises ConfigError for an unknown name,
+    and for an experiment's benchmark if the package is installed without its repository.
     """
     name = arguments[0] if arguments else ""
     asked = {"-h", "--help"} & set(arguments)

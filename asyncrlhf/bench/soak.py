@@ -26,16 +26,16 @@ RUN = (
     "generator.engine=fake", "logging=quiet", "task.heldout_size=2", "num_generations=4", "batch_size=16",
     "eval_every=0", "checkpoint.keep=1", "learner.learning_rate=1e-4",
 )  # fmt: skip
-GROWS_MIB, GROWS_FILES = 4.0, 2.0  # a thousand steps: more than that is told as growth
+GROWS_MIB, GROWS_FILES = 4.0, 2.0  # per thousand steps: more than that is reported as growth
 
 Sample = dict[str, tuple[float, int]]  # MiB and open files of each process, by its name
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """A run of ``--steps`` steps in a process of its own (the fake engine and the tiny model unless overridden),
-    whose tree is looked at every ``--every`` steps: memory that belongs to a process alone (RssAnon) and its open
-    files. The slope is that of the second half of the run, by least squares. Other arguments are overrides of the
-    run, such as ``runtime=local``."""
+    """A run of ``--steps`` steps in a separate process (the fake engine and the tiny model unless overridden), whose
+    tree is measured every ``--every`` steps: each process's private memory (RssAnon) and open files. The slope is that
+    of the second half of the run, by least squares. Other arguments are overrides of the run, such as
+    ``runtime=local``."""
     parser = argparse.ArgumentParser(prog="asyncrlhf bench soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=50, help="steps between two looks")
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def watch(folder: Path, steps: int, every: int, overrides: Sequence[str]) -> list[tuple[int, Sample]]:
-    """What was seen of the run's processes, with the number of steps it had made; raises AsyncRLHFError for a run that
+    """The measurements of the run's processes, with the number of steps at each; raises AsyncRLHFError for a run that
     failed."""
     words = [*RUN, f"checkpoint.every={max(1, steps // 8)}", *overrides, f"run_dir={folder / 'run'}", f"steps={steps}"]
     command, log = [sys.executable, "-m", "asyncrlhf", "train", *words], folder / "output.txt"
@@ -93,7 +93,7 @@ def look(root: int) -> Sample:
 
 
 def name_of(words: Sequence[str]) -> str:
-    """``ray::LearnerActor.call`` is LearnerActor; anything else goes by its program, or its module."""
+    """``ray::LearnerActor.call`` is LearnerActor; another process has the name of its program or module."""
     if words[0].startswith("ray::"):
         return re.split(r"[.:(]", words[0].removeprefix("ray::"))[0]
     program = Path(words[0]).name
@@ -115,7 +115,7 @@ def by_process(samples: Sequence[tuple[int, Sample]]) -> dict[str, list[tuple[in
 
 
 def growth(points: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
-    """MiB and files at the first and last look, and what is added a thousand steps in each half."""
+    """MiB and files at the first and last measurement, and their growth per thousand steps in each half."""
     steps, mib, files = (np.asarray(column, float) for column in zip(*points, strict=True))
     early = steps <= steps[-1] / 2
 

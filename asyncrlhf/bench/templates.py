@@ -1,4 +1,4 @@
-"""The field's macro templates on equal devices: how each splits them, what its parts cost, what a device holds."""
+"""The field's macro templates on equal devices: each one's split, the costs of its parts, the memory of a device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ HANDLES = 16  # simulated replicas, each of which stands for a cohort of equal o
 
 @dataclass(frozen=True)
 class Template:
-    """``overrides``: of a run that is simulated so. ``turns``: all parts take turns on all devices. ``chunk``: tokens
-    after which the reward model reads on while a sequence is being sampled; 0: it reads ended ones."""
+    """``overrides``: of its simulated run. ``turns``: all parts take turns on all devices. ``chunk``: tokens after
+    which the reward model reads the next part of a sequence that is being sampled; 0: it reads finished ones."""
 
     name: str
     overrides: tuple[str, ...]
@@ -55,8 +55,8 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Split:
-    """Devices of each part; with turns each has them all. ``tensor``: devices of a replica; ``batches``: what its slots
-    are for, as many as the gate lets be under way."""
+    """Devices of each part; with turns each part has all. ``tensor``: devices of a replica; ``batches``: the number of
+    batches under way that the gate allows."""
 
     replicas: int
     tensor: int
@@ -124,8 +124,7 @@ class Scene:
         )
 
     def slots(self, split: Split) -> int:
-        """Sequences of a replica: its share of what may be under way, as far as the memory that turns leave it and
-        MOST_SLOTS go."""
+        """Sequences of a replica: its share of those allowed under way, limited by its memory and by MOST_SLOTS."""
         taken = self.learner(split).parts["weights and optimizer"] if split.turns else 0.0
         fit = slots_that_fit(self.shape, self.cluster.device.memory - taken / USABLE, self.context, split.tensor)
         return min(MOST_SLOTS, fit, math.ceil(self.batch * split.batches / split.replicas))
@@ -145,7 +144,7 @@ class Scene:
 
     def stages(self, split: Split) -> tuple[float, float, float]:
         """Seconds of one batch alone in generation, in reward and in training. Generation has all slots full; with one
-        batch under way the longest of its last wave comes on top."""
+        batch under way the longest sequence of its last wave is added."""
         costs, slots = self.costs(split), self.slots(split)
         if slots < 1:
             return math.inf, math.inf, math.inf
@@ -158,8 +157,8 @@ class Scene:
         return tokens * token, costs.forward(lengths, split.reward), costs.train(lengths)
 
     def split(self, template: Template) -> Split:
-        """The devices of each part: where parts take turns all of them, else what makes the slowest part (serial: the
-        sum of all) quickest, of sixteenths that fit. Raises ValueError where nothing fits."""
+        """The devices of each part: all of them if parts take turns, else the fitting split into sixteenths with the
+        fastest slowest part (serial: the smallest sum). Raises ValueError if none fits."""
         devices = self.cluster.devices
         if template.turns:
             chosen = [Split(devices // self.tensor, self.tensor, devices, devices, turns=True)]
@@ -177,7 +176,7 @@ class Scene:
         return min(fitting, key=seconds)
 
     def splits(self) -> Iterator[Split]:
-        """All by sixteenths of the devices; what fills no replica goes to the learner."""
+        """All splits into sixteenths of the devices; devices that do not fill a replica go to the learner."""
         devices, tensor = self.cluster.devices, self.tensor
         parts = min(16, devices)
         for learner in range(1, parts - 1):
@@ -192,8 +191,8 @@ class Scene:
 @dataclass(frozen=True)
 class TemplateCosts:
     """Seconds of a simulated run (``cluster.cost_parts.Costs``): one replica stands for ``cohort``, one reward worker
-    for an equal share of the reward's devices, one rollout for ``thin`` of its length. Prompts have the scene's length
-    whatever the run's own have."""
+    for an equal share of the reward's devices, one rollout for ``thin`` of its length. Prompts have the scene's length,
+    not that of the run's own."""
 
     scene: Scene
     split: Split
@@ -235,8 +234,8 @@ class TemplateCosts:
         return self.model.train([round(length + self.scene.lengths.prompt) for length in lengths] * self.thin)
 
     def score(self, kind: str, rollouts: int, tokens: int) -> float:
-        """Of a call. With chunks a device has read all but half a chunk of each by then, where the devices keep up with
-        what is sampled: the most that chunks can hide."""
+        """Of a call. With chunks a device has by then read all but half a chunk of each sequence if the devices keep up
+        with sampling: the most that chunks can hide."""
         length = self.scene.lengths.prompt + tokens / rollouts
         if self.chunk and self._keeps_up:
             length = min(length, self.chunk / 2)

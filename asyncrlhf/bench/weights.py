@@ -1,4 +1,4 @@
-"""Weight publishes to replicas in processes of their own, beside one raw gloo broadcast of the same bytes."""
+"""Weight publishes to replicas in separate processes, against one raw gloo broadcast of the same bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Variant:
 
 
 def raw_group(store: dist.Store, rank: int, size: int, host: str) -> Any:
-    """torch's own gloo group with its defaults, but for the network address."""
+    """torch's own gloo group with its defaults, except for the network address."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=TIMEOUT_SECONDS)
@@ -81,7 +81,7 @@ def raw_broadcast(group: Any, flat: torch.Tensor) -> float:
 
 
 class Peer:
-    """The Ray actor that stands for a replica: a receiver of each transport, and a rank of the raw group."""
+    """The Ray actor in place of a replica: a receiver of each transport, and a rank of the raw group."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         torch.set_num_threads(1)
@@ -143,7 +143,8 @@ class Bench:
         return [getattr(peer, method).remote(*arguments) for peer in self._peers]
 
     def round(self, number: int) -> dict[str, dict[str, float]]:
-        """Seconds of the raw broadcast and of each way to publish, one after another, another one first each time."""
+        """Seconds of the raw broadcast and of each way to publish, one after another, with a different one first each
+        time."""
         self._tell("raw")
         rows = {"raw": {"publish": raw_broadcast(self._group, self._flat)}}
         first = number % len(self.variants)
@@ -152,8 +153,8 @@ class Bench:
         return rows
 
     def _publish(self, variant: Variant, version: int) -> dict[str, float]:
-        """``publish``: from the request to the last replica's answer. ``stall``: of that, what a learner without
-        anything else to do stands still. ``fenced``: what it stands still when the copy runs beside a forward pass."""
+        """``publish``: from the request to the last replica's answer. ``stall``: the part of it during which a learner
+        without other work waits. ``fenced``: the wait if the copy runs during a forward pass."""
         sender: Any = self._senders[variant.transport]
         sender.wire = replace(sender.wire, checksum=variant.checksum)
         self.params[NORM].fill_(version)
