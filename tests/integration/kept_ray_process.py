@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,17 +21,33 @@ SETTINGS = (
     "task.heldout_size=4", "logging.wandb=disabled", "generator.max_completion_length=6",
 )  # fmt: skip
 JOBS = {"first": [], "second": [], "local": ["runtime=local"], "broken": ["generator.fake.failure_probability=1"]}
+SECONDS = 30.0  # for processes that were told to end
 
 
 def below() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def titles() -> list[str]:
-    found = []
+def titles(with_word: str) -> list[str]:
+    """Of the processes below, those with the word that have not ended within ``SECONDS``."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        found = []
+        for process in below():
+            with suppress(psutil.NoSuchProcess):
+                title = " ".join(process.cmdline())[:90]
+                found += [title] if title and with_word in title else []  # one that has ended has no title
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+def cores() -> set[int]:
+    """How many cores the processes below may use."""
+    found = set()
     for process in below():
         with suppress(psutil.NoSuchProcess):
-            found.append(" ".join(process.cmdline())[:90])
+            found.add(len(process.cpu_affinity()))
     return found
 
 
@@ -45,12 +62,12 @@ def main(folder: Path) -> None:
                 "job": name,
                 "state": answer.state,
                 "address": ray.address if ray is not None else "",
-                "actors": [title for title in titles() if "Actor" in title],
-                "cores": sorted({len(process.cpu_affinity()) for process in below()}),
+                "actors": titles("Actor"),
+                "cores": sorted(cores()),
             }
         )
     worker._stop_kept_ray()
-    (folder / "seen.json").write_text(json.dumps([seen, titles()]))
+    (folder / "seen.json").write_text(json.dumps([seen, titles("")]))
 
 
 if __name__ == "__main__":
