@@ -10,14 +10,14 @@ from typing import Any
 from asyncrlhf.planner.layout import MAX_LAYOUTS, Layout, enumerate_layouts
 from asyncrlhf.planner.ranking import Estimate, Subject, bytes_of, costs_of, estimate, rank_refusal, refusal
 
-Figures = Mapping[
-    str, float
-]  # of a simulated run: step_seconds, learner_idle, generator_idle, staleness, dropped_share
+# Of a simulated run: step_seconds, learner_idle, generator_idle, staleness, dropped_share.
+Figures = Mapping[str, float]
 SEEDS = (0, 1, 2)
 FINALISTS = 6  # candidates simulated with all seeds
 VARIANTS = 3  # fastest learner layouts kept per number of ranks
 HOPELESS = 1.5  # times the shortest step by the closed forms; slower layouts are not simulated
 TIE = 0.01  # share of a step by which seeds differ
+DOUBT = 0.3  # share of a step by which costs are wrong that were not measured at a layout's size
 LEARNER = ("ranks", "sharding", "sequence_parallel", "offload", "checkpointing", "services")
 
 
@@ -64,7 +64,8 @@ def choose(
     simulate: Callable[[Layout, int], Figures],
     simulated: int = 32,
 ) -> Chosen:
-    """The layout with the fewest seconds per rollout; among ties the least staleness, then the fewest devices.
+    """The layout with the fewest seconds per rollout; among ties the least staleness, then the fewest devices. A layout
+    larger than the measured one must be faster by the error of extrapolated costs (DOUBT).
 
     Args:
         valid: returns one sentence if the config classes refuse a layout, else None.
@@ -89,23 +90,22 @@ def choose(
         tried.append(Candidate(layout, guess, simulate(layout, SEEDS[0])))
     if not tried:
         raise ValueError(f"no layout passes the config's checks, for example: {next(iter(refused.values()))}")
-    tried.sort(key=lambda c: c.seconds)
+
+    def doubted(candidate: Candidate) -> float:
+        return candidate.seconds * (1 + DOUBT * bool(subject.extrapolated(candidate.layout)))
+
+    tried.sort(key=doubted)
     finalists = [_averaged(candidate, simulate) for candidate in tried[:FINALISTS]]
-    least = min(c.seconds for c in finalists)
-    best = min(finalists, key=lambda c: (c.seconds > (1 + TIE) * least, *_modest(c)))
+    least = min(map(doubted, finalists))
+    best = min(finalists, key=lambda c: (doubted(c) > (1 + TIE) * least, *_modest(c)))
     others = sorted((c for c in (*finalists, *tried[FINALISTS:]) if c is not best), key=lambda c: c.seconds)
     return Chosen(best, others, refused, len(ranked))
 
 
 def _modest(candidate: Candidate) -> tuple[float, ...]:
     layout = candidate.layout
-    return (
-        round(candidate.figures["staleness"], 1),
-        layout.devices,
-        layout.max_staleness,
-        layout.publish_every,
-        layout.slots,
-    )
+    old = round(candidate.figures["staleness"], 1)
+    return old, layout.devices, layout.max_staleness, layout.publish_every, layout.slots
 
 
 def _averaged(candidate: Candidate, simulate: Callable[[Layout, int], Figures]) -> Candidate:

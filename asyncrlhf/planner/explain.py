@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from asyncrlhf.planner.choose import Candidate, Chosen
+from asyncrlhf.planner.choose import TIE, Candidate, Chosen
 from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.ranking import Subject, bytes_of, estimate
 
@@ -18,12 +18,7 @@ def sources(chosen: Layout, subject: Subject) -> dict[str, str]:
     """Source of each figure; outside the layout that was measured it is ``extrapolated``."""
     if subject.measured is None:
         return {name: "catalogue" for name in ("decode", "prefill", "train", "publish", "messages", "memory")}
-    known = dict(subject.measured.sources)
-    if chosen.slots > subject.base.slots:
-        known["decode"] = "extrapolated"
-    if (chosen.ranks, chosen.batch_size) != (subject.base.ranks, subject.base.batch_size):
-        known["train"] = "extrapolated"
-    return known
+    return {**subject.measured.sources, **dict.fromkeys(subject.extrapolated(chosen), "extrapolated")}
 
 
 def weakest(known: Mapping[str, str]) -> str:
@@ -58,14 +53,9 @@ def sentences(chosen: Chosen, subject: Subject) -> list[str]:
             f"bound limits the rollouts in flight."
         )
     generator, learner = bytes_of(layout, subject)
-    said.append(
-        f"A learner rank holds {learner.total / 1e9:.3g} GB, a generator's device {generator.total / 1e9:.3g} GB"
-        + (
-            f"; reasons to refuse other layouts: {len(chosen.refused)}, such as: {next(iter(chosen.refused.values()))}"
-            if chosen.refused
-            else "."
-        )
-    )
+    held = f"A learner rank holds {learner.total / 1e9:.3g} GB, a generator's device {generator.total / 1e9:.3g} GB"
+    first, count = next(iter(chosen.refused.values()), ""), len(chosen.refused)
+    said.append(held + (f"; reasons to refuse other layouts: {count}, such as: {first}" if count else "."))
     known = sources(layout, subject)
     if weakest(known) == "catalogue":
         device = subject.clusters[layout.learner_on].device
@@ -98,7 +88,8 @@ def reason(other: Candidate, best: Candidate) -> str:
     excess = other.figures["step_seconds"] / best.figures["step_seconds"] - 1
     changed = ", ".join(f"{name}={value}" for name, value in other.layout.changes(best.layout).items())
     slower = f"{abs(excess):.1%} {'slower' if excess >= 0 else 'faster'}"
-    worse = "" if excess >= 0.01 else ", within the noise, but staler or with more devices"
+    worse = "" if excess >= TIE else ", within the noise, but staler or with more devices"
+    worse = worse if excess >= -TIE else ", but by costs that were not measured at its size"
     return f"{changed}: {seconds_in_words(other.figures['step_seconds'])} per step, {slower}{worse}"
 
 

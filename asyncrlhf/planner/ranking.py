@@ -42,6 +42,15 @@ class Subject:
     token_budget: int = 4096
     dtype: str = "bfloat16"
 
+    def extrapolated(self, layout: Layout) -> list[str]:
+        """The costs that were not measured at this layout's size, of ``decode`` and ``train``."""
+        base = self.base
+        beyond = {
+            "decode": layout.slots > base.slots or layout.replicas > base.replicas,
+            "train": (layout.ranks, layout.batch_size) != (base.ranks, base.batch_size),
+        }
+        return [name for name, larger in beyond.items() if larger and self.measured is not None]
+
 
 @dataclass(frozen=True)
 class CatalogueCosts:

@@ -54,7 +54,7 @@ def main() -> None:
     found: dict[str, list[float]] = {}
     for seed in (0, 1, 2):  # in turn, so that what else the machine does meets all of them
         for name, other in neighbours(layout):
-            folder = given.out / f"{name} seed {seed}"
+            folder = given.out / f"{name.replace('=', '-')}-seed-{seed}"
             words = [f"run_dir={folder}", f"seed={seed}", f"steps={given.steps}", *quiet, *overrides(other, gpus=False)]
             done = subprocess.run([sys.executable, "-m", "asyncrlhf", "train", *words, *more], check=False)
             if done.returncode == 0:

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrlhf.planner.choose import Chosen, Space, choose
 from asyncrlhf.planner.devices import nodes_for
-from asyncrlhf.planner.explain import sentences, weakest
+from asyncrlhf.planner.explain import reason, sentences, weakest
 from asyncrlhf.planner.layout import Layout, counts, keeps, overrides
 from asyncrlhf.planner.queueing import balanced
 from asyncrlhf.planner.ranking import Subject, bytes_of, costs_of, estimate, refusal
@@ -54,6 +54,19 @@ def test_devices_are_split_as_queueing_says(speed: float) -> None:
     """8 cores: 6 replicas of 1 rollout/s beside 2 ranks of 3, and 5 beside 3 once replicas are twice as fast."""
     chosen = planned(measured(speed)).best.layout
     assert (chosen.replicas, chosen.ranks) == balanced(8, speed, 3.0) == ((6, 2) if speed == 1 else (5, 3))
+
+
+@pytest.mark.parametrize(("speed", "ranks"), [(3.3, 1), (6.0, 2)])
+def test_a_layout_that_was_not_measured_must_be_faster_by_its_doubt(speed: float, ranks: int) -> None:
+    """With a second rank, of which nothing is known, a step would be a tenth shorter, or half as long."""
+    subject = measured(speed)
+    subject = replace(subject, base=replace(subject.base, batch_size=120))
+    chosen = planned(subject, cores=3, keep="replicas=1")
+    assert chosen.best.layout.ranks == ranks
+    assert ("Extrapolated figures: train" in " ".join(sentences(chosen, subject))) == (ranks > 1)
+    if ranks == 1:
+        faster = next(other for other in chosen.others if other.layout.ranks == 2)
+        assert "9.1% faster, but by costs that were not measured at its size" in reason(faster, chosen.best)
 
 
 def test_a_synchronous_step_pays_for_the_longest_response_and_for_publishing() -> None:
