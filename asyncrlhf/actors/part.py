@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ class RecordActor:
     """Writes rollout records: token arrays reach it from the object store, never through the controller. One call
     writes one Parquet file, on the controller's machine."""
 
-    def ping(self) -> bool:
-        """Answers even while it is writing, in a separate thread."""
-        return True
+    def ping(self) -> int:
+        """The number of its process; answers even while it is writing, in a separate thread."""
+        return os.getpid()
 
     def write(
         self, target: str, rows: Sequence[RolloutRow], places: Sequence[Address | None], *bundles: RolloutBundle

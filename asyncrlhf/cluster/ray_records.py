@@ -4,6 +4,8 @@ it does not respond. Ray then repeats the calls it has not answered: each writes
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -31,6 +33,7 @@ class RayRecords:
 
     def __init__(self, seconds: float, start_seconds: float) -> None:
         self.actor: Any = None
+        self._process: Future[int] = Future()  # the actor's, once it has answered
         self._seconds, self._start_seconds = seconds, start_seconds
         self._unanswered: set[Future[None]] = set()
         self._looking = asyncio.Lock()
@@ -63,12 +66,24 @@ class RayRecords:
             alive = self.actor.ping.options(concurrency_group=PING, max_task_retries=0).remote()
             return await within(self._seconds, RECORD_WRITER, PING, alive)
         except ReplicaError:
-            tell(f"{RECORD_WRITER.capitalize()} did not respond for {self._seconds:g} s. Replacing it.")
-            ray.kill(self.actor, no_restart=False)
+            tell(f"{RECORD_WRITER.capitalize()} did not respond for {self._seconds:.3g} s. Replacing it.")
+            self._kill()
         except RayActorError:
             pass  # it died, and Ray starts it again
         with suppress(ReplicaError):  # not again: then the calls fail, too
-            await ask_to_start(RECORD_WRITER, self.actor.ping.remote(), self._start_seconds)
+            self._process = self._asked()
+            await ask_to_start(RECORD_WRITER, asyncio.wrap_future(self._process), self._start_seconds)
+
+    def _kill(self) -> None:
+        """End the process that does not answer. Ray alone would first give it 5 s to end itself."""
+        if self._process.done() and self._process.exception() is None:
+            with suppress(OSError):
+                return os.kill(self._process.result(), signal.SIGKILL)
+        ray.kill(self.actor, no_restart=False)
+
+    def _asked(self) -> Future[int]:
+        answer: Future[int] = self.actor.ping.options(concurrency_group=PING).remote().future()
+        return answer
 
     def close(self) -> None:
         """End the actor. Files not yet written fail, so that no thread waits for a Ray that has ended."""
@@ -83,6 +98,7 @@ class RayRecords:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             kind = actor_class(RecordActor, num_cpus=0, max_restarts=RESTARTS, max_task_retries=RESTARTS)
             self.actor = kind.options(scheduling_strategy=here).remote()
+            self._process = self._asked()
         return self.actor
 
     def _answer(self, reference: Any) -> Future[None]:

@@ -60,7 +60,7 @@ class RayRuntime(Runtime):
         self._joined = False
         self._cores_before: frozenset[int] = frozenset()
         self._rank_cores: Sequence[Collection[int]] = ()  # where the ranks have cores of their own
-        self.records = RayRecords(stall_seconds / 2, cluster.start_timeout_seconds)
+        self.records = RayRecords(stall_seconds / 3, cluster.start_timeout_seconds)
         self._endpoint = ""
         self._epoch = 0
         self.sharing = frozenset()

@@ -3,9 +3,9 @@ the run only if that does not help.
 
     after                       what happens
     --------------------------  -----------------------------------------------------------------------------------
-    half the limit in one call  the part is pinged and has the other half to answer; a
-                                part that does not is frozen: generators, reward, reference and critic workers are
-                                replaced like dead ones, a learner rank ends the run under its name
+    a third of the limit in     the part is pinged and has another third to answer; a
+    one call                    part that does not is frozen: generators, reward, reference and critic workers are
+                                replaced like dead ones, a learner's ranks are restarted or the run ends under its name
     the limit without progress  a message says what each part waits for
     twice the limit             parts that live but have been in the same call all the time are replaced; StallError
                                 if there is none
@@ -30,6 +30,9 @@ from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 
 LOOKS = 20  # in the time of the limit
+# Of the limit: the time in one call before a part is pinged, and the time that it then has to answer. The last third is
+# for the replacement, so that a frozen part costs less than the limit.
+PATIENCE = 1 / 3
 
 
 @dataclass(eq=False)
@@ -49,10 +52,16 @@ class Supervisor:
     _checks: set[asyncio.Task[None]] = field(default_factory=set)
     _said: float = -1.0  # the last progress before the reported stall
     _looked: float = 0.0
+    _stood: float = -1.0  # when this process was last found to have stood still itself (Ctrl-Z, a busy machine)
 
     @property
     def limit(self) -> float:
         return self.state.config.stall_timeout_seconds
+
+    @property
+    def patience(self) -> float:
+        """Seconds in one call before a ping, and seconds for its answer."""
+        return self.limit * PATIENCE
 
     @property
     def still(self) -> float:
@@ -73,7 +82,9 @@ class Supervisor:
         self._feel_beats()
         now = self.state.now()
         starting = {call.name for call in self.calls if call.verb == START}
-        if starting or now - self._looked > self.limit / 2:  # or this process stood still itself (Ctrl-Z)
+        if self._late():
+            self._stood = now
+        if starting or now - self._looked > self.patience:
             self.state.last_progress = now
         self._looked = now
         for name in self._long_asked() - starting:
@@ -86,6 +97,10 @@ class Supervisor:
         if self.still > 2 * self.limit and not self._replace_standing():
             raise StallError(f"No progress for {self.still:.0f} s: {self._blame()} {' '.join(self.sentences())}")
 
+    def _late(self) -> bool:
+        """Whether this process has stood still since the last look: other processes' answers may not be read yet."""
+        return self.state.now() - self._looked > 4 * self.limit / LOOKS
+
     def _feel_beats(self) -> None:
         """Count new tokens of any generator as progress, also those of an evaluation."""
         now = self.state.now()
@@ -96,12 +111,12 @@ class Supervisor:
                 self.state.last_progress = now
 
     def _long_asked(self) -> set[str]:
-        """Parts in a call for over half the limit that have not been pinged meanwhile."""
+        """Parts in a call for over a third of the limit that have not been pinged meanwhile."""
         now = self.state.now()
-        held = {call.name for call in self.calls if now - call.since > self.limit / 2}
-        if self.still > self.limit / 2:
+        held = {call.name for call in self.calls if now - call.since > self.patience}
+        if self.still > self.patience:
             held |= {replica.name for replica in self.state.replicas if replica.alive and replica.in_flight}
-        return {name for name in held if now - self._asked.get(name, -self.limit) > self.limit / 2}
+        return {name for name in held if now - self._asked.get(name, -self.limit) > self.patience}
 
     def _ask(self, name: str) -> None:
         part = next((part for part in self.runtime.parts() if part.name == name), None)
@@ -114,15 +129,17 @@ class Supervisor:
 
     async def _check(self, part: Any) -> None:
         replica = next((r for r in self.state.replicas if r.handle is part), None)
-        calls, actor = self.calls.of(part.name), getattr(part, "actor", None)
+        calls, actor, asked = self.calls.of(part.name), getattr(part, "actor", None), self.state.now()
         try:
-            await part.ping(self.limit / 2)
+            await part.ping(self.patience)
         except ReplicaError:
             if actor is not getattr(part, "actor", None) or (replica is not None and replica.handle is not part):
                 return  # replaced meanwhile
-            if self.still > self.limit / 2:
+            if self._late() or self._stood >= asked:
+                return  # the ping's time passed while this process stood still; the next look asks again
+            if self.still > self.patience:
                 self._say()
-            why = f"did not respond for {self.limit / 2:g} s{self._of(part.name)}."
+            why = f"did not respond for {self.patience:.3g} s{self._of(part.name)}."
             self._end(part.name, replica, calls, why)
 
     def _end(self, name: str, replica: Replica | None, calls: Sequence[Call], why: str) -> None:
@@ -162,7 +179,7 @@ class Supervisor:
     def _blame(self) -> str:
         """A sentence that names the part whose answer has been awaited for longest."""
         now = self.state.now()
-        asked = [call for call in self.calls if call.verb != "ping" and now - call.since > self.limit / 2]
+        asked = [call for call in self.calls if call.verb != "ping" and now - call.since > self.patience]
         if not asked:
             return "every part answers, and none has work."
         name = min(asked, key=lambda call: call.since).name

@@ -244,7 +244,7 @@ def test_frozen_parts_are_named_and_replaced(
     before(monkeypatch, RayLearner, "train", training)
     settings = (
         "steps=10",
-        "stall_timeout_seconds=6",
+        "stall_timeout_seconds=9",
         "logging.progress=plain",
         "eval_every=0",
         "logging.flush_every=16",

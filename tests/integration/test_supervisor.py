@@ -96,7 +96,7 @@ def freeze(runtime: LocalRuntime, seconds: float, *, silent: bool = True) -> Non
 
 @pytest.mark.parametrize(
     ("silent", "cause"),
-    [(True, "did not respond for 5 s."), (False, "generated no token for 2")],
+    [(True, "did not respond for 3.33 s."), (False, "generated no token for 2")],
     ids=["frozen", "lives and does nothing"],
 )
 def test_a_generator_that_stands_still_is_replaced_and_its_rollouts_are_named(
@@ -120,7 +120,7 @@ def test_a_generator_that_freezes_in_the_first_evaluation_is_replaced_and_asked_
     assert done.summary["exit_reason"] == "done" and done.summary["heldout_accuracy"]["before"] is not None
     said = words(capsys)
     assert "A held-out evaluation is under way" in said
-    assert "did not respond for 5 s, asked for generate" in said and "(ids -1, -2, -3" in said
+    assert "did not respond for 3.33 s, asked for generate" in said and "(ids -1, -2, -3" in said
 
 
 SLOW = ("generator.fake.latency_median=30", "generator.fake.latency_sigma=0", "generator.slots=1")
@@ -149,6 +149,33 @@ def test_a_run_that_was_stopped_itself_blames_nobody(
     monkeypatch.setattr(LearnLoop, "_train", jumping)
     done = run(tmp_path, *FAKE, *SAID, LIMIT, "steps=5", "async.mode=sync")  # no generator is at work meanwhile
     assert done.metrics[-1]["wall_time"] > 1000 and "No progress" not in words(capsys)
+
+
+def test_a_part_whose_answer_could_not_be_read_while_the_run_was_stopped_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-Z comes between a ping and its answer, and the ping's time has passed when fg wakes the run."""
+    stopped = []
+
+    def strike(runtime: LocalRuntime) -> None:
+        generator: Any = runtime.generators[0]
+
+        async def late(limit: float) -> None:
+            answer = asyncio.get_running_loop().create_future()
+            if not stopped:
+                stopped.append(limit)
+                asyncio.get_running_loop()._jumping.now += 1000.0  # type: ignore[attr-defined]
+            else:
+                answer.set_result(None)
+            await within(limit, generator.name, "ping", answer)
+
+        generator.ping = late
+
+    meddle(monkeypatch, strike)
+    done = run(tmp_path, *FAKE, *SAID, LIMIT, *SLOW, "steps=2", "batch_size=4")
+    done.assert_ledger_whole()
+    said = words(capsys)
+    assert stopped and "did not respond" not in said and "is back" not in said
 
 
 def test_a_reward_worker_that_lives_and_hangs_is_asked_anew_after_twice_the_limit(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+from collections.abc import Generator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +33,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> tuple[RayRecords, list[Future[None
     records.actor = SimpleNamespace(write=SimpleNamespace(remote=write))
     monkeypatch.setattr(ray_records.ray, "kill", lambda actor: None)
     return records, calls
+
+
+class Answer:
+    """Of Ray, to a ping: the number of a process; None never comes."""
+
+    def __init__(self, number: int | None) -> None:
+        self.answer: Future[int] = Future()
+        if number is not None:
+            self.answer.set_result(number)
+
+    def future(self) -> Future[int]:
+        return self.answer
+
+    def __await__(self) -> Generator[Any, None, int]:
+        return asyncio.wrap_future(self.answer).__await__()
 
 
 def test_no_wait_for_a_file_outlives_the_run(asked: tuple[RayRecords, list[Future[None]]]) -> None:
@@ -71,10 +89,8 @@ def test_of_several_that_wait_for_a_frozen_one_one_replaces_it(
     killed: list[Any] = []
     said: list[str] = []
 
-    async def ping() -> bool:
-        if not killed:
-            await asyncio.sleep(3600)
-        return True
+    def ping() -> Answer:
+        return Answer(1 if killed else None)
 
     def replace(actor: Any, *, no_restart: bool) -> None:
         assert not no_restart, "Ray repeats its calls only where it starts it again"
@@ -91,7 +107,35 @@ def test_of_several_that_wait_for_a_frozen_one_one_replaces_it(
         await asyncio.wait_for(asyncio.gather(*map(wait_for, files)), 60)
 
     records._seconds = 0.05
-    records.actor.ping = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=ping), remote=ping)
+    records.actor.ping = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=ping))
     monkeypatch.setattr(ray_records.ray, "kill", replace)
     asyncio.run(both())
     assert len(killed) == 1 and said == ["The record writer did not respond for 0.05 s. Replacing it."]
+
+
+def test_a_frozen_process_is_ended_at_once(
+    asked: tuple[RayRecords, list[Future[None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray gives a process seconds to end itself, in which a frozen one does nothing and the run stands still."""
+    records, calls = asked
+    monkeypatch.setattr(ray_records.ray, "kill", lambda *_, **__: pytest.fail("left to Ray"))
+    with subprocess.Popen(["sleep", "600"]) as frozen:
+        frozen.send_signal(signal.SIGSTOP)
+        answers = [Answer(frozen.pid), Answer(None), Answer(2)]  # of its start, when it is frozen, of its successor
+        records.actor.ping = SimpleNamespace(
+            options=lambda **_: SimpleNamespace(remote=lambda: answers.pop(0)),
+        )
+        records._process = records._asked()
+        records._seconds = 0.05
+        file = records.write_part(Path("part"), [], [])
+
+        async def ended() -> None:
+            keep_calls()
+            waiting = asyncio.create_task(records.written([file], lambda said: None))
+            while frozen.poll() is None:
+                await asyncio.sleep(0.01)
+            calls[0].set_result(None)
+            await waiting
+
+        asyncio.run(asyncio.wait_for(ended(), 60))
+        assert frozen.returncode == -signal.SIGKILL and records._process.result(0) == 2
