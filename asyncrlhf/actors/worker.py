@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -197,6 +197,10 @@ class GeneratorWorker:
         """The number of sequences in the next step."""
         return min(len(self._requests), self.engine.slots)
 
+    def worked(self, seconds: float) -> None:
+        """Count the seconds of a step that advanced the run's clock."""
+        self.busy_seconds += seconds
+
     def has_work(self) -> bool:
         """Whether a step would make progress: the engine is awake and has sequences in flight."""
         return bool(self._requests) and not (self.engine.asleep or self.engine.torn)
@@ -256,8 +260,7 @@ class GeneratorWorker:
 
     @property
     def _vllm(self) -> VllmEngine:
-        """The engine of a ``direct`` worker."""
-        return cast("VllmEngine", self.engine)
+        return cast("VllmEngine", self.engine)  # of a ``direct`` worker
 
     def load(self, version: int, cache: CacheMode) -> None:
         """Load the received version between two tokens. Raises WeightSyncError if that version was not received."""
@@ -289,10 +292,11 @@ class GeneratorWorker:
         return self.engine.score(texts)
 
     def digests(self) -> dict[str, str]:
-        """Digests of the engine's weights, under the names that the learner sends. A LoRA adapter is merged into the
-        weights: then those of the received adapter, and of each weight that is not exactly base plus adapter."""
-        held = self.engine.parameters()
-        found = tensor_digests(held)
+        """Digests of the engine's weights, under the names that the learner sends; with a LoRA adapter those of the
+        received one, and, if it is merged into the weights, of each that is not exactly base plus adapter."""
+        if self.engine.adapts and self._staged is not None:
+            return tensor_digests(self._staged[1])
+        found = tensor_digests(held := self.engine.parameters())
         if self._merge is None or self._staged is None:
             return found
         wrong = differing_tensors(tensor_digests(self._merge(self._staged[1])), found)
@@ -338,10 +342,8 @@ def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotoni
         offloads=spec.offloads,
     )
 
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake"
+    decode: Callable[..., Any] = partial(tokenizer.decode, skip_special_tokens=True)
+    adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake" and not engine.adapts
     merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
     receiver = build_receiver(spec.weights, spec.runtime, device)
     direct = spec.weights if taken_by_workers(spec.generator, spec.model, spec.weights, spec.runtime) else None

@@ -55,6 +55,7 @@ class Engine(ABC):
         """``context``: tokens of prompt and response together; ``vocabulary``: number of token ids in prompts."""
         self.slots = slots
         self.version = version  # the policy version that the next token will carry
+        self.adapts = False  # whether ``load_weights`` takes an adapter as it is, beside the base weights
         self.asleep = False
         self.torn = False  # a load was interrupted: nothing is sampled before a complete one
         self._context = context

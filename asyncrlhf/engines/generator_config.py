@@ -26,7 +26,8 @@ OWN_ENGINE = (
     "max_num_seqs", "max_model_len", "block_size", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager",
     "enable_prefix_caching", "enable_chunked_prefill", "tensor_parallel_size", "pipeline_parallel_size",
     "enable_expert_parallel", "distributed_executor_backend", "enable_sleep_mode", "weight_transfer_config",
-    "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes",
+    "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes", "enable_lora", "max_loras", "max_lora_rank",
+    "max_cpu_loras", "lora_target_modules",
 )  # fmt: skip
 # Fields of vLLM's EngineArgs that would break the guarantee that a token's version is that of its weights, or
 # that engine and learner hold the same model; with the reason.
@@ -118,6 +119,11 @@ class VllmConfig:
     tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1)
     pipeline_parallel_size: int = setting(1, "Pipeline stages, each with some of the layers; needs GPUs.", low=1)
     enable_expert_parallel: bool = setting(False, "Distributes the experts of a mixture over the workers.")
+    enable_lora: bool | None = setting(
+        None,
+        "With model.lora.r: true applies the adapter beside the base weights, false merges it into them at each load "
+        "(a longer load, a copy of the base in host memory, faster tokens); null: true on GPUs, false on a CPU.",
+    )
     engine_kwargs: Any = setting(None, "More keywords of vLLM's EngineArgs, by name.")
 
     def __post_init__(self) -> None:

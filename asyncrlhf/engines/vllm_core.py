@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,17 @@ import torch
 from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig
+from asyncrlhf.engines.vllm_adapter import (
+    adapter_arguments,
+    adapter_files,
+    adapter_request,
+    check_applied,
+    differing_names,
+    ignored_layers,
+    remove_adapter,
+    write_adapter,
+    zero_adapter,
+)
 from asyncrlhf.engines.vllm_transfer import BACKEND, merge_shares, register, worker_tensors
 from asyncrlhf.errors import ConfigError, WeightSyncError
 from asyncrlhf.rewards.judge import end_with_parent, starting_vllm
@@ -55,10 +68,18 @@ class VllmCore:
         self.folder = str(settings.model_config.model)
         self.trust_remote_code = model.trust_remote_code
         self.in_process = settings.parallel_config.world_size == 1
+        self.adapts = settings.lora_config is not None
+        self._lora = model.lora
+        self._adapter: Any = None  # of each request
         self.can_sleep, self._sleep_level = config.vllm.enable_sleep_mode, config.vllm.sleep_level
         if not self.in_process:
             self._llm.collective_rpc(end_with_parent)
         self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
+        if self.adapts:  # a request that started without an adapter would go on without
+            zero = zero_adapter(model)
+            self._shapes = {name: tuple(tensor.shape) for name, tensor in zero.items()}
+            self.load_adapter(0, zero)
+            check_applied(self._llm.collective_rpc(ignored_layers))
 
     def generate(self, request: GenerationRequest, salt: str) -> None:
         """Queue a request under its rollout id; its prompt shares cached blocks with others of the same ``salt``."""
@@ -69,7 +90,7 @@ class VllmCore:
         own = sampling_arguments(request, self._vocabulary)
         params = SamplingParams(**{**self._generation_kwargs, **own}, output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=salt)
-        self._llm.add_request(str(request.rollout_id), prompt, params)
+        self._llm.add_request(str(request.rollout_id), prompt, params, lora_request=self._adapter)
 
     def score(self, name: str, text: IntArray) -> None:
         """Queue a text whose own log-probs are wanted, at temperature 1."""
@@ -77,7 +98,7 @@ class VllmCore:
         from vllm.inputs import tokens_input
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        self._llm.add_request(name, tokens_input(text.tolist()), params)
+        self._llm.add_request(name, tokens_input(text.tolist()), params, lora_request=self._adapter)
 
     def step(self) -> list[RequestOutput]:
         return self._llm.step()  # type: ignore[return-value]
@@ -121,6 +142,25 @@ class VllmCore:
         call("finish_weight_update")
         self._llm.set_weight_version(str(version))
 
+    def load_adapter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the adapter by these tensors, under PEFT's names, also for the requests in flight. Raises
+        WeightSyncError if it is not the one of ``model.lora``, or if vLLM refuses it."""
+        apart = differing_names(self._shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        if apart:
+            raise WeightSyncError(f"The adapter of version {version} is not that of model.lora: {apart}.")
+        folder = os.path.join(tempfile.gettempdir(), f"asyncrlhf-adapter-{uuid.uuid4().hex}")
+        call: Callable[..., Any] = self._llm.collective_rpc
+        call(write_adapter, args=(folder, adapter_files(tensors, self._lora)))
+        try:
+            self._llm.add_lora(adapter_request(folder, load_inplace=True))
+        except (ValueError, RuntimeError) as error:
+            why = f"{error}; generator.vllm.enable_lora=false merges it into the weights instead"
+            raise WeightSyncError(f"vLLM did not load the adapter of version {version}: {why}.") from error
+        finally:
+            call(remove_adapter, args=(folder,))
+        self._adapter = adapter_request(folder)
+        self._llm.set_weight_version(str(version))
+
     def forget_cache(self, *, running: bool) -> None:
         """Drop the prefix cache; with ``running`` also the keys and values of running requests, which are then
         prefilled again. Without it vLLM keeps their blocks while they run, and the salt hides them from others."""
@@ -131,7 +171,7 @@ class VllmCore:
         """vLLM's sleep: it drops all keys and values; requests stay and are prefilled again. At level 1 the weights
         move to the host's memory; at level 2, used only without ``keep_weights``, they are dropped. Without
         ``enable_sleep_mode`` the devices keep everything. Returns whether the engine still has its weights."""
-        level = 1 if keep_weights else self._sleep_level
+        level = 1 if keep_weights or self.adapts else self._sleep_level  # a load brings no base weights back
         if self.can_sleep:
             self._llm.sleep(level=level, mode="keep")
         return level == 1 or not self.can_sleep
@@ -177,6 +217,7 @@ def engine_arguments(config: GeneratorConfig, model: ModelConfig) -> dict[str, A
         # Several workers: on this machine, or in a placement group with a bundle per worker, named in the environment.
         "distributed_executor_backend": "uni" if own.workers == 1 else "ray" if os.environ.get(RAY_BUNDLES) else "mp",
         "enable_sleep_mode": own.enable_sleep_mode,
+        **adapter_arguments(config, model),
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,

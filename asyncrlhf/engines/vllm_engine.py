@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
+from asyncrlhf.data.adapter import is_adapter
 from asyncrlhf.engines.engine import CacheMode, Engine, StepOutput, match_named_weights, match_names, tied_names
+from asyncrlhf.engines.vllm_adapter import meta_model
 from asyncrlhf.engines.vllm_core import SCORE_SLOTS, VllmCore, tells_kept
 from asyncrlhf.types import FloatArray, GenerationFailure, GenerationRequest, IdArray, Rollout
 
@@ -55,9 +56,10 @@ class VllmEngine(Engine):
 
     def __init__(self, core: VllmCore, *, slots: int, version: int = 0) -> None:
         self._core = core
-        self._skeleton = _skeleton(core.folder, core.trust_remote_code)
+        self._skeleton = meta_model(core.folder, core.trust_remote_code)
         embedding: Any = self._skeleton.get_input_embeddings()  # type: ignore[operator]
         super().__init__(slots, version, core.context, int(embedding.num_embeddings))
+        self.adapts = core.adapts
         self._drafts: dict[str, _Draft] = {}  # in vLLM, by request id
         self._scored: dict[str, FloatArray] = {}
         self._tokens = 0  # sampled and not yet reported
@@ -162,6 +164,10 @@ class VllmEngine(Engine):
             self._core.sleep()
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
+        if self.adapts and is_adapter(weights):
+            with self._loading(version, cache):
+                self._core.load_adapter(version, weights)
+            return
         tensors = match_named_weights(self._skeleton, weights)
         with self._loading(version, cache):
             self._core.update_weights(version, tensors)
@@ -236,13 +242,3 @@ def _prompt_logprobs(output: RequestOutput) -> FloatArray:
     assert ids is not None and entries is not None, "vLLM gave no log-probs of a scored text"
     found = [entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True) if entry is not None]
     return np.asarray(found, np.float32)
-
-
-def _skeleton(folder: str, trust_remote_code: bool) -> nn.Module:
-    """transformers' model without memory: the parameters that the learner will send, and which of them are tied."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return model

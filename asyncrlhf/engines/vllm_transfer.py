@@ -149,7 +149,8 @@ def _unfused(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int | None]]
 
     parts = getattr(model, "packed_modules_mapping", {})
     experts = dict(routed_experts(model))
-    for path, module in model.named_modules():
+    for inner, module in model.named_modules():
+        path = inner.removesuffix(".base_layer")  # within a layer with an adapter
         if path in experts:
             yield from _experts(path, module)
         elif isinstance(module, LinearBase):

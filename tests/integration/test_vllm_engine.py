@@ -12,19 +12,17 @@ import torch
 from asyncrlhf.data.adapter import add_adapter, trained_tensors
 from asyncrlhf.data.data_config import LoraConfig
 from asyncrlhf.engines.engine import AdapterMerge, CacheMode, load_named_weights, named_weights
-from asyncrlhf.engines.vllm_engine import VllmEngine
 from asyncrlhf.engines.vllm_transfer import StagedWeightTransferEngine
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
 from asyncrlhf.types import FloatArray, GenerationRequest, IntArray, Prompt, Rollout, SamplingParams
 from tests.numeric import assert_close
 from tests.truncated import kept_count, renormalised
-from tests.vllm_tiny import VOCABULARY, TinyVllm, needs_vllm, tiny_model
+from tests.vllm_tiny import PROBE, VOCABULARY, TinyVllm, finish, needs_vllm, own_logprobs, requests, tiny_model
 
 pytestmark = needs_vllm
 
 Weights = dict[str, torch.Tensor]
-PROBE = [np.random.default_rng(seed).integers(0, VOCABULARY, 40) for seed in range(5)]
 # The float32 rounding of both sides; what a whole step of the weights moves is thousands of times that.
 AGREE = 1e-4
 # Adapters of noise make the weights several times as large, and rounding with them: 1.3e-4 was seen, on a CPU without
@@ -39,14 +37,6 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     running.close()
 
 
-def requests(count: int, longest: int, *, first: int = 0, prompt: int = 5, **sampling: Any) -> list:
-    return [
-        GenerationRequest(i, i, Prompt("", "", np.random.default_rng(i).integers(0, VOCABULARY, prompt)), 1000 + i,
-                          SamplingParams(max_completion_length=longest, **sampling))  # type: ignore[arg-type]
-        for i in range(first, first + count)
-    ]  # fmt: skip
-
-
 def moved(weights: Mapping[str, torch.Tensor], seed: int, by: float) -> Weights:
     """Every tensor with Gaussian noise of ``by`` times its mean size."""
     noise = torch.Generator().manual_seed(seed)
@@ -59,21 +49,6 @@ def reference(tiny: TinyVllm, weights: Weights, text: IntArray) -> torch.Tensor:
     load_named_weights(tiny.model, weights)
     logits: torch.Tensor = tiny.model(torch.from_numpy(text)[None]).logits[0]
     return logits
-
-
-def own_logprobs(logits: torch.Tensor, text: IntArray) -> FloatArray:
-    """[len-1] log-probs of a text's own tokens at temperature 1."""
-    found = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(text)[1:, None])[:, 0]
-    return found.numpy()
-
-
-def finish(engine: VllmEngine) -> dict[int, Rollout]:
-    done: dict[int, Rollout] = {}
-    while engine.in_flight():
-        for result in engine.step(0.0).finished:
-            assert isinstance(result, Rollout), result
-            done[result.rollout_id] = result
-    return done
 
 
 def test_twenty_updates_in_flight_leave_the_same_model(tiny: TinyVllm) -> None:

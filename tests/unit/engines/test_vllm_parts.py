@@ -29,7 +29,7 @@ class LateCore:
     """A vLLM whose batches come out two steps after they were sampled, as with asynchronous scheduling on GPUs. Each
     token it samples is the version of the weights that sampled it."""
 
-    context, folder, trust_remote_code = 128, resolve("tiny"), False
+    context, folder, trust_remote_code, adapts = 128, resolve("tiny"), False, False
     drain = VllmCore.drain
 
     def __init__(self) -> None:
@@ -145,9 +145,11 @@ def test_an_engine_that_forgot_its_weights_samples_nothing_before_the_next_load(
 def test_weights_are_forgotten_only_where_new_ones_follow(level: int, keep: bool, asked: int) -> None:
     levels: list[int] = []
     llm = SimpleNamespace(sleep=lambda level, mode: levels.append(level))
-    core: Any = SimpleNamespace(can_sleep=True, _sleep_level=level, _llm=llm)
+    core: Any = SimpleNamespace(can_sleep=True, _sleep_level=level, _llm=llm, adapts=False)
     assert VllmCore.sleep(core, keep_weights=keep) == (asked == 1)
     assert levels == [asked]
+    core.adapts = True
+    assert VllmCore.sleep(core, keep_weights=keep) and levels[1:] == [1], "an adapter brings no base weights back"
 
 
 def test_tags_are_right_when_batches_come_late() -> None:
