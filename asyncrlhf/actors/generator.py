@@ -49,6 +49,7 @@ class GeneratorActor(PartActor):
         self._worker: GeneratorWorker
         self._lane = Lane(spec.name)
         self._told_at = -math.inf
+        self._stepped_at: float | None = None  # end of the last step, if another follows at once
         self._timed = False  # the engine makes tokens by the clock, and has no iterations (the fake one)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chunks = spec.chunk_tokens > 0
@@ -76,6 +77,7 @@ class GeneratorActor(PartActor):
             while self._execute(wait):
                 wait = self._advance() if self._worker.has_work() else None
                 if wait is None:
+                    self._stepped_at = None
                     self._lane.enter("wait")
         except BaseException as error:
             self._died = error
@@ -104,10 +106,13 @@ class GeneratorActor(PartActor):
     def _advance(self) -> float:
         """One step of the engine; returns the seconds to wait before the next."""
         self._lane.enter("decode")
-        started, sequences = time.monotonic(), self._worker.running
+        sequences = self._worker.running
+        started = time.monotonic() if self._stepped_at is None else self._stepped_at  # time between two steps, too
         output = self._worker.step()
-        now = time.monotonic()
+        now = self._stepped_at = time.monotonic()
         pause = 0.0 if output.wake_at is None else max(0.0, output.wake_at - now)
+        if output.wake_at is not None:
+            self._stepped_at = None
         busy = now - started + pause
         self._worker.busy_seconds += busy
         self._timed = self._timed or output.wake_at is not None
@@ -144,8 +149,11 @@ class GeneratorActor(PartActor):
         return self._between_steps(lambda: run(method, *arguments, **keywords))
 
     def _load(self, version: int, *arguments: Any) -> None:
+        self._stepped_at = None
         with self._lane.during("load", version):
             self._worker.load(version, *arguments)
+        if self._worker.has_work():
+            self._stepped_at = time.monotonic()
 
     def collect(self) -> tuple[Any, ...]:
         """The facts and the payload, which stays in the object store; with ``chunk_tokens`` also the chunks."""

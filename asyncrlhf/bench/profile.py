@@ -322,7 +322,8 @@ def lines(
     for kind, calls in scored.items():
         name = f"score.{kind}"
         tables[name] = table(("rollouts",), {key: first(samples) for key, samples in calls.items()})
-        score[kind], misfit[name] = line([(1.0, *key) for key in calls], tables[name]["seconds"])
+        (call, each), misfit[name] = line([(1.0, *key) for key in calls], tables[name]["seconds"])
+        score[kind] = max(0.0, call - message), each  # a call and its answer are messages, too
     publish = [list(column) for column in zip(*published, strict=True)]
     for name, samples in zip(("snapshot", "transfer", "load"), publish, strict=True):
         tables[f"publish.{name}"] = table((), {(): samples})

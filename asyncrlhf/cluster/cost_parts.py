@@ -156,6 +156,9 @@ class CostGenerator:
         self._fill()
         return held + late + self.outbox.withdraw(rollout_ids)
 
+    def worked(self, seconds: float) -> None:
+        """Does nothing: :meth:`catch_up` counts the seconds, without those in which only messages are under way."""
+
     def step(self) -> StepOutput:
         before = self.tokens
         done = self.catch_up()
@@ -194,6 +197,7 @@ class CostGenerator:
         while True:
             spent = max(0.0, min(now - self._at, self._debt))  # prefills and loads come before the next token
             self._debt, self._at = self._debt - spent, self._at + spent
+            self.busy_seconds += spent
             if not self._ends or self._debt > 0:
                 break
             left = self._ends[0][0] - self._iteration
@@ -201,8 +205,10 @@ class CostGenerator:
             if self._at + left * seconds > now + TOLERANCE:
                 if self._at < now:
                     self._iteration += (now - self._at) / seconds
+                    self.busy_seconds += now - self._at
                 break
             self._at, self._iteration = self._at + left * seconds, self._ends[0][0]
+            self.busy_seconds += left * seconds
             while self._ends and self._ends[0][0] <= self._iteration + TOLERANCE:
                 done.append(self._finish(heapq.heappop(self._ends)[1]))
             self._fill()
@@ -259,6 +265,7 @@ class CostGenerator:
             context = round(self._lengths + len(self._ends) * self._iteration)
             seconds += self._world.costs.prefill(context) * self._factor
         self._debt += seconds
+        self.busy_seconds -= seconds  # a replica that loads is idle
         await asyncio.sleep(seconds)
         self.catch_up()
         self.version = version
@@ -321,7 +328,8 @@ class CostAnnotator:
 
     async def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], Any]:
         tokens = sum(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
-        await asyncio.sleep(self._world.costs.score(self._kind, len(rollouts), tokens))
+        costs = self._world.costs
+        await asyncio.sleep(costs.submit + costs.score(self._kind, len(rollouts), tokens) + costs.collect)
         if self._kind == "reward":
             return [Annotation(r.rollout_id, float(self._world.random.random() < 0.5)) for r in rollouts], []
         name = "ref_logprobs" if self._kind == "reference" else "values"

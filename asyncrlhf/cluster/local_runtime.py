@@ -82,7 +82,7 @@ class LocalGenerator(LocalPart[GeneratorWorker]):
                 timer = loop.call_at(output.wake_at, self._changed.notify)
                 await self._changed.wait_past(self._changed.count)  # or until a submit, a load, a cancellation
                 timer.cancel()
-            worker.busy_seconds += loop.time() - started
+            worker.worked(loop.time() - started)
 
     def kill(self, cause: str = "killed") -> None:
         """Die like a process (for tests): its rollouts are lost and every later call fails."""

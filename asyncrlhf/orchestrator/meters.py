@@ -189,6 +189,7 @@ class ReplicaMeters:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._seen: dict[str, tuple[float, int, int]] = {}  # by name: busy seconds, tokens, rollouts
+        self._over: dict[str, float] = {}  # by name: busy seconds that did not fit into the steps so far
 
     def step(self, elapsed: float) -> dict[str, float]:
         """Metrics of the ``elapsed`` seconds since the last call; with two replicas or more also one set per replica.
@@ -198,7 +199,10 @@ class ReplicaMeters:
         while it gets no work because it is late).
         """
         before, self._seen = self._seen, {}
-        figures = {r.name: self._replica(r, before.get(r.name, (0.0, 0, 0)), elapsed) for r in self._state.replicas}
+        over, self._over = self._over, {}
+        figures = {
+            r.name: self._replica(r, before.get(r.name), over.get(r.name, 0.0), elapsed) for r in self._state.replicas
+        }
         count = max(1, len(figures))
         metrics = {
             "generator_idle_fraction": sum(f["idle_fraction"] for f in figures.values()) / count,
@@ -217,13 +221,21 @@ class ReplicaMeters:
             f"{REPLICA_PREFIX}{name}/{key}": value for name, row in shown.items() for key, value in row.items()
         }
 
-    def _replica(self, replica: Replica, before: tuple[float, int, int], elapsed: float) -> dict[str, float]:
+    def _replica(
+        self, replica: Replica, before: tuple[float, int, int] | None, over: float, elapsed: float
+    ) -> dict[str, float]:
         now = self._seen[replica.name] = (replica.busy_seconds, replica.tokens, replica.pace.finished)
-        busy, tokens, finished = (total - old for total, old in zip(now, before, strict=True))
+        busy, tokens, finished = (total - old for total, old in zip(now, before or (0.0, 0, 0), strict=True))
+        # A replica tells its seconds with its results, which may be those of several steps: none may be lost.
+        if before is not None:
+            counted = min(elapsed, max(0.0, busy + over))
+            self._over[replica.name] = busy + over - counted
+        else:
+            counted = min(elapsed, max(0.0, busy))
         figures = {
             "tokens_per_second": tokens / elapsed,
             "rollouts": finished,
-            "idle_fraction": 1.0 - min(1.0, max(0.0, busy / elapsed)),
+            "idle_fraction": 1.0 - counted / elapsed,
             "in_flight": len(replica.in_flight),
             "restarts": replica.restarts,
             "held_back": float(replica.pace.held_back),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,20 @@ def figures(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) ->
     first = next((row for row in metrics if row["step"] == chosen[0]["step"] - 1), {"wall_time": 0.0})
     step = (chosen[-1]["wall_time"] - first["wall_time"]) / len(chosen)
 
-    def mean(key: str) -> float:
-        found = [row[key] for row in chosen if row.get(key) is not None]
-        return sum(found) / len(found) if found else float("nan")
+    # Of shares of time a long step has more.
+    lasted = [row["wall_time"] - before["wall_time"] for before, row in pairwise([first, *chosen])]
+
+    def mean(key: str, weights: Sequence[float] | None = None) -> float:
+        pairs = zip(chosen, weights or [1.0] * len(chosen), strict=True)
+        found = [(row[key], weight) for row, weight in pairs if row.get(key) is not None]
+        return sum(value * w for value, w in found) / sum(w for _, w in found) if found else float("nan")
 
     trained = sum(row["batch_rollouts"] for row in chosen if "batch_rollouts" in row)
     dropped = chosen[-1].get("dropped", 0) - chosen[0].get("dropped", 0)
     return {
         "step_seconds": step,
-        "learner_idle": mean("learner_idle_fraction"),
-        "generator_idle": mean("generator_idle_fraction"),
+        "learner_idle": mean("learner_idle_fraction", lasted),
+        "generator_idle": mean("generator_idle_fraction", lasted),
         "staleness": mean("staleness_mean"),
         "dropped_share": dropped / trained if trained else 0.0,
         "train_seconds": mean("train_seconds"),

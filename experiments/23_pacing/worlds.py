@@ -89,6 +89,9 @@ class Generator:
     def running(self) -> int:
         return len(self._running)
 
+    def worked(self, seconds: float) -> None:
+        self.busy_seconds += seconds
+
     def has_work(self) -> bool:
         return bool(self._waiting or self._running) and not self.frozen
 

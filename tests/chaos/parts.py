@@ -85,6 +85,9 @@ class Generator:
         self._waiting: deque[GenerationRequest] = deque()
         self._running: dict[int, Response] = {}
 
+    def worked(self, seconds: float) -> None:
+        self.busy_seconds += seconds
+
     def submit(self, items: Sequence[GenerationRequest]) -> None:
         self._waiting.extend(items)
 

@@ -43,6 +43,9 @@ class Generator:
         self.tokens, self.busy_seconds, self.version = 0, 0.0, -1
         self.due: dict[int, tuple[float, GenerationRequest]] = {}
 
+    def worked(self, seconds: float) -> None:
+        self.busy_seconds += seconds
+
     def submit(self, items: Sequence[GenerationRequest]) -> None:
         self.due |= {item.rollout_id: (self.clock() + SAMPLE, item) for item in items}
 

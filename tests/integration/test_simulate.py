@@ -7,6 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 from asyncrlhf.cli.main import main
@@ -14,7 +17,7 @@ from asyncrlhf.cluster.cost_parts import Conditions
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
-from asyncrlhf.planner.fit import costs_of_run
+from asyncrlhf.planner.fit import WARM_UP, costs_of_run
 from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
@@ -107,6 +110,26 @@ def test_a_slow_replica_and_failures_cost_time_and_lose_nothing(tmp_path: Path) 
     assert summary["ledger"]["trained"] == 30 * 64
 
 
+def test_time_of_messages_delays_rollouts_and_is_no_work(tmp_path: Path) -> None:
+    """Synchronous: after each publish a request, the rollout and its reward travel for 0.2 s in all, in which neither
+    generator nor learner works; 0.1 s of a load are no work of the generator either."""
+    lengths = Workload(8, 64, 0.0, 64)
+    config = load_config([*OVERRIDES, *BATCH, *FLAT, "async=sync", "num_generations=4", "steps=30"])
+    found = []
+    for name, costs in (
+        ("free", Fitted((0.01, 0.0, 0.0), (0.36, 0.0))),
+        ("real", Fitted((0.01, 0.0, 0.0), (0.36, 0.0), load=0.1, submit=0.05, collect=0.05)),
+    ):
+        simulate(config, costs, lengths, tmp_path / name)
+        found.append(figures(read_metrics(tmp_path / name / "metrics.jsonl"), 0))
+    free, real = found
+    assert free["step_seconds"] == pytest.approx(1.0, abs=0.01)
+    assert real["step_seconds"] == pytest.approx(1.3, abs=0.01)
+    assert free["generator_idle"] == pytest.approx(0.36, abs=0.01)
+    assert real["generator_idle"] == pytest.approx(1 - 0.64 / 1.3, abs=0.01)
+    assert real["learner_idle"] == pytest.approx(1 - 0.36 / 1.3, abs=0.01)
+
+
 @pytest.mark.thorough
 def test_a_cohort_does_what_its_replicas_do(tmp_path: Path) -> None:
     """16 replicas of 4 slots, and 4 that stand for 4 each: an iteration costs by the sequences of one replica. Pooled
@@ -145,6 +168,23 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
     assert simulated["step_seconds"] == pytest.approx(real["step_seconds"], rel=0.1)
     assert simulated["learner_idle"] == pytest.approx(real["learner_idle"], abs=0.05)
     assert simulated["staleness"] == pytest.approx(real["staleness"], abs=0.3)
+    assert simulated["generator_idle"] == pytest.approx(real["generator_idle"], abs=0.05)
+
+    # All iterations together last as long as in the records, also where no line through them does.
+    spans = ds.dataset(done.folder / "spans").to_table().to_pandas()
+    late = read_metrics(done.folder / "metrics.jsonl")[WARM_UP]["wall_time"]
+    decode = spans[(spans.kind == "decode") & (spans.start >= late) & (spans.iterations > 0)]
+    base, each, _ = costs.decode_terms
+    whole = base * decode.iterations.sum() + each * decode.sequence_iterations.sum()
+    assert whole == pytest.approx(decode.busy_seconds.sum(), rel=1e-6)
+
+    # Without delays a message takes next to no time; a reward that came 0.3 s later had three messages.
+    assert costs.submit == costs.collect < 1e-3
+    for file in (done.folder / "rollouts").glob("*.parquet"):
+        table = pq.read_table(file)
+        column = table.column_names.index("scored_at")
+        pq.write_table(table.set_column(column, "scored_at", pc.add(table["scored_at"], 0.3)), file)
+    assert costs_of_run(done.folder).submit == pytest.approx(costs.submit + 0.1, abs=1e-6)
 
 
 @pytest.mark.parametrize(

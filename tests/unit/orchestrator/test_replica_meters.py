@@ -43,6 +43,21 @@ def test_figures_are_of_the_step_and_a_lost_replica_takes_none_along() -> None:
     assert alone == {"generator_idle_fraction": 1.0, "generated_tokens_per_second": 0.0}
 
 
+def test_no_second_of_work_is_lost_when_several_steps_end_between_two_reports() -> None:
+    """A replica at work for 3 of 4 seconds, which it tells every second step: a share cut off at 1 was never given
+    back, and the mean showed it idle for half of the time and more."""
+    one = replica("generator-0")
+    meters = ReplicaMeters(world([one]))
+    meters.step(1.0)
+    shares = []
+    for busy in (0.0, 3.0, 3.0, 6.0, 6.0, 9.0):
+        one.busy_seconds = busy
+        shares.append(meters.step(2.0)["generator_idle_fraction"])
+    assert shares == [1.0, 0.0, 0.5, 0.0, 0.5, 0.0]
+    one.busy_seconds = 10.0
+    assert meters.step(2.0)["generator_idle_fraction"] == 0.0, "the second told, and one of before"
+
+
 def test_beyond_sixteen_the_rest_is_put_together() -> None:
     replicas = [replica(f"generator-{i}", tokens=i) for i in range(20)]
     row = ReplicaMeters(world(replicas)).step(1.0)
