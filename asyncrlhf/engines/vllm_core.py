@@ -141,6 +141,8 @@ class VllmCore:
             call("update_weights", args=({"tensors": dict(chunk)},))
         call("finish_weight_update")
         self._llm.set_weight_version(str(version))
+        if self.adapts:  # vLLM forgot the adapter of the former weights
+            self.load_adapter(version, {name: torch.zeros(shape) for name, shape in self._shapes.items()})
 
     def load_adapter(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the adapter by these tensors, under PEFT's names, also for the requests in flight. Raises

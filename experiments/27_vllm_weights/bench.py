@@ -134,7 +134,9 @@ class Replica:
         own = VllmConfig(block_size=32, kv_cache_gb=0.2, max_model_len=256, tensor_parallel_size=workers, dtype=dtype)
         generator = GeneratorConfig(engine="vllm", slots=8, threads=0, vllm=own, ignore_eos=True)
         model, weights = ModelConfig(path=folder, dtype=dtype), self.settings["collective"]
+        others = children()
         self.worker = replica.build_worker(replica.GeneratorSpec(NAME, generator, model, "ray", weights))
+        self.workers = sorted(children() - others)
         self.staging = build_receiver(self.settings["shared_memory"], "ray")
         self.members = [worker_name(NAME, i) for i in range(workers)]
         self.epoch = self.next = 0
@@ -164,8 +166,7 @@ class Replica:
             self.next += 1
 
     def processes(self) -> list[int]:
-        workers = [p.pid for p in psutil.Process().children(recursive=True) if p.pid != self.sender.pid]
-        return [os.getpid(), *(pid for pid in workers if anonymous(pid) > 50 << 20)]
+        return [os.getpid(), *(pid for pid in self.workers if anonymous(pid) > 50 << 20)]
 
     def update(self, version: int, way: str, *, watch: bool) -> dict[str, Any]:
         """One version, with sequences in flight; ``pause``: seconds between two steps; ``cpu``: processor seconds that
@@ -174,7 +175,7 @@ class Replica:
         for _ in range(2):
             self.worker.step()
         transport = "shared_memory" if way == "staged" else way
-        if way != "staged":
+        if way != "staged" and not self.epoch:  # as in a run: a group lasts until a member changes
             self.join(way)
         ticket, expected = self.ask("move", transport, version)
         processes = self.processes()
@@ -213,6 +214,10 @@ class Replica:
         self.pipe.send(None)
         self.sender.join(10)
         self.worker.close()
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def processor_seconds(processes: list[int]) -> float:
@@ -261,16 +266,18 @@ def measure(arguments: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder:
         make_model(arguments.size).to(getattr(torch, arguments.dtype)).save_pretrained(folder)
         load_tokenizer(ModelConfig()).save_pretrained(folder)
-        made = Replica(folder, arguments.size, arguments.workers, arguments.dtype, arguments.bucket_mb)
+        given = (folder, arguments.size, arguments.workers, arguments.dtype, arguments.bucket_mb)
+        replicas = {way: Replica(*given) for way in rows}
         for round_ in range(arguments.rounds):
             for way, of in rows.items():
                 version += 1
-                of.append(made.update(version, way, watch=round_ >= arguments.rounds - arguments.watched))
+                of.append(replicas[way].update(version, way, watch=round_ >= arguments.rounds - arguments.watched))
                 print(way, version, of[-1], flush=True)
-            arguments.out.write_text(json.dumps(summary(made, rows), indent=1) + "\n")
+            arguments.out.write_text(json.dumps(summary(replicas[way], rows), indent=1) + "\n")
         if arguments.kill:
-            print("killed:", made.lose_a_worker(version + 1), flush=True)
-        made.close()
+            print("killed:", replicas["collective"].lose_a_worker(version + 1), flush=True)
+        for replica_ in replicas.values():
+            replica_.close()
 
 
 def main() -> None:

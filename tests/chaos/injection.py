@@ -47,6 +47,7 @@ LOCAL_KINDS = {
     "slow": ("slow",),
     "memory": ("raise",),
 }
+STALL_SECONDS = 10  # the runs' limit, under which they also have to go on after any fault
 MEMORY_LEFT = 8 * 2**20  # bytes that a part may grow by when its memory is limited
 
 
@@ -78,8 +79,9 @@ def draw_case(seed: int, runtime: str) -> Case:
         f"seed={seed}", f"runtime={runtime}", f"async.mode={mode}", f"generator.engine={engine}", f"steps={steps}",
         "batch_size=16", "num_generations=4", "generator.slots=16", "generator.replicas=2", "reward.workers=2",
         "generator.max_completion_length=12", "checkpoint.every=3", "checkpoint.resume=auto", "eval_every=5",
-        "task.heldout_size=4", "stall_timeout_seconds=10", "weights.timeout_seconds=5", "logging.wandb=disabled",
-        "logging.progress=plain", "logging.report=false", "generator.threads=0", "logging.flush_every=32",
+        "task.heldout_size=4", f"stall_timeout_seconds={STALL_SECONDS}", "weights.timeout_seconds=5",
+        "logging.wandb=disabled", "logging.progress=plain", "logging.report=false", "generator.threads=0",
+        "logging.flush_every=32",
     ]  # fmt: skip
     if runtime == "local":
         overrides.remove("generator.threads=0")

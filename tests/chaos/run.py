@@ -37,7 +37,7 @@ import psutil
 from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.records.checkpoint import list_checkpoints
 from asyncrlhf.records.journal import JOURNAL_FILE
-from tests.chaos.injection import Case, child, draw_case
+from tests.chaos.injection import STALL_SECONDS, Case, child, draw_case
 from tests.chaos.promises import broken_promises, figures
 from tests.chaos.simulation import main as simulate
 from tests.chaos.simulation import seeds_of
@@ -252,7 +252,8 @@ def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None
         "runs_seconds": lasted, "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(PROCESSOR.total - cpu_before, 1),
     }  # fmt: skip
-    row["held"] = not (broken or untrue or hung or orphans or not again or any(found.values()))
+    stood = stall > STALL_SECONDS * patience(limit) / limit
+    row["held"] = not (broken or untrue or hung or orphans or stood or not again or any(found.values()))
     for mark in ("Traceback", "Timeout ("):
         if mark in output and not row["held"]:
             row["trace"] = output[output.index(mark) :][-1500:]

@@ -115,6 +115,20 @@ def test_what_slept_wakes_with_its_adapter(tiny: TinyVllm) -> None:
     assert_close(engine.score(PROBE)[0], policy.logprobs(PROBE[0]), atol=AGREE)
 
 
+def test_whole_weights_replace_base_and_adapter(tiny: TinyVllm) -> None:
+    engine, policy = tiny.engine(2), Policy(tiny)
+    engine.load_weights(1, policy.version(1), "keep")
+    engine.submit(requests(2, 20))
+    engine.step(0.0)
+    engine.load_weights(2, named_weights(tiny.model), "recompute")
+    policy.version(0)
+    assert_close(engine.score(PROBE)[0], policy.logprobs(PROBE[0]), atol=AGREE)
+    for result in finish(engine).values():
+        text = np.concatenate([result.prompt.token_ids, result.response_ids])
+        own = policy.logprobs(text)[len(result.prompt.token_ids) - 1 :]
+        assert np.abs(own - result.behavior_logprobs)[result.policy_versions == 2].max() < AGREE
+
+
 def test_an_adapter_that_does_not_fit_is_named_and_leaves_nothing(
     tiny: TinyVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
