@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
 from asyncrlhf.actors.where import Where, where
+from asyncrlhf.garbage import keep_existing
 from asyncrlhf.records.rollout_rows import RolloutRow, write_part
 from asyncrlhf.records.saved_rollouts import write_rollouts
 from asyncrlhf.records.spans import SpanBatch
@@ -20,7 +21,8 @@ class PartActor:
     _worker: Any
 
     def ready(self) -> bool:
-        """Answers when the actor is built."""
+        """Answers when the actor is built, whose parts no later garbage collection looks at."""
+        keep_existing()
         return True
 
     def ping(self) -> bool:

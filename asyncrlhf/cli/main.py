@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 from asyncrlhf import __version__
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
+from asyncrlhf.garbage import rare_collections
 from asyncrlhf.redaction import redact
 from asyncrlhf.validation import did_you_mean
 
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncrlhf.orchestrator.interruption import like_ctrl_c
 
     try:
-        with like_ctrl_c():
+        with rare_collections(), like_ctrl_c():
             return _call(*COMMANDS[arguments[0]], arguments[1:])
     except KeyboardInterrupt:  # a second signal, or one after the command
         return 130

@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrlhf.garbage import rare_collections
+
 WORKER = "default_worker.py"
 # Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it.
 FIRST = (
@@ -131,8 +133,9 @@ def serve(path: str) -> Call | None:
     print("listening", flush=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
-    for name in FIRST:
-        importlib.import_module(name)
+    with rare_collections():
+        for name in FIRST:
+            importlib.import_module(name)
     while sys.stdin not in select.select([sys.stdin, listening], [], [])[0]:
         caller, _ = listening.accept()
         with contextlib.suppress(OSError, ValueError):  # the caller has gone, or Ray has ended it
@@ -165,8 +168,9 @@ class Call:
 def _import_rest(environment: dict[str, str]) -> None:
     assert "ray" not in sys.modules
     os.environ.update(environment)
-    for name in THEN:
-        importlib.import_module(name)
+    with rare_collections():
+        for name in THEN:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the collector would write to every page that forks share
 

@@ -31,7 +31,6 @@ other than the learner's, does too.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,6 +45,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, StallError, failure_sentence
+from asyncrlhf.garbage import only_new_garbage
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
 from asyncrlhf.orchestrator.bookkeeping import Bookkeeping, HeldOut
@@ -68,10 +68,6 @@ from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.types import SamplingParams
 
 R = TypeVar("R")
-
-# With 1,000 replicas millions of small objects live for as long as a rollout. With Python's own thresholds a fifth of
-# the controller's time is spent on looking for cycles among them.
-GC_THRESHOLDS = (100_000, 20, 100)
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,10 @@ class Controller:
     async def run(self) -> Outcome:
         """Run to the end. Raises the error of a loop that failed, or CancelledError when a signal ended the run early;
         the caller closes the parts by ``runtime.close()``."""
-        gc.set_threshold(*GC_THRESHOLDS)
+        with only_new_garbage():
+            return await self._run()
+
+    async def _run(self) -> Outcome:
         self._starting = asyncio.current_task()
         self.supervisor.calls = keep_calls()
         self.state.progressed()

@@ -20,6 +20,7 @@ from asyncrlhf.records.recorder import METRICS_FILE, plain, read_metrics
 from asyncrlhf.validation import check_package
 
 FINISH_SECONDS = 90.0  # for a sink to send its queue after the run's end
+ABANDONED_TIMES = 10  # every 0.5 s until the sink's thread ends: its library may start a process again
 # Running totals, as further axes for curves, and the metrics of a step that they sum.
 TOTALS = {"total/samples": "sequences", "total/tokens": "response_tokens"}
 
@@ -43,7 +44,8 @@ class RunFacts:
 class Sink(Protocol):
     """Receives a run's metrics. ``logging.sinks=[my_module:MySink]`` calls ``MySink()`` and then, in one thread, these
     three methods. An exception in one of them switches the sink off, but the run continues; ``finish`` is still
-    called."""
+    called. A method ``abandon()``, if there is one, is called from another thread when ``finish`` takes too long: it
+    ends the sink's processes, so that none outlives the run."""
 
     def start(self, run: RunFacts) -> None:
         """Called once, before any metrics."""
@@ -153,6 +155,7 @@ class _Follower:
         self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._summary: Mapping[str, Any] = {}
         self._failed = False
+        self._sink: Sink | None = None
         # A daemon thread: a sink that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._serve, daemon=True, name=f"sink {name}")
         self._thread.start()
@@ -167,17 +170,29 @@ class _Follower:
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
-        if self._thread.is_alive():
-            self._facts.say(f"The sink {self._name} had not finished {seconds:g} s after the run's end and was left.")
+        if not self._thread.is_alive():
+            return
+        self._failed = True  # what it raises now is no news
+        self._facts.say(f"The sink {self._name} had not finished {seconds:g} s after the run's end and was left.")
+        abandon: Callable[[], None] | None = getattr(self._sink, "abandon", None)
+        if abandon is None:
+            return
+        for _ in range(ABANDONED_TIMES):
+            self._guard(abandon, always=True)
+            if not self._thread.is_alive():
+                break
+            self._thread.join(0.5)
 
     def _serve(self) -> None:
-        made: list[Sink] = []
-        self._guard(lambda: made.append(build_sink(self._name, self._logging)))
-        self._guard(lambda: made[0].start(self._facts))
+        self._guard(self._start)
         while (row := self._queue.get()) is not None:
-            self._guard(lambda row=row: made[0].log(row))  # type: ignore[misc]
-        if made:
-            self._guard(lambda: made[0].finish(self._summary), always=True)
+            self._guard(lambda row=row: self._sink.log(row))  # type: ignore[misc,union-attr]
+        if (sink := self._sink) is not None:
+            self._guard(lambda: sink.finish(self._summary), always=True)
+
+    def _start(self) -> None:
+        self._sink = build_sink(self._name, self._logging)
+        self._sink.start(self._facts)
 
     def _guard(self, action: Callable[[], Any], always: bool = False) -> None:
         if self._failed and not always:

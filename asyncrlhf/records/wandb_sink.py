@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 
 from asyncrlhf.config.environment_config import LoggingConfig
@@ -84,6 +86,13 @@ class WandbSink:
         finally:
             if wandb is not None:
                 wandb.teardown()
+
+    def abandon(self) -> None:
+        """Kill W&B's own processes, which no longer answer: the thread that waits for them then gets an error."""
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.name().startswith("wandb-"):
+                    child.kill()
 
     def _init(self, mode: str) -> Any:
         facts, logging = self._facts, self._logging

@@ -29,7 +29,7 @@ COMMON = (
 )  # fmt: skip
 REPLICAS = ("generator.slots=128", "batch_size=1024", "async.max_staleness=2", "generator.fake.latency_median=0.05")
 RECORDS = (
-    "generator.slots=64", "batch_size=64", "async.max_staleness=4", "generator.fake.latency_median=1.0",
+    "generator.slots=64", "batch_size=64", "async.max_staleness=8", "generator.fake.latency_median=0.5",
     "generator.fake.length_mean=8000", "generator.fake.length_sigma=0.01", "generator.fake.correct_probability=0",
     "generator.max_completion_length=8000",
 )  # fmt: skip

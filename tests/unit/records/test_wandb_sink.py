@@ -3,6 +3,9 @@ reaches the training run."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,14 @@ LOGGED = (
 
 def wandb_processes() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
+
+
+def lives(pid: int) -> bool:
+    """Not gone, nor ended and only waiting for its parent."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def files(run_dir: Path) -> list[Path]:
@@ -157,6 +168,43 @@ def test_trouble_with_wandb_never_reaches_the_run(tmp_path: Path, monkeypatch: p
             "metrics.jsonl has everything."
         ]
     }
+
+
+STRIKE = """
+import json, signal, sys, time
+import psutil
+from asyncrlhf.config.environment_config import LoggingConfig
+from asyncrlhf.records.sinks import Sinks
+
+def core():
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("wandb-")]
+
+sinks = Sinks(sys.argv[1], {}, LoggingConfig(wandb="offline"), seconds=3)
+sinks.log({"step": 1})
+limit = time.monotonic() + 60
+while not list(__import__("pathlib").Path(sys.argv[1]).glob("wandb/offline-run-*/*.wandb")):
+    assert time.monotonic() < limit, "W&B has not begun a file"
+    time.sleep(0.05)
+struck = core()
+for process in struck:
+    process.send_signal(getattr(signal, sys.argv[2]))
+sinks.log({"step": 2})
+print(json.dumps([sinks.finish({})["wandb"], [p.pid for p in struck]]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("struck", "sentence"),
+    [("SIGKILL", "The sink wandb stopped recording ("), ("SIGSTOP", "had not finished 3 s after the run's end")],
+)
+def test_the_process_of_wandb_killed_or_frozen(tmp_path: Path, struck: str, sentence: str) -> None:
+    """Said in one sentence; the command ends, and with it every process of W&B: else its output would stay open."""
+    words = [sys.executable, "-c", STRIKE, str(tmp_path), struck]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    said, processes = json.loads(done.stdout.splitlines()[-1])
+    assert len(said) == 1 and sentence in said[0], said
+    assert processes and not any(lives(pid) for pid in processes)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_server_that_is_not_reached_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
