@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
+import psutil
+
 # By names that the working folder, the repository, leads to. torch._dynamo: every optimizer of torch imports it.
 IMPORTED = ["tests.unit.learner.ranks", "tests.integration.transport_process", "torch._dynamo", "deepspeed"]
 
@@ -15,3 +17,11 @@ def forked() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
+
+
+def lives(pid: int) -> bool:
+    """Not gone, nor ended and only waiting for its parent."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import nullcontext
+import signal
+import threading
+from contextlib import nullcontext, suppress
 from typing import Any
 
+import psutil
 import ray
+from ray._private import utils
 
 from asyncrlhf.cluster.forked_workers import ForkedWorkers
 
@@ -29,6 +33,30 @@ END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
 NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
 
 
+def init(**options: Any) -> None:
+    """``ray.init`` that leaves this process's handlers of signals alone: Ray's own of SIGTERM ends the process without
+    a word, and stays in force."""
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        ray.init(**options)
+    finally:
+        utils.set_sigterm_handler = theirs
+        renew_handlers()
+
+
+def shut_down() -> None:
+    """``ray.shutdown``, after which signals have the same effect as before: Ray would leave SIGTERM to the system."""
+    ray.shutdown()
+    renew_handlers()
+
+
+def renew_handlers() -> None:
+    """Install Python's handlers of signals again where a library has replaced what the system calls."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.getsignal(number))
+
+
 class OwnRay:
     """Starts at construction. ``cpus``: logical CPUs that it offers; ``store``: bytes of its object store; ``forks``:
     workers are forked (see :mod:`asyncrlhf.cluster.forked_workers`), False if any will use a GPU; ``options``:
@@ -40,12 +68,17 @@ class OwnRay:
         self.size = (cpus, store, forks)
         self._workers = ForkedWorkers() if forks else None
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **options}
+        before = set(psutil.Process().children(recursive=True))
         try:
             with self._workers.serving() if self._workers else nullcontext():
                 # address: never a cluster that happens to run here
-                ray.init(address="local", num_cpus=cpus, object_store_memory=store, **options)
+                init(address="local", num_cpus=cpus, object_store_memory=store, **options)
         except BaseException:
+            begun = set(psutil.Process().children(recursive=True)) - before
             self.stop()
+            for process in begun:  # Ray forgets those of a start that did not come to its end
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             raise
 
     @property
@@ -54,7 +87,7 @@ class OwnRay:
         return str(ray.get_runtime_context().gcs_address)
 
     def stop(self) -> None:
-        ray.shutdown()
+        shut_down()
         if self._workers:
             self._workers.close()
 

@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -25,7 +23,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import LONG_SECONDS, AnnotatorHandle, GeneratorHandle, Runtime
 from asyncrlhf.cluster.nodes import this_machine
-from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, is_kept, lend
+from asyncrlhf.cluster.own_ray import MALLOC, OwnRay, give_back, init, is_kept, lend, shut_down
 from asyncrlhf.cluster.placement import Plan, Specs, generator_part, make_plan, parts_of
 from asyncrlhf.cluster.ray_calls import ask
 from asyncrlhf.cluster.ray_handles import RayAnnotator, RayGenerator, RayLearner, addressed
@@ -77,14 +75,13 @@ class RayRuntime(Runtime):
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        terminate = signal.getsignal(signal.SIGTERM)
         address = self._config.cluster
         if address:
             # Ray's processes of other nodes inherit nothing from this one.
             inherited = {"env_vars": {name: os.environ.get(name, value) for name, value in MALLOC.items()}}
             try:
                 knock(address)
-                ray.init(address=address, runtime_env=inherited, log_to_driver=False, logging_level=logging.ERROR)
+                init(address=address, runtime_env=inherited, log_to_driver=False, logging_level=logging.ERROR)
             except (OSError, ValueError, RuntimeError) as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
                 raise ConfigError(
@@ -96,9 +93,6 @@ class RayRuntime(Runtime):
                 os.environ.setdefault(*BRIEF_SPINS)
             cpus, store = int(this_machine(plan, gpus=0).total["CPU"]), self._config.object_store_mb * 2**20
             self._own_ray = lend(cpus, store, forks=self._config.fork_workers and not plan.total("GPU"))
-        # Ray puts its own handler there, which ends the process on the spot; a run ends with a checkpoint.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, terminate)
         self._joined = True
 
     async def _set_cores_aside(self) -> None:
@@ -120,6 +114,7 @@ class RayRuntime(Runtime):
         """Raises ConfigError, before any actor starts, for a plan that this Ray can never hold."""
         self.tell(f"Joining Ray at {self._config.cluster}" if self._config.cluster else "Starting Ray")
         self._init_ray()
+        await asyncio.sleep(0)  # a signal that came meanwhile ends the start here
         seconds = self._cluster.start_timeout_seconds
         nodes = len(ray_nodes())
         plan = make_plan(self._cluster.placement, self._parts, nodes)
@@ -320,5 +315,5 @@ class RayRuntime(Runtime):
         if self._own_ray:
             give_back(self._own_ray)
         elif self._joined:
-            ray.shutdown()
+            shut_down()
         keep_to(self._cores_before, descendants=is_kept())

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,17 +40,20 @@ def in_order(stop: Callable[[], str], say: Callable[[str], None]) -> Iterator[No
     loop = asyncio.get_running_loop()
     heeded = [number for number in NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
 
-    def first() -> None:
+    # Handlers of Python, not of the loop: the second signal acts also while something blocks the loop (Ray's start).
+    def first(*_: Any) -> None:
         end_at_once()
+        loop.call_soon_threadsafe(end_in_order)
+
+    def end_in_order() -> None:
         say(f"{stop()} A second signal (Ctrl-C) ends at once.")
 
     def end_at_once() -> None:
         for number in heeded:
-            loop.remove_signal_handler(number)
             signal.signal(number, signal.default_int_handler)
 
     for number in heeded:
-        loop.add_signal_handler(number, first)
+        signal.signal(number, first)
     try:
         yield
     finally:

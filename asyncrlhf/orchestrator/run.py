@@ -255,7 +255,8 @@ def _end_all(
             end()
         except Exception as error:
             failures.append(error)
-    traces = [error for error in (cause, *failures) if error is not None and not isinstance(error, KeyboardInterrupt)]
+    interrupted = (KeyboardInterrupt, asyncio.CancelledError)
+    traces = [error for error in (cause, *failures) if error is not None and not isinstance(error, interrupted)]
     if traces:
         with suppress(OSError):
             text = "\n".join("".join(traceback.format_exception(error)) for error in traces)

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_manifest import check_manifest, read_json, write_manifest
+from asyncrlhf.orchestrator.interruption import NUMBERS
 from asyncrlhf.orchestrator.run import new_run_dir
 from asyncrlhf.records.checkpoint import FOLDER
 from asyncrlhf.records.record_marker import RecordMarker, check_records
@@ -131,9 +132,10 @@ class StageRecord(TrainerCallback):
 
     @contextmanager
     def stopped_in_order(self) -> Iterator[None]:
-        """In this context the first Ctrl-C ends the run after the present step, with a checkpoint, a second one at
-        once."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        """In this context the first signal (Ctrl-C) ends the run after the present step, with a checkpoint, a second
+        one at once. A signal that the process was started to ignore stays ignored."""
+        before = {number: signal.getsignal(number) for number in NUMBERS}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
         def restore() -> None:
             for number, handler in before.items():

@@ -163,7 +163,7 @@ def _train(order: Order) -> tuple[str, str]:
     import ray
     import torch
 
-    from asyncrlhf.cluster.own_ray import is_kept, keep_for_next, stop_kept
+    from asyncrlhf.cluster.own_ray import init, is_kept, keep_for_next, shut_down, stop_kept
     from asyncrlhf.config.compose import compose_config
     from asyncrlhf.config.conversion import from_hydra
     from asyncrlhf.orchestrator.run import train
@@ -174,10 +174,10 @@ def _train(order: Order) -> tuple[str, str]:
     if order.ray or config.runtime != "ray" or config.ray.cluster:
         stop_kept()
     if order.ray and not ray.is_initialized():
-        ray.init(address=order.ray, log_to_driver=False, logging_level=logging.ERROR)
+        init(address=order.ray, log_to_driver=False, logging_level=logging.ERROR)
     elif not order.ray:
         if not is_kept():
-            ray.shutdown()  # the sweep's, of an earlier job
+            shut_down()  # the sweep's, of an earlier job
         keep_for_next()
     summary = train(config)
     print(plain_words(summary))

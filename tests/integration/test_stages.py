@@ -230,7 +230,7 @@ def test_an_interrupted_stage_goes_on_to_the_same_weights(
     def interrupt(record: StageRecord, row: Any, total: int) -> None:
         log(record, row, total)
         if row["step"] == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGHUP)
 
     with monkeypatch.context() as patch:
         patch.setattr(StageRecord, "log", interrupt)

@@ -4,6 +4,7 @@ reaches the training run."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ from asyncrlhf.records.metric_names import OF_THE_ALGORITHM, section_of, titled
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.records.sinks import Sinks
 from tests.loop import FAKE, Finished, run
+from tests.processes import lives
 from tests.wandb_file import axes, history, records, run_of
 
+ROOT = Path(__file__).resolve().parents[3]
 LOGGED = (
     *FAKE,
     "logging.wandb=offline",
@@ -31,14 +34,6 @@ LOGGED = (
 
 def wandb_processes() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
-
-
-def lives(pid: int) -> bool:
-    """Not gone, nor ended and only waiting for its parent."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def files(run_dir: Path) -> list[Path]:
@@ -200,7 +195,8 @@ print(json.dumps([sinks.finish({})["wandb"], [p.pid for p in struck]]), flush=Tr
 def test_the_process_of_wandb_killed_or_frozen(tmp_path: Path, struck: str, sentence: str) -> None:
     """Said in one sentence; the command ends, and with it every process of W&B: else its output would stay open."""
     words = [sys.executable, "-c", STRIKE, str(tmp_path), struck]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=90, cwd=tmp_path)
     said, processes = json.loads(done.stdout.splitlines()[-1])
     assert len(said) == 1 and sentence in said[0], said
     assert processes and not any(lives(pid) for pid in processes)
