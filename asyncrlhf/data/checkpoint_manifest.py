@@ -52,21 +52,37 @@ def check_manifest(folder: Path) -> None:
     if missing or extra:
         what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}, which does not belong to it"
         raise CheckpointError(f"the checkpoint {folder} {what} (by its {MANIFEST}).")
-    for name, size in found.items():
-        if size != seals[name].get("bytes"):
-            said = f"{size} bytes, and {seals[name].get('bytes')!r} were written"
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} has {said}.")
+    for name, said in damages(folder, seals):
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {name} {said}.")
 
-    def changed(name: str) -> bool:
-        return _hash(folder / name) != seals[name].get("sha256")
 
+def damages(folder: Path, seals: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The sealed files of ``folder`` that are missing or have changed, each with the end of a sentence about it. Files
+    are hashed only if all have their sizes, several at a time."""
+    with ThreadPoolExecutor(HASHERS, thread_name_prefix="checkpoint-hash") as pool:
+        for damage in (_other_size, _other_content):
+            found = pool.map(damage, (folder / name for name in seals), seals.values())
+            if said := [(name, what) for name, what in zip(seals, found, strict=True) if what]:
+                return said
+    return []
+
+
+def _other_size(file: Path, facts: Mapping[str, Any]) -> str:
     try:
-        with ThreadPoolExecutor(HASHERS, thread_name_prefix="checkpoint-hash") as pool:
-            damaged = [name for name, is_changed in zip(found, pool.map(changed, found), strict=True) if is_changed]
+        found = file.stat()
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {folder} cannot be read: {error}.") from error
-    if damaged:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {damaged[0]} has changed since it was written.")
+        return f"cannot be read: {error.strerror or error}"
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a plain file"
+    size, written = found.st_size, facts.get("bytes")
+    return "" if size == written else f"has {size} bytes, and {written!r} were written"
+
+
+def _other_content(file: Path, facts: Mapping[str, Any]) -> str:
+    try:
+        return "" if _hash(file) == facts.get("sha256") else "has changed since it was written"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

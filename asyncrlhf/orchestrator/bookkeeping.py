@@ -212,7 +212,7 @@ class Bookkeeping:
             rollouts.result()
             seals = await self.runtime.learner.saved()
             self._committing = True
-            await off_loop(partial(writer.commit, document, marker, seals))
+            await off_loop(lambda: writer.commit(document, self.recorder.sealed(marker), seals))
         except OSError as error:
             raise CheckpointError(f"the checkpoint {writer.folder} could not be written: {error}.") from error
         finally:

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from asyncrlhf.data.checkpoint_manifest import Seals, damages
 from asyncrlhf.errors import CheckpointError, ConfigError
+from asyncrlhf.records.journal import JOURNAL_FILE
+from asyncrlhf.records.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.records.spans import SPANS_FOLDER
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
+_PART = re.compile(rf"({ROLLOUTS_FOLDER}|{SPANS_FOLDER})/part-([0-9]{{5,18}})\.parquet")
+_TOKENS_PART = re.compile(rf"{TOKENS_FOLDER}/steps-[0-9]{{7,18}}-([0-9]{{7,18}})-rank-[0-9]{{1,18}}\.parquet")
 
 
 @dataclass(frozen=True)
 class RecordMarker:
     """How many of the records belong to a checkpoint; the default's zeros mean a run's beginning.
 
-    ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
+    ``seals``: size and hash of each part, by its path within the run's folder, and of the journal's first lines; an
+    older version wrote none. ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
     """
 
     metrics_lines: int = 0
     parts: int = 0
     span_parts: int = 0
     journal: int = 0  # lines
+    seals: Seals = field(default_factory=dict)
 
     @classmethod
     def of(cls, counts: Any, where: Path) -> RecordMarker:
@@ -37,9 +48,26 @@ class RecordMarker:
         except TypeError:
             raise CheckpointError(f"{where} holds no marker of records: {counts!r:.80}.") from None
         for name, count in vars(marker).items():
-            if type(count) is not int or count < 0:
+            if name != "seals" and (type(count) is not int or count < 0):
                 raise CheckpointError(f"{where} has {name}={count!r:.80}; a count of 0 or more was written.")
+        if not isinstance(marker.seals, dict):
+            raise CheckpointError(f"{where} has seals={marker.seals!r:.80}; an object was written.")
+        for name, facts in marker.seals.items():
+            if not isinstance(facts, dict) or not (name == JOURNAL_FILE or marker.counts_on(name)):
+                raise CheckpointError(f"{where} has a seal of {name!r:.80}, which is no record that it counts.")
         return marker
+
+    def part_names(self) -> Iterator[str]:
+        """The paths, within the run's folder, of the numbered parts that it counts."""
+        for folder, parts in ((ROLLOUTS_FOLDER, self.parts), (SPANS_FOLDER, self.span_parts)):
+            yield from (f"{folder}/{part_name(number)}" for number in range(parts))
+
+    def counts_on(self, name: str) -> bool:
+        """Whether the path within the run's folder is that of a part up to the marker."""
+        if part := _PART.fullmatch(name):
+            return int(part[2]) < (self.parts if part[1] == ROLLOUTS_FOLDER else self.span_parts)
+        tokens = _TOKENS_PART.fullmatch(name)
+        return tokens is not None and int(tokens[1]) <= self.metrics_lines
 
 
 def part_name(number: int) -> str:
@@ -68,7 +96,7 @@ def refuse_used_folder(run_dir: Path) -> None:
 
 def check_records(run_dir: Path, marker: RecordMarker) -> None:
     """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that ``marker`` counts: lines of
-    JSON, and complete parts. Changes nothing."""
+    JSON, and the journal's lines and the parts unchanged; those that it has no seal of, complete. Changes nothing."""
     metrics = run_dir / METRICS_FILE
     try:
         for number, line in enumerate(_counted_lines(metrics, marker.metrics_lines)[1], start=1):
@@ -76,12 +104,34 @@ def check_records(run_dir: Path, marker: RecordMarker) -> None:
                 raise CheckpointError(f"{metrics} line {number}, which the checkpoint counts on, is no JSON object.")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{metrics}, which the checkpoint counts on, cannot be read: {error}.") from error
-    counted = {ROLLOUTS_FOLDER: marker.parts, SPANS_FOLDER: marker.span_parts}
-    for path in (run_dir / folder / part_name(i) for folder, parts in counted.items() for i in range(parts)):
+    for path in (run_dir / name for name in marker.part_names() if name not in marker.seals):
         try:
             pq.read_metadata(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
+    _check_journal(run_dir / JOURNAL_FILE, marker.journal, marker.seals.get(JOURNAL_FILE))
+    for name, said in damages(run_dir, {name: facts for name, facts in marker.seals.items() if name != JOURNAL_FILE}):
+        raise CheckpointError(f"{run_dir / name}, which the checkpoint counts on, {said}.")
+
+
+def _check_journal(path: Path, lines: int, facts: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError unless the journal's first ``lines`` lines are there, and fit their seal ``facts``."""
+    if not lines:
+        return
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}, which the checkpoint counts on, is not a plain file.")
+    found, digest = 0, hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            for line in islice(file, lines):
+                found += line.endswith(b"\n")
+                digest.update(line)
+    except OSError as error:
+        raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
+    if found < lines:
+        raise CheckpointError(f"{path} has {found} lines but the checkpoint was made after {lines}.")
+    if facts is not None and digest.hexdigest() != facts.get("sha256"):
+        raise CheckpointError(f"{path} has changed in the {lines} lines after which the checkpoint was made.")
 
 
 def _counted_lines(path: Path, lines: int) -> tuple[int, list[bytes]]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from asyncrlhf.records.record_marker import (
     part_name,
     refuse_used_folder,
 )
+from asyncrlhf.records.record_seals import RecordSeals
 from asyncrlhf.records.rollout_rows import RolloutRow, undo_uses, write_part
 from asyncrlhf.records.rollout_tokens import cut_tokens
 from asyncrlhf.records.run_lock import RunLock
@@ -84,6 +86,7 @@ class RunRecorder:
             self._metrics = metrics_path.open("a", encoding="utf-8")
             self.journal = Journal(self.run_dir / JOURNAL_FILE, resume_from.journal)
         self._lines = resume_from.metrics_lines
+        self._seals = RecordSeals(self.run_dir, resume_from.seals)
         self._elapsed = 0.0
         self._before_closing: Callable[[], None] = lambda: None
         self._rows: list[RolloutRow] = []
@@ -135,6 +138,13 @@ class RunRecorder:
         lines = self.journal.mark()
         return RecordMarker(self._lines, self._parts, self._spans.parts, lines)
 
+    def sealed(self, marker: RecordMarker) -> RecordMarker:
+        """The marker with the seals of all that it counts on, which must be on disk. Blocks; not during a rollback."""
+        seals = self._seals.of(marker)
+        if marker.journal:
+            seals[JOURNAL_FILE] = self.journal.seal(marker.journal)
+        return replace(marker, seals=seals)
+
     def rewind(self, marker: RecordMarker) -> None:
         """Undo the records of steps and rollouts after ``marker``, as a recorder opened with it does. The journal keeps
         its lines, and the spans stay: time does not go back."""
@@ -153,6 +163,7 @@ class RunRecorder:
     def _cut_steps(self, marker: RecordMarker) -> None:
         wait(self._pending)
         self.raise_if_failed()
+        self._seals.forget_after(marker)
         cut_tokens(self.run_dir, marker.metrics_lines)
         cut_metrics(self.run_dir / METRICS_FILE, marker.metrics_lines)
         self._lines = marker.metrics_lines
@@ -185,12 +196,12 @@ class RunRecorder:
         os.fsync(self._metrics.fileno())
 
     def checkpoint(self) -> RecordMarker:
-        """Write everything to disk and return the records' position."""
+        """Write everything to disk and return the records' position, with seals."""
         marker = self.mark()
         wait(self.unwritten())
         self.raise_if_failed()
         self.sync_metrics()
-        return marker
+        return self.sealed(marker)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write everything to disk, then summary.json, which is written even after an error, and then says by

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from asyncrlhf.data.checkpoint_manifest import Seals, damages
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.checkpoint import STATE_FILE, list_checkpoints
 from asyncrlhf.records.history import LIVE, STATES, TRAINED, Findings, History, Rules, Step, read_journal
@@ -23,6 +24,7 @@ from asyncrlhf.records.journal import JOURNAL_FILE
 from asyncrlhf.records.recorded import read_rollouts
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, plain, read_metrics
 from asyncrlhf.records.replay import Replay
+from asyncrlhf.records.rollout_tokens import TOKENS_FOLDER
 from asyncrlhf.records.spans import SPANS_FOLDER
 from asyncrlhf.records.summary import mean, reward_ends, timing_means, values
 from asyncrlhf.records.verify_rollouts import RolloutChecks
@@ -77,6 +79,7 @@ class _Examination:
             raise ConfigError(f"{run_dir} is not a run of asyncrlhf train; there is nothing else to verify.")
         self.metrics = self._metrics()
         self.rows = read_rollouts(run_dir, self.found)
+        self.seals: Seals = {}  # those of the newest checkpoint
         self.history = self._history() if has_journal else None
         self.steps = self.history.steps if self.history is not None else self._steps_of_metrics()
 
@@ -116,6 +119,8 @@ class _Examination:
                 # Of lines that are undone: a resume passed this checkpoint over, and it is no part of the history.
                 if line in history.totals_at or line > history.last_line:
                     self._check_checkpoint(name, document, history.totals_at.get(line))
+                    if document["marker"].get("metrics_lines", 0) <= len(self.metrics):
+                        self.seals = document["marker"].get("seals", {})
         return history
 
     def _check_checkpoint(self, name: str, document: dict[str, Any], totals: dict[str, Any] | None) -> None:
@@ -161,6 +166,7 @@ class _Examination:
             self.notes.append("logging.rollouts was off: staleness and versions of the tokens are unknown.")
         if self.summary is not None:
             self._check_summary(self.summary)
+        self._check_tokens()
         spans = self._check_spans()
         checked = {"rollouts": len(self.rows.ids), "tokens": int(self.rows.lengths.sum())}
         checked |= {"uses": len(self.rows.used_at), "steps": len(self.steps)}
@@ -258,6 +264,19 @@ class _Examination:
         if int(ends[STATES.index("dropped")]) != dropped:
             self.found.add(f"{SUMMARY_FILE}: ledger.dropped adds up to {dropped}, the rows to {ends[5]}.")
         return {"admitted": admitted, "trained": int(ends[TRAINED]), "failed": int(ends[STATES.index("failed")])}
+
+    def _check_tokens(self) -> None:
+        """Check that the parts of ``rollout_tokens/`` can be read, and that those of the newest checkpoint are there,
+        unchanged."""
+        sealed = {name: facts for name, facts in self.seals.items() if name.startswith(f"{TOKENS_FOLDER}/")}
+        found = dict(damages(self.run_dir, sealed))
+        for path in (self.run_dir / TOKENS_FOLDER).glob("steps-*.parquet"):
+            try:
+                pq.read_metadata(path)
+            except (OSError, pa.ArrowException, ValueError) as error:
+                found[f"{TOKENS_FOLDER}/{path.name}"] = f"cannot be read: {' '.join(str(error).split())[:200]}"
+        for name, said in sorted(found.items()):
+            self.found.add(f"{name} {said}.")
 
     def _check_spans(self) -> int:
         """Check that all spans lie within the run; returns their number."""

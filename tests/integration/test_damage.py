@@ -9,7 +9,7 @@ import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,12 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.data.checkpoint_manifest import MANIFEST, check_manifest, seal
+from asyncrlhf.data.checkpoint_manifest import MANIFEST, Seals, check_manifest, seal
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator.run import Prepared, prepare
+from asyncrlhf.records import record_seals
 from asyncrlhf.records.checkpoint import FOLDER, list_checkpoints, read_checkpoint, sweep_unfinished
 from tests.loop import FAKE, QUIET, run
 from tests.unit.learner.ranks import build
@@ -185,6 +187,29 @@ def last_part(at: Path, folder: str) -> Path:
     return at.parents[1] / folder / f"part-{parts - 1:05d}.parquet"
 
 
+def journal(change: Callable[[list[bytes], int], list[bytes]]) -> Damage:
+    """Damage to ``journal.jsonl``, given its lines and how many of them the checkpoint before counts on."""
+
+    def damage(at: Path) -> None:
+        before = json.loads((list_checkpoints(at.parents[1])[-2] / STATE).read_text())["marker"]["journal"]
+        lines(lambda all_lines: change(all_lines, before))(at.parents[1] / "journal.jsonl")
+
+    return damage
+
+
+def tokens_part(damage: Damage) -> Damage:
+    """Damage to the last part of ``rollout_tokens/``."""
+    return lambda at: damage(max((at.parents[1] / "rollout_tokens").iterdir()))
+
+
+def scribbled(path: Path) -> None:
+    """Other bytes in the middle, behind which the footer stays as it was; a second call undoes it."""
+    content = path.read_bytes()
+    middle = len(content) // 3
+    path.write_bytes(content[:middle] + bytes(byte ^ 0x55 for byte in content[middle : middle + 400])
+                     + content[middle + 400 :])  # fmt: skip
+
+
 NESTED = b'{"a":' * 200_000
 DAMAGES: dict[str, Damage] = {
     **{f"{name} {how.__name__}": how(name)
@@ -235,6 +260,12 @@ DAMAGES: dict[str, Damage] = {
     "state: a marker of texts": state_with(marker={"metrics_lines": "4"}),
     "state: a negative marker": state_with(marker={"metrics_lines": -6, "parts": 0, "span_parts": 0}),
     "state: a marker of unknown counts": state_with(marker={"lines": 6}),
+    "state: seals of nothing": lambda at: state_with(
+        marker=json.loads((at / STATE).read_text())["marker"] | {"seals": 7})(at),
+    "state: a seal of a file out of the folder": lambda at: state_with(
+        marker=json.loads((at / STATE).read_text())["marker"] | {"seals": {"../x": {"bytes": 1, "sha256": ""}}})(at),
+    "state: a seal of a text": lambda at: state_with(
+        marker=json.loads((at / STATE).read_text())["marker"] | {"seals": {"rollouts/part-00000.parquet": "x"}})(at),
     "state: uses of nothing": state_with(uses={"a": 1}),
     "rollouts: none of the buffer's": hostile(swapped(ROLLOUTS)),
     "rollouts: a pickle": hostile(replaced(ROLLOUTS, pickle.dumps({}))),
@@ -258,11 +289,33 @@ DAMAGES: dict[str, Damage] = {
     "a part of the rollouts torn": lambda at: os.truncate(last_part(at, "rollouts"), 900),
     "a part of the spans torn": lambda at: os.truncate(last_part(at, "spans"), 900),
     "a part that is no Parquet": lambda at: last_part(at, "spans").write_bytes(b"PAR1" * 9),
+    "a part of the rollouts changed inside": lambda at: scribbled(last_part(at, "rollouts")),
+    "a part of the spans changed inside": lambda at: scribbled(last_part(at, "spans")),
+    "a part of the tokens torn": tokens_part(lambda path: os.truncate(path, 5)),
+    "a part of the tokens changed inside": tokens_part(scribbled),
+    "a part of the tokens missing": tokens_part(Path.unlink),
+    "journal.jsonl missing": record("journal.jsonl", Path.unlink),
+    "journal.jsonl emptied": record("journal.jsonl", lambda path: os.truncate(path, 0)),
+    "journal.jsonl a folder": record("", folder_instead("journal.jsonl")),
+    "journal.jsonl a pipe": record("", pipe_instead("journal.jsonl")),
+    "journal.jsonl nothing but bytes": record("journal.jsonl", lambda path: path.write_bytes(b"\xff\xfe" * 9000)),
+    "journal.jsonl shorter": journal(lambda all_lines, before: all_lines[: before + 1]),
+    "journal.jsonl torn": journal(lambda all_lines, before: [*all_lines[:before], all_lines[before][:9]]),
+    "journal.jsonl with a line of something else": journal(
+        lambda all_lines, before: [*all_lines[: before + 1], b"x\xff\n", *all_lines[before + 2 :]]),
+    "journal.jsonl without a line": journal(lambda all_lines, before: all_lines[:before] + all_lines[before + 1 :]),
+    "journal.jsonl with a changed first line": journal(
+        lambda all_lines, before: [all_lines[0].replace(b"begin", b"began"), *all_lines[1:]]),
+    "journal.jsonl without its tenth line": journal(lambda all_lines, before: all_lines[:9] + all_lines[10:]),
 }  # fmt: skip
 
 
 # Nothing that any of the checkpoints counts on is left.
-REFUSED = ("metrics.jsonl missing", "metrics.jsonl a folder")
+REFUSED = (
+    *("metrics.jsonl missing", "metrics.jsonl a folder", "journal.jsonl missing", "journal.jsonl emptied"),
+    *("journal.jsonl a folder", "journal.jsonl a pipe", "journal.jsonl nothing but bytes"),
+    *("journal.jsonl with a changed first line", "journal.jsonl without its tenth line"),
+)
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -291,6 +344,57 @@ def test_a_damaged_run_without_a_whole_checkpoint_is_refused_and_not_begun_anew(
         flipped(WEIGHTS)(checkpoint)
     with pytest.raises(ConfigError, match=r"no whole checkpoint: the checkpoint .*step-00000004 is damaged"):
         resumed(copied)
+
+
+def test_a_run_that_went_back_from_a_damaged_journal_holds(copied: Path) -> None:
+    DAMAGES["journal.jsonl without a line"](list_checkpoints(copied)[-1])
+    run(copied, *SETTINGS, "steps=4", "checkpoint.resume=auto")  # verifies its records
+    assert [path.name for path in list_checkpoints(copied)] == ["step-00000002", "step-00000004"]
+    assert resumed(copied).saved is not None
+
+
+def test_what_is_damaged_before_any_actor_starts_gives_one_sentence_and_exit_code_2(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / "journal.jsonl").unlink()
+    (copied / "config.yaml").write_text("kept: true\n")
+    settings = ("runtime=local", f"run_dir={copied}", "steps=9", "checkpoint.resume=auto")
+    assert main(["train", *QUIET, *SETTINGS, *settings]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "journal.jsonl, which the checkpoint counts on, cannot be read" in said
+    assert (copied / "config.yaml").read_text() == "kept: true\n", "the run directory was opened"
+
+
+def test_a_checkpoint_of_a_version_without_seals_is_resumed_and_the_next_one_has_them(copied: Path) -> None:
+    for at in list_checkpoints(copied):
+        marker = json.loads((at / STATE).read_text())["marker"]
+        state_with(marker={name: count for name, count in marker.items() if name != "seals"})(at)
+    part = last_part(list_checkpoints(copied)[-1], "rollouts")
+    scribbled(part)
+    prepared = resumed(copied)
+    assert prepared.saved is not None and prepared.saved.step == 4
+    scribbled(part)
+    run(copied, *SETTINGS, "steps=6", "checkpoint.resume=auto")
+    found = read_checkpoint(list_checkpoints(copied)[-1]).marker
+    assert {"journal.jsonl", *found.part_names()} <= found.seals.keys()
+    assert {f"rollout_tokens/{path.name}" for path in (copied / "rollout_tokens").iterdir()} <= found.seals.keys()
+
+
+def test_each_part_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+
+    def watched(folder: Path, files: Iterable[Path]) -> Seals:
+        names = list(files)
+        hashed.extend(path.name for path in names)
+        return seal(folder, names)
+
+    monkeypatch.setattr(record_seals, "seal", watched)
+    run(tmp_path / "run", *SETTINGS, "steps=4")
+    run(tmp_path / "run", *SETTINGS, "steps=8", "checkpoint.resume=auto")
+    spans = [name for name in hashed if name.startswith("part-")]
+    tokens = [name for name in hashed if name.startswith("steps-")]
+    assert len(tokens) == len(set(tokens)) == 4
+    assert max(spans.count(name) for name in spans) <= 2, "one of rollouts/ and one of spans/"
 
 
 def test_a_broken_config_of_the_run_before_decides_nothing(copied: Path) -> None:

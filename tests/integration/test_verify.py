@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +296,8 @@ OF_FILES: tuple[tuple[str, Change], ...] = (
     ("parts 0 are missing", lambda folder: sorted(folder.glob("rollouts/*"))[0].unlink()),
     ("part-00000.parquet cannot be read", lambda folder: sorted(folder.glob("rollouts/*"))[0].write_bytes(b"PAR1")),
     ("lines are missing", without_the_line),
+    ("rank-0.parquet cannot be read: Parquet", lambda folder: os.truncate(max(folder.glob("rollout_tokens/*")), 5)),
+    ("rank-0.parquet cannot be read: No such file", lambda folder: max(folder.glob("rollout_tokens/*")).unlink()),
     ("lie outside of the run", span_beyond_the_end),
 )
 LIES: list[tuple[str, Change]] = [

@@ -18,7 +18,7 @@ import yaml
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.config.environment_config import LoggingConfig
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
-from asyncrlhf.records.record_marker import RecordMarker
+from asyncrlhf.records.record_marker import RecordMarker, check_records
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
 from asyncrlhf.records.rollout_rows import ROLLOUT_SCHEMA, RolloutRow
 from asyncrlhf.records.summary import (
@@ -152,6 +152,26 @@ def test_resume_leaves_what_an_uninterrupted_run_leaves(tmp_path: Path, stop: st
         p.name for p in (whole / "rollouts").iterdir()
     )
     assert read_rollouts(cut) == read_rollouts(whole)
+
+
+@pytest.mark.parametrize("undo", ["training", "all"])
+def test_a_part_that_a_rollback_writes_again_gets_a_new_seal(tmp_path: Path, undo: str) -> None:
+    recorder = RunRecorder(tmp_path, {}, SMALL)
+    fill(recorder, range(1, 3))
+    first = recorder.checkpoint()
+    fill(recorder, range(3, 5))
+    second = recorder.checkpoint()
+    check_records(tmp_path, second)
+    if undo == "training":
+        recorder.undo_training(first, 4, ())
+    else:
+        recorder.rewind(first)
+    fill(recorder, range(3, 4))
+    third = recorder.checkpoint()
+    recorder.finish({})
+    name = f"rollouts/part-{first.parts:05d}.parquet"
+    assert third.seals[name] != second.seals[name]
+    check_records(tmp_path, third)
 
 
 def test_a_used_folder_is_refused_and_a_marker_must_fit(tmp_path: Path) -> None:
