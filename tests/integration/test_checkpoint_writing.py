@@ -163,8 +163,9 @@ async def test_a_rollback_awaits_the_checkpoint_that_is_about_to_get_its_name() 
     runtime.save_rollouts = lambda *_: SimpleNamespace(result=lambda: None)
     log: Any = SimpleNamespace(flush=nothing, written=lambda files: nothing())
     writer: Any = SimpleNamespace(rollouts=Path(), folder=Path(), commit=commit)
-    rest: Any = [None] * 7
-    bookkeeping = Bookkeeping(state, runtime, rest[0], rest[1], rest[2], rest[3], rest[4], log, rest[5], rest[6])
+    recorder: Any = SimpleNamespace(sealed=lambda marker: marker)
+    rest: Any = [None] * 6
+    bookkeeping = Bookkeeping(state, runtime, rest[0], rest[1], rest[2], rest[3], rest[4], log, recorder, rest[5])
     document: Any = {"version": 4}
     bookkeeping._writing = asyncio.create_task(bookkeeping._write(writer, document, [], rest[0]))
     await asyncio.wait_for(begun.wait(), 60)
