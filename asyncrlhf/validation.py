@@ -21,6 +21,9 @@ Settings = TypeVar("Settings")
 Group = TypeVar("Group")
 
 
+DAY = 86400.0  # seconds; no part of a run may be said to take longer
+
+
 def setting(
     default: Any, about: str, *, choices: Sequence[str] = (), entries: type | None = None, **bounds: float | bool
 ) -> Any:

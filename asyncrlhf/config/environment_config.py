@@ -35,7 +35,7 @@ class ClusterConfig:
     )
     autoscaling: bool = setting(False, "An autoscaler adds nodes on request: the run waits for missing resources.")
     start_timeout_seconds: float = setting(
-        600.0, "Seconds to wait for free devices, and for a part to load its model.", low=0, exclusive_low=True
+        600.0, "Seconds to wait for free devices, and for a part to load its model.", low=1
     )
 
     node_labels: Any = setting(

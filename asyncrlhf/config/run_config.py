@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
@@ -56,7 +57,7 @@ class RunConfig:
     stall_timeout_seconds: float = setting(
         600.0, "Seconds without progress after which the run reports what it waits for and replaces hanging parts; "
         "after twice as many it fails.",
-        low=0, exclusive_low=True,
+        low=1,
     )  # fmt: skip
     max_failure_fraction: float = setting(
         0.5, "Largest share of failures among the last batch_size rollouts; above it the run ends.", low=0, high=1
@@ -88,6 +89,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_folder_name("name", self.name)
         check_path("run_dir", self.run_dir)
+        object.__setattr__(self, "run_dir", os.path.expanduser(self.run_dir))
         check_settings("", self)
         check_agreement(self)
 

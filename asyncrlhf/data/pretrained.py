@@ -45,6 +45,11 @@ def check_model(config: ModelConfig) -> None:
     check_weights(resolve(config.path), "model.path")
     _check_keywords(config, shape)
     if config.lora.r:
+        width = shape.get_text_config().hidden_size
+        check(
+            config.lora.r <= width,
+            f"model.lora.r={config.lora.r} is over the model's hidden size; allowed: at most {width}.",
+        )
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
             add_adapter(model, config.lora)

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrlhf.engines.vllm_keywords import check_known
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
+from asyncrlhf.validation import DAY, check, check_keywords, check_range, check_settings, group, overlay, setting
 
 MAX_REPLICAS, MAX_SLOTS, MAX_THREADS = 10**4, 10**5, 1024
 VLLM_MAX_TOP_K = 128  # vLLM creates a Python object for the log-prob of each kept token
@@ -65,12 +65,12 @@ _INHERITED = ("engine", "slots", "threads", "gpus", "virtual_step_seconds")  # f
 class FakeConfig:
     """The fake engine's distributions, drawn from each request's seed: a response's length and its latency."""
 
-    latency_median: float = setting(0.05, "Median time of a request, in seconds; log-normal.", low=0)
-    latency_sigma: float = setting(0.5, "Spread of the logarithm of a request's time.", low=0)
-    latency_max_ratio: float = setting(50.0, "Longest time of a request, in medians.", low=1)
+    latency_median: float = setting(0.05, "Median time of a request, in seconds; log-normal.", low=0, high=DAY)
+    latency_sigma: float = setting(0.5, "Spread of the logarithm of a request's time.", low=0, high=10)
+    latency_max_ratio: float = setting(50.0, "Longest time of a request, in medians.", low=1, high=1e6)
     tail_probability: float = setting(0.0, "Share of requests that take the longest time.", low=0, high=1)
-    length_mean: float = setting(8.0, "Mean length of a response, in tokens.", low=1)
-    length_sigma: float = setting(0.5, "Spread of the logarithm of a response's length.", low=0)
+    length_mean: float = setting(8.0, "Mean length of a response, in tokens.", low=1, high=1e6)
+    length_sigma: float = setting(0.5, "Spread of the logarithm of a response's length.", low=0, high=10)
     correct_probability: float = setting(0.5, "Share of responses that are the reference answer.", low=0, high=1)
     failure_probability: float = setting(0.0, "Share of requests that fail.", low=0, high=1)
 
@@ -196,7 +196,7 @@ class GeneratorConfig:
     ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
     max_restarts: int = setting(3, "Restarts of a replica that dies.", low=0)
     virtual_step_seconds: float = setting(
-        0.01, "runtime=local: seconds that one decode iteration costs on the virtual clock.", low=0
+        0.01, "runtime=local: seconds that one decode iteration costs on the virtual clock.", low=0, high=DAY
     )
     fake: FakeConfig = group(FakeConfig, "engine=fake: distributions of lengths and latencies.")
     vllm: VllmConfig = group(VllmConfig, "engine=vllm: settings passed to vLLM, under vLLM's names.")

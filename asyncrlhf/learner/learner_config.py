@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.layout_checks import PARALLEL, check_layout
-from asyncrlhf.validation import check, check_choice, check_keywords, check_settings, setting
+from asyncrlhf.validation import DAY, check, check_choice, check_keywords, check_settings, setting
 
 WHERE = ("learner", "service")
 
@@ -154,7 +154,7 @@ class LearnerConfig:
         3, "Deaths of a learner rank, without a new step in between, after which the run ends.", low=0
     )
     virtual_step_seconds: float = setting(
-        0.1, "runtime=local: seconds that one learner step costs on the virtual clock.", low=0
+        0.1, "runtime=local: seconds that one learner step costs on the virtual clock.", low=0, high=DAY
     )
 
     def __post_init__(self) -> None:

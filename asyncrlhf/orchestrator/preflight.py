@@ -1,11 +1,17 @@
-"""Checks of the sampler's settings for training: the learner must know the probability of every token."""
+"""Checks before a run: the learner must know the probability of every token, and the folder must take the records."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
+from asyncrlhf.records.journal import JOURNAL_FILE
+from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from asyncrlhf.records.status import STATUS_FILE
 from asyncrlhf.validation import check
 
+ERROR_FILE = "error.txt"
 # Fields of vLLM's SamplingParams that leave every token a positive probability.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
@@ -41,3 +47,9 @@ def check_penalties(config: RunConfig) -> None:
         f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
         "correct the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
     )
+
+
+def check_places(run_dir: Path) -> None:
+    """Refuse a run's folder in which the name of a file that the run writes is a folder's."""
+    for name in (CONFIG_FILE, METRICS_FILE, JOURNAL_FILE, STATUS_FILE, SUMMARY_FILE, ERROR_FILE):
+        check(not (run_dir / name).is_dir(), f"run_dir={run_dir} cannot be used: its {name} is a folder, and no file.")

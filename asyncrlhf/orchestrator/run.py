@@ -34,7 +34,7 @@ from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.orchestrator.origin import Origin, find_origin
-from asyncrlhf.orchestrator.preflight import check_penalties, check_truncation
+from asyncrlhf.orchestrator.preflight import ERROR_FILE, check_penalties, check_places, check_truncation
 from asyncrlhf.orchestrator.resume import try_on
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.attempts import attempts
@@ -54,7 +54,6 @@ from asyncrlhf.types import SamplingParams
 from asyncrlhf.validation import check
 
 RUNS = Path("runs")
-ERROR_FILE = "error.txt"
 CLOSE_SECONDS = 60.0  # for records being written, beyond the stall limit
 
 
@@ -91,6 +90,7 @@ def prepare(config: RunConfig) -> Prepared:
     given = Path(config.run_dir) if config.run_dir else None
     found = find_checkpoints(config.checkpoint.resume, given, RUNS / config.name)
     run_dir = found[0].parent.parent if found and given is None else given or new_run_dir(config.name)
+    check_places(run_dir)
     sampling = SamplingParams(
         max_completion_length=completion,
         temperature=config.generator.temperature,

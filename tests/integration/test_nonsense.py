@@ -66,6 +66,7 @@ FILES = {
     "list_run/config.yaml": b"- 1\n",
     "broken_run/metrics.jsonl": b'{"step": 1}\nnonsense\n{"step": 2}\n',
     "sweep/sweep.json": b"{",
+    "folder_run/status.json/anything": b"",
 }
 TASK = "task=prompts task.path="
 LOSS = "algorithm.loss.target="
@@ -100,7 +101,15 @@ TRAIN = [
     ("learner.weight_decay=-inf", "learner.weight_decay=-inf"),
     ("algorithm.epsilon=nan", "algorithm.epsilon=nan is out of range"),
     ("stall_timeout_seconds=inf", "stall_timeout_seconds=inf is out of range"),
-    ("stall_timeout_seconds=0", "stall_timeout_seconds=0.0 is out of range; allowed: > 0."),
+    ("stall_timeout_seconds=0.001", "stall_timeout_seconds=0.001 is out of range; allowed: >= 1."),
+    ("cluster.start_timeout_seconds=1e-5", "cluster.start_timeout_seconds=1e-05 is out of range; allowed: >= 1."),
+    ("generator.virtual_step_seconds=1e300", "generator.virtual_step_seconds=1e+300 is out of range"),
+    ("generator.fake.latency_median=1e300", "generator.fake.latency_median=1e+300 is out of range"),
+    ("generator.fake.latency_sigma=1000", "generator.fake.latency_sigma=1000.0 is out of range"),
+    ("generator.fake.length_mean=1e12", "generator.fake.length_mean=1000000000000.0 is out of range"),
+    ("learner.virtual_step_seconds=1e300", "learner.virtual_step_seconds=1e+300 is out of range"),
+    ("model.lora.r=1000000", "model.lora.r=1000000 is over the model's hidden size; allowed: at most 128."),
+    ("run_dir=folder_run", "run_dir=folder_run cannot be used: its status.json is a folder, and no file."),
     ("max_failure_fraction=2", "max_failure_fraction=2.0"),
     ("seed=1e3", "seed=1000.0"),
     ("seed=0x10", "seed=0x10"),

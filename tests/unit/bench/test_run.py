@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrlhf.bench import run
+from asyncrlhf.cli.main import USAGE
 from asyncrlhf.errors import ConfigError
 
 
@@ -34,3 +35,10 @@ def test_arguments_reach_the_benchmark_of_an_experiment() -> None:
 def test_a_misspelt_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"wights is not a benchmark \(did you mean weights\?\)"):
         run.main(["wights"])
+
+
+def test_the_usage_names_every_benchmark() -> None:
+    lines = USAGE.splitlines()
+    (start,) = (at for at, line in enumerate(lines) if "asyncrlhf bench" in line)
+    named = " ".join(lines[start : start + 2]).removeprefix("  asyncrlhf bench NAME").replace(",", " ").split()
+    assert named == sorted(run.BENCHMARKS)

@@ -310,3 +310,9 @@ def test_a_penalty_trains_under_an_algorithm_that_weighs_it(
 def test_what_from_pretrained_takes_from_settings_is_not_given_twice() -> None:
     with pytest.raises(ConfigError, match=r"model.model_init_kwargs.dtype has its own setting"):
         load_config(["model.model_init_kwargs={dtype:float32}"])
+
+
+def test_a_tilde_in_run_dir_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Otherwise libraries that write the records would expand it, and the run's other files would lie elsewhere."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config(["run_dir='~/a/run'"]).run_dir == str(tmp_path / "a" / "run")
