@@ -105,6 +105,8 @@ class Bookkeeping:
     _writing: asyncio.Task[None] | None = None  # the newest checkpoint
     _committing: bool = False  # the thread that gives it its name has begun
     _asked_at: float = 0.0
+    _doing: str = ""  # with the last step: what keeps the learner from the next one
+    _since: float = 0.0
 
     def is_boundary(self, step: int) -> bool:
         """Whether the next step must wait for the evaluation or checkpoint of ``step``, which read its weights."""
@@ -118,9 +120,16 @@ class Bookkeeping:
 
     async def after_step(self, metrics: dict[str, Any]) -> None:
         """Record a step; evaluate and write a checkpoint where one is due."""
-        step = int(metrics["step"])
+        try:
+            await self._after_step(metrics, int(metrics["step"]))
+        finally:
+            self._doing = ""
+
+    async def _after_step(self, metrics: dict[str, Any], step: int) -> None:
         if self._falls_on(step, self.state.config.evaluates_every):
+            self._begin("evaluation")
             metrics["heldout_accuracy"] = await self.evaluate()
+        self._begin("record")
         await off_loop(partial(self.recorder.log_step, metrics))
         await off_loop(partial(self.view.step, metrics))
         if self.view.stop_asked:
@@ -130,7 +139,17 @@ class Bookkeeping:
         if self._writing is not None and self._writing.done():
             await self.settle()  # raises its error now
         if self._falls_on(step, self.state.config.checkpoint.every):
+            self._begin("checkpoint")
             await self.save()
+
+    def _begin(self, what: str) -> None:
+        self._doing, self._since = what, self.state.now()
+
+    def holds_up(self) -> str:
+        """What of the last step is not done yet, such as "the evaluation of step 4, begun 6 s ago"; or nothing."""
+        if not self._doing:
+            return ""
+        return f"the {self._doing} of step {self.state.version}, begun {self.state.now() - self._since:.0f} s ago"
 
     async def evaluate(self) -> float | None:
         """Held-out accuracy of the weights that the replicas hold; None if it cannot be measured, or if the evaluation

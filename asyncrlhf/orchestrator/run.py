@@ -244,6 +244,13 @@ def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) 
         recorder.finish(summary)
 
 
+def _only_interrupted(error: BaseException) -> bool:
+    """Whether the error is a signal's, and no other error came of it."""
+    if isinstance(error, asyncio.CancelledError):
+        return error.__cause__ is None
+    return isinstance(error, KeyboardInterrupt)
+
+
 def _end_all(
     ends: Sequence[Callable[[], None]], cause: BaseException | None, run_dir: Path, before: Sequence[Exception]
 ) -> None:
@@ -255,8 +262,7 @@ def _end_all(
             end()
         except Exception as error:
             failures.append(error)
-    interrupted = (KeyboardInterrupt, asyncio.CancelledError)
-    traces = [error for error in (cause, *failures) if error is not None and not isinstance(error, interrupted)]
+    traces = [error for error in (cause, *failures) if error is not None and not _only_interrupted(error)]
     if traces:
         with suppress(OSError):
             text = "\n".join("".join(traceback.format_exception(error)) for error in traces)

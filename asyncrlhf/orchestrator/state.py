@@ -200,11 +200,14 @@ class RunState:
             self.bury(replica, error)
 
     async def heard(self, replica: Replica, answer: Awaitable[R]) -> R | None:
-        """The replica's answer, or None if the replica died, which this reports."""
+        """The replica's answer, or None if the replica died, which this reports. The end of a process that has been
+        replaced meanwhile is no death of the replica."""
+        handle = replica.handle
         try:
             return await answer
         except ReplicaError as error:
-            self.died(replica, error)
+            if replica.handle is handle:
+                self.died(replica, error)
             return None
 
     def bury(self, replica: Replica, error: ReplicaError) -> None:

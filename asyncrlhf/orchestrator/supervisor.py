@@ -209,7 +209,8 @@ class Supervisor:
         elif learn.training:
             yield f"The learner is in its step {state.version}, begun {since}."
         else:
-            yield f"The learner waits for the batch of step {state.version}, requested {since}."
+            batch = f"the batch of step {state.version}, requested {since}"
+            yield f"The learner waits for {learn.bookkeeping.holds_up() or batch}."
         yield f"The buffer holds {state.buffer.held} rollouts."
 
     def _of_parts(self) -> Iterator[str]:

@@ -19,7 +19,8 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.cli.main import main
 from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.local_runtime import LocalRuntime
-from asyncrlhf.errors import StallError
+from asyncrlhf.errors import ReplicaError, StallError
+from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.records import status
 from asyncrlhf.records.run_lock import RunLock
@@ -51,7 +52,7 @@ def words(capsys: pytest.CaptureFixture[str]) -> str:
     ("method", "call", "sentence"),
     [
         ("train", 4, r"asked for train 2\d s ago\. The learner is in its step 3, begun 2\d s ago\."),
-        ("save", 1, r"asked for save 2\d s ago\. The learner waits for the batch of step 4"),
+        ("save", 1, r"asked for save 2\d s ago\. The learner waits for the checkpoint of step 4, begun 2"),
         ("transfer", 2, r"asked for transfer 2\d s ago"),
     ],
 )
@@ -309,3 +310,32 @@ def test_a_folder_that_is_no_run_has_no_status(tmp_path: Path, capsys: pytest.Ca
         assert main(["status", *given]) == 2
         error = capsys.readouterr().err
         assert error.startswith("asyncrlhf: ") and error.count("\n") == 1
+
+
+def test_a_stall_in_an_evaluation_is_not_said_to_be_of_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The batch of the next step is complete; the learner waits for the evaluation of the last one."""
+    accuracy, calls = HeldOut.accuracy, []
+
+    async def slow(self: HeldOut, *arguments: Any) -> float | None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            await asyncio.sleep(15)
+        return await accuracy(self, *arguments)
+
+    monkeypatch.setattr(HeldOut, "accuracy", slow)
+    run(tmp_path, *FAKE, *SAID, LIMIT, "steps=6", "eval_every=2")
+    said = words(capsys)
+    assert re.search(r"No progress for 1\d s\. The learner waits for the evaluation of step 2, begun 1\d s ago", said)
+    assert "waits for the batch" not in said
+
+
+def test_a_hang_in_an_evaluation_is_one_death_under_its_own_cause(tmp_path: Path) -> None:
+    """The end of the process that was replaced is no death of the replica that replaced it."""
+    frozen = ("generator.fake.latency_median=86400", "generator.fake.latency_sigma=0", "generator.max_restarts=2")
+    with pytest.raises(ReplicaError, match=r"died after 2 restarts .*Cause: generator-0 did not answer gener"):
+        run(tmp_path, *FAKE, *frozen, "generator.fake.tail_probability=1", "stall_timeout_seconds=1e6")
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines()
+    died = [line for line in map(json.loads, lines) if line["event"] == "died"]
+    assert len(died) == 3 and all("did not answer generate" in line["reason"] for line in died), died
