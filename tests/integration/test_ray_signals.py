@@ -11,9 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
-from asyncrlhf.cli.main import main
 from tests.loop import FAKE, QUIET
 from tests.processes import lives
 
@@ -56,17 +54,25 @@ def test_a_signal_while_ray_starts_ends_the_run_in_order(tmp_path: Path) -> None
         time.sleep(0.05)
 
 
-def test_a_second_signal_ends_rays_start_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def start(**_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
-        raise RuntimeError("Ray's start went on.")
+TWICE = """
+import os, signal, sys
+import ray
+from asyncrlhf.cli.main import main
 
-    monkeypatch.setattr("asyncrlhf.cluster.own_ray.ray.init", start)
-    assert main(["train", f"run_dir={tmp_path}", *FAKE, *QUIET]) == 130
-    assert capsys.readouterr().err == "asyncrlhf: interrupted.\n"
+def start(**_):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    raise RuntimeError("Ray's start went on.")
+
+ray.init = start
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_second_signal_ends_rays_start_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TWICE, f"run_dir={tmp_path}", *FAKE, *QUIET]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=2 * SECONDS)
+    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "asyncrlhf: interrupted.", done.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "interrupted"
 
 
