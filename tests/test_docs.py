@@ -141,3 +141,8 @@ def test_names_of_other_frameworks_are_theirs() -> None:
     known = "\n".join(path.read_text() for folder in configs for path in folder.rglob("*.yaml"))
     keys = {key.replace("\\", "").split(".")[-1] for key in re.findall(r"[a-z]+(?:\\_[a-z]+)+(?:\.[a-z\\_]+)*", page)}
     assert len(keys) > 40 and sorted(key for key in keys if not re.search(rf"\b{key}:", known)) == []
+
+
+def test_the_sites_navigation_has_every_page() -> None:
+    named = sorted(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert named == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))

@@ -33,9 +33,10 @@ SMALL = 1e-3  # a baseline's quality below this makes no ratio
 
 @dataclass(frozen=True)
 class Point:
-    """One finished job. ``staleness``: mean over the steps, in policy versions. ``train_seconds``: the run's own clock
-    from the first step's beginning to the last step's end. ``bound``: the lag or the bound of its mode, in policy
-    versions; None if another choice affects staleness too."""
+    """One finished job. ``exclusive``: it ran alone, on a real clock (that of ``runtime=local`` is virtual).
+    ``staleness``: mean over the steps, in policy versions. ``train_seconds``: the run's own clock from the first step's
+    beginning to the last step's end. ``bound``: the lag or the bound of its mode, in policy versions; None if another
+    choice affects staleness too."""
 
     name: str
     path: Path
@@ -191,7 +192,7 @@ def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> P
     return Point(
         row["name"],
         path,
-        row["timing"] == "exclusive",
+        row["timing"] == "exclusive" and row["config"].get("runtime") != "local",
         _words(compared) or ONLY_METHOD,
         setting,
         row["seed"],

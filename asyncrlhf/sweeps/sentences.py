@@ -33,7 +33,7 @@ def sentences(results: Results) -> list[str]:
         said.append(
             "No speed is reported: of the jobs that ran alone on the machine none has async.mode=sync to compare with."
             if sum(cell.exclusive for cell in results.cells) > 1
-            else "No speed is reported: no two jobs ran alone on the machine (sweep.timing=exclusive)."
+            else "No speed is reported: no two jobs ran on Ray and alone on the machine (sweep.timing=exclusive)."
         )
     if results.left_out:
         names = ", ".join(f"{name} ({state})" for name, state in results.left_out.items())

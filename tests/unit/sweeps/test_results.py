@@ -221,3 +221,19 @@ def test_an_algorithm_that_no_job_chose_is_named_beside_those_that_were_chosen(t
     assert read_results(tmp_path).methods == ["decoupled_grpo", "grpo"]
     write(tmp_path, [job])
     assert read_results(tmp_path).methods == ["the run"]
+
+
+def test_no_speed_is_claimed_from_a_virtual_clock(tmp_path: Path) -> None:
+    jobs = [
+        make_job(tmp_path, f"{mode}{seed}", {"async": mode}, seed, quality=0.1, staleness=0, mode=mode, seconds=seconds,
+                 timing="exclusive")
+        for mode, seconds in (("sync", 30.0), ("async", 20.0)) for seed in (0, 1)
+    ]  # fmt: skip
+    write(tmp_path, jobs)
+    assert "1.50" in " ".join(sentences(read_results(tmp_path)))
+    for job in jobs:
+        job["config"]["runtime"] = "local"
+    write(tmp_path, jobs)
+    said = sentences(read_results(tmp_path))
+    assert "No speed is reported: no two jobs ran on Ray and alone on the machine (sweep.timing=exclusive)." in said
+    assert "1.50" not in " ".join(said)
