@@ -42,10 +42,11 @@ class _Draft:
 class FakeEngine(Engine):
     """``Engine`` over a simulated server of ``slots`` places; see :class:`FakeConfig` for its distributions.
 
-    A response's tokens are made evenly over its latency and tagged in the first step after they are due, so a caller
-    steps once before it loads weights if the tags are to change within a sequence. Time counts between steps; a sleep
-    freezes the clock from the step before it to the step after the wake. A waiting request takes a place the moment it
-    is free, also between two steps.
+    A response's tokens are made evenly over its latency, and tagged with the version of the first step after they are
+    due, so a caller steps once before it loads weights if the tags are to change within a sequence. A step in which
+    responses end counts only the tokens of these, so that its cost does not grow with the slots; another step counts all
+    that were made. Time counts between steps; a sleep freezes the clock from the step before it to the step after the
+    wake. A waiting request takes a place the moment it is free, also between two steps.
 
     ``answer_ids`` returns the tokens of a prompt's reference answer, which is written with ``correct_probability``;
     without it, or if it returns None, responses are random ids below ``vocab_size``. A response ends with the first
@@ -68,6 +69,7 @@ class FakeEngine(Engine):
         self._running: list[tuple[float, int, _Draft]] = []  # heap of (end, rollout id, draft)
         self._clock = 0.0
         self._origin: float | None = None  # when the clock was 0; None: the clock restarts at the next step
+        self._uncounted = 0  # tokens tagged since the last step
 
     def _refusal(self, request: GenerationRequest) -> None:
         """None: it accepts any request."""
@@ -81,22 +83,27 @@ class FakeEngine(Engine):
             self._origin = now - self._clock
         # A difference of two times, not a sum of steps, whose rounding would depend on the number of steps.
         self._clock = max(self._clock, now - self._origin)
-        tokens = self._advance()
+        self._end_due()
         while self._queue:
             self._waiting.append(self._draft(self._queue.popleft()))
         self._start_waiting(self._clock)
-        tokens += self._advance()
+        self._end_due()
+        if not self._finished:
+            self._stamp_running()
+        tokens, self._uncounted = self._uncounted, 0
         return self._report(tokens, now + max(0.0, self._running[0][0] - self._clock) if self._running else None)
 
-    def _advance(self) -> int:
-        """Advance every running response to the clock's time; returns the number of tokens made."""
-        tokens = 0
+    def _end_due(self) -> None:
+        """End the running responses whose latency has passed."""
         while self._running and self._running[0][0] <= self._clock + _CLOCK_TOLERANCE:
             end, _, draft = heapq.heappop(self._running)
-            tokens += self._stamp(draft)
+            self._stamp(draft)
             self._finished.append(self._result(draft))
             self._start_waiting(end)
-        return tokens + sum(self._stamp(draft) for _, _, draft in self._running)
+
+    def _stamp_running(self) -> None:
+        for _, _, draft in self._running:
+            self._stamp(draft)
 
     def _start_waiting(self, at: float) -> None:
         while self._waiting and len(self._running) < self.slots:
@@ -104,10 +111,11 @@ class FakeEngine(Engine):
             draft.start = at
             heapq.heappush(self._running, (at + draft.latency, draft.request.rollout_id, draft))
 
-    def _stamp(self, draft: _Draft) -> int:
+    def _stamp(self, draft: _Draft) -> None:
+        """Tag the tokens that the response got until the clock's time."""
         new = draft.made_until(self._clock) - len(draft.versions)
         draft.versions.extend([self.version] * new)
-        return new
+        self._uncounted += new
 
     @staticmethod
     def _result(draft: _Draft) -> Rollout | GenerationFailure:
@@ -155,6 +163,7 @@ class FakeEngine(Engine):
         return cut, "stop" if len(stop) and len(cut) == len(whole) else "length"
 
     def _sampled(self) -> Iterator[tuple[int, IntArray]]:
+        self._stamp_running()
         for _, rollout_id, draft in self._running:
             yield rollout_id, draft.response_ids[: len(draft.versions)]
 
@@ -172,6 +181,7 @@ class FakeEngine(Engine):
 
     def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], cache: CacheMode) -> None:
         """Sets only the version: there are no weights."""
+        self._stamp_running()
         self.version = version
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
