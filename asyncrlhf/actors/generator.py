@@ -37,8 +37,9 @@ class GeneratorActor(PartActor):
     BESIDE = frozenset({"connect", "receive"})  # the worker's methods that run beside the engine's steps
     POLL_SECONDS = 0.5
     COLLECT_SECONDS = 10.0  # the longest wait of a collect for results: an empty answer costs both sides
-    # Between two answers with results: a message costs both sides some milliseconds. A lone result is sent at once.
+    # Between two answers with results: a message costs both sides about a millisecond. A lone result is sent at once.
     RESULT_SECONDS = 0.03
+    SHARE_SECONDS = 0.004  # the same per replica of the run, whose answers the controller takes one by one
     LINGER_SECONDS = 0.003  # for results that finish at the same moment
     SPAN_SECONDS = 0.5  # between two answers that include the replica's spans
     CHUNK_SECONDS = 0.1  # between two collections of chunks: a hint may wait, and a message costs both sides
@@ -55,6 +56,7 @@ class GeneratorActor(PartActor):
         self._chunks = spec.chunk_tokens > 0
         # A working replica answers several times before the run counts as stalled.
         self._look_seconds = min(self.COLLECT_SECONDS, spec.stall_seconds / 5)
+        self._result_seconds = min(max(self.RESULT_SECONDS, spec.replicas * self.SHARE_SECONDS), self._look_seconds)
         self._collected_at = -math.inf  # when results were last sent
         self._chunks_due = 0.0
         self._died: BaseException | None = None
@@ -174,7 +176,7 @@ class GeneratorActor(PartActor):
 
     def _linger(self, now: float) -> float:
         """Seconds that a finished rollout waits to be sent with others; its score is delayed as long."""
-        return max(self.LINGER_SECONDS, self._collected_at + self.RESULT_SECONDS - now)
+        return max(self.LINGER_SECONDS, self._collected_at + self._result_seconds - now)
 
     def answers(self, rollout_ids: Sequence[int]) -> tuple[list[Rollout] | None, float]:
         """Private answers, without rollouts that could not be sampled; None until all are there. Also the number of

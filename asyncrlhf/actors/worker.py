@@ -52,6 +52,7 @@ class GeneratorSpec:
     stall_seconds: float = 600.0  # without progress, after which the run counts as stalled
     offloads: bool = False  # its weights leave the device while it sleeps
     beside_bytes: int = 0  # of its GPU, kept by a sleeping learner
+    replicas: int = 1  # that the run starts with; all of them send their results to one controller
 
 
 class Outbox:

@@ -44,6 +44,8 @@ def wire_settings(config: RunConfig, run_dir: Path | None) -> WeightsConfig:
 def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> list[GeneratorSpec]:
     """The replicas that a run starts with; ``weights`` is the result of ``wire_settings``."""
     chunks = config.fusion.chunk_tokens if config.fusion.reads_ahead else 0
+    kinds = replica_kinds(config.generator)
+    replicas = sum(kind.config.replicas for kind in kinds)
     return [
         GeneratorSpec(
             kind.replica(number),
@@ -54,8 +56,9 @@ def generator_specs(config: RunConfig, weights: WeightsConfig | None = None) -> 
             chunks,
             config.stall_timeout_seconds,
             config.offloads,
+            replicas=replicas,
         )
-        for kind in replica_kinds(config.generator)
+        for kind in kinds
         for number in range(kind.config.replicas)
     ]
 

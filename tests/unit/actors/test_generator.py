@@ -179,6 +179,23 @@ def test_what_finishes_alone_goes_at_once_and_a_crowd_at_most_every_30_ms(
     assert actor._linger(handed_on + 0.029) == actor._linger(handed_on + 60.0) == actor.LINGER_SECONDS
 
 
+@pytest.mark.parametrize(("replicas", "seconds"), [(1, 0.03), (7, 0.03), (16, 0.064), (1000, 4.0), (10**6, 10.0)])
+def test_the_controller_gets_at_most_some_250_messages_with_results_per_second(
+    replicas: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From all replicas together, unless a replica would then be silent for too long."""
+    monkeypatch.setattr(GeneratorActor, "COLLECT_SECONDS", 10.0)
+    spec = GeneratorSpec(
+        "g", GeneratorConfig(engine="fake"), ModelConfig(), "local", WeightsConfig(), replicas=replicas
+    )
+    actor = GeneratorActor(spec)
+    try:
+        actor._collected_at = 100.0
+        assert actor._linger(100.0) == pytest.approx(seconds)
+    finally:
+        actor.close()
+
+
 def test_what_is_cancelled_before_it_is_collected_never_comes(stepping: tuple[GeneratorActor, OneAStep]) -> None:
     actor, engine = stepping
     actor.call("submit", work(range(4)))
