@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncrlhf.actors.build_generator import build_worker
 from asyncrlhf.actors.part import PartActor
-from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.records.spans import Lane, SpanBatch
 from asyncrlhf.types import Rollout

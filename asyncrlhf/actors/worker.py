@@ -6,22 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from asyncrlhf.actors.messages import Collected, RolloutBundle
-from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
-from asyncrlhf.data.pretrained import load_model
-from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput, build_engine
+from asyncrlhf.engines.engine import AdapterMerge, CacheMode, Engine, StepOutput
 from asyncrlhf.engines.generator_config import GeneratorConfig
-from asyncrlhf.engines.memory_share import with_share
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.readahead.owners import Chunk, ChunkInfo
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
-from asyncrlhf.transport.build_transport import build_receiver, streams
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.weights_config import WeightsConfig
@@ -29,7 +24,6 @@ from asyncrlhf.types import (
     FloatArray,
     GenerationFailure,
     GenerationRequest,
-    IntArray,
     Payload,
     Rollout,
     RolloutInfo,
@@ -307,45 +301,3 @@ class GeneratorWorker:
     def close(self) -> None:
         self.receiver.close()
         self.engine.close()
-
-
-def taken_by_workers(generator: GeneratorConfig, model: ModelConfig, weights: WeightsConfig, runtime: str) -> bool:
-    """Whether the engine's workers receive the weights, and not the replica's own process.
-
-    A single worker lives in that process: it gets the tensors by reference, and one broadcast serves all replicas.
-    """
-    several = generator.engine == "vllm" and generator.vllm.workers > 1
-    return several and model.lora.r == 0 and streams(weights, runtime)
-
-
-def build_worker(spec: GeneratorSpec, clock: Callable[[], float] = time.monotonic) -> GeneratorWorker:
-    """Load the model and the engine; the caller has set the process's thread count."""
-    tokenizer = load_tokenizer(spec.model)
-    device = "cuda" if spec.generator.gpus > 0 else "cpu"
-
-    @lru_cache(maxsize=4096)
-    def encoded(text: str) -> IntArray:
-        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
-
-    def answer_ids(request: GenerationRequest) -> IntArray | None:
-        return None if request.prompt.answer is None else encoded(request.prompt.answer)
-
-    generator = spec.generator
-    if spec.beside_bytes:
-        generator = with_share(generator, spec.model, spec.name, spec.beside_bytes)
-    engine = build_engine(
-        generator,
-        spec.model,
-        load_model=lambda model: load_model(model, device),
-        vocab_size=len(tokenizer),
-        answer_ids=answer_ids,
-        decode=lambda ids: str(tokenizer.decode(list(ids))),
-        offloads=spec.offloads,
-    )
-
-    decode: Callable[..., Any] = partial(tokenizer.decode, skip_special_tokens=True)
-    adapted = spec.model.lora.r > 0 and spec.generator.engine != "fake" and not engine.adapts
-    merge = AdapterMerge(spec.model.lora, engine.parameters()) if adapted else None
-    receiver = build_receiver(spec.weights, spec.runtime, device)
-    direct = spec.weights if taken_by_workers(spec.generator, spec.model, spec.weights, spec.runtime) else None
-    return GeneratorWorker(spec.name, engine, decode, receiver, merge, spec.chunk_tokens, clock, direct)

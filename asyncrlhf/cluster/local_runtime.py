@@ -13,9 +13,10 @@ from typing import Any, Concatenate
 import numpy as np
 
 from asyncrlhf.actors.annotator import AnnotatorSpec, AnnotatorWorker, build_annotator
+from asyncrlhf.actors.build_generator import build_worker
 from asyncrlhf.actors.learner import LearnerLanes, LearnerSpec, LearnerWorker
 from asyncrlhf.actors.messages import Collected, Offer, joined, placed
-from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker, located
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.clock import Signal
 from asyncrlhf.cluster.first_turn import first_turn
 from asyncrlhf.cluster.handles import (

@@ -44,9 +44,9 @@ class FakeEngine(Engine):
 
     A response's tokens are made evenly over its latency, and tagged with the version of the first step after they are
     due, so a caller steps once before it loads weights if the tags are to change within a sequence. A step in which
-    responses end counts only the tokens of these, so that its cost does not grow with the slots; another step counts all
-    that were made. Time counts between steps; a sleep freezes the clock from the step before it to the step after the
-    wake. A waiting request takes a place the moment it is free, also between two steps.
+    responses end counts only their tokens, so that its cost does not grow with the slots; another step counts all that
+    were made. Time counts between steps; a sleep freezes the clock from the step before it to the step after the wake.
+    A waiting request takes a place the moment it is free, also between two steps.
 
     ``answer_ids`` returns the tokens of a prompt's reference answer, which is written with ``correct_probability``;
     without it, or if it returns None, responses are random ids below ``vocab_size``. A response ends with the first

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from asyncrlhf.actors.build_generator import taken_by_workers
 from asyncrlhf.actors.learner import LearnerWorker
-from asyncrlhf.actors.worker import GeneratorWorker, taken_by_workers
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError

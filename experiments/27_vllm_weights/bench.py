@@ -22,7 +22,8 @@ import numpy as np
 import psutil
 import torch
 
-from asyncrlhf.actors import worker as replica
+from asyncrlhf.actors.build_generator import build_worker
+from asyncrlhf.actors.worker import GeneratorSpec
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.engines.engine import named_weights
@@ -135,7 +136,7 @@ class Replica:
         generator = GeneratorConfig(engine="vllm", slots=8, threads=0, vllm=own, ignore_eos=True)
         model, weights = ModelConfig(path=folder, dtype=dtype), self.settings["collective"]
         others = children()
-        self.worker = replica.build_worker(replica.GeneratorSpec(NAME, generator, model, "ray", weights))
+        self.worker = build_worker(GeneratorSpec(NAME, generator, model, "ray", weights))
         self.workers = sorted(children() - others)
         self.staging = build_receiver(self.settings["shared_memory"], "ray")
         self.members = [worker_name(NAME, i) for i in range(workers)]

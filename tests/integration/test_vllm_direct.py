@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, build_worker
+from asyncrlhf.actors.build_generator import build_worker
+from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
