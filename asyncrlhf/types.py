@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -113,6 +114,12 @@ class Rollout:
         if kept != counted or (self.kept_ids is None) != (self.kept_counts is None):
             raise ValueError(f"rollout {self.rollout_id}: {kept} kept ids, where their counts say {counted}")
 
+    def told_by(self, generator_id: str, response_text: str, epoch: int) -> Rollout:
+        """This rollout with what the engine does not know. Its arrays are not checked a second time."""
+        told = copy(self)
+        vars(told).update(generator_id=generator_id, response_text=response_text, epoch=epoch)
+        return told
+
 
 @dataclass(frozen=True)
 class Payload:
@@ -169,6 +176,12 @@ class RolloutInfo:
 
     def staleness_in_flight(self) -> int:
         return self.finished_at_version - self.min_version
+
+    def in_batch(self, weight: float = 1.0, masked_before_version: int = 0) -> RolloutInfo:
+        """A copy for a batch, or without arguments for the buffer."""
+        own = copy(self)
+        own.weight, own.masked_before_version = weight, masked_before_version
+        return own
 
 
 @dataclass(frozen=True)

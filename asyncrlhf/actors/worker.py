@@ -146,13 +146,12 @@ def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
 
 
 def located(facts: Collected, rollouts: Any, chunks: Any, now: float) -> Collected:
-    """``facts`` with references to the rollouts and chunks, and times by the caller's clock ``now``."""
-    finished = [
-        replace(info, payload=Payload(rollouts, info.payload.index), generated_at=now - age)
-        for info, age in zip(facts.finished, facts.ages, strict=True)
-    ]
+    """``facts``, of which nothing else has a copy, with references to the rollouts and chunks, and times by the
+    caller's clock ``now``."""
+    for info, age in zip(facts.finished, facts.ages, strict=True):
+        info.payload, info.generated_at = Payload(rollouts, info.payload.index), now - age
     begun = [replace(info, payload=Payload(chunks, info.payload.index)) for info in facts.chunks]
-    return replace(facts, finished=finished, chunks=begun)
+    return replace(facts, chunks=begun)
 
 
 class GeneratorWorker:
@@ -225,7 +224,7 @@ class GeneratorWorker:
             self._sent.pop(result.rollout_id, None)
             if isinstance(result, Rollout):
                 text = self._decode(result.response_ids.tolist())
-                result = replace(result, response_text=text, generator_id=self.name, epoch=epoch)
+                result = result.told_by(self.name, text, epoch)
             else:
                 result = replace(result, epoch=epoch)
             results.append(result)

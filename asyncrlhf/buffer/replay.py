@@ -202,7 +202,7 @@ class ReplayBuffer:
         groups = {group.group_id: group for group in (*untrained, *self._groups)}
         self._remove(list(self._groups))
         for group in groups.values():
-            rollouts = tuple(replace(r, weight=1.0, masked_before_version=0) for r in group.rollouts)
+            rollouts = tuple(r.in_batch() for r in group.rollouts)
             used = uses.get(rollouts[0].rollout_id, 0)
             self._groups.add(replace(group, rollouts=rollouts, uses=used, uses_left=0))
         self._last_taken, self._replayed = version - 1, replayed
@@ -341,6 +341,6 @@ class ReplayBuffer:
         if free_running and self._over_stale == "downweight":
             weight *= self._staleness_weight(group, version)
         if weight != 1.0 or masked:
-            rollouts = tuple(replace(r, weight=weight, masked_before_version=masked) for r in group.rollouts)
+            rollouts = tuple(r.in_batch(weight, masked) for r in group.rollouts)
             used = replace(used, rollouts=rollouts)
         return replace(used, uses_left=left)

@@ -86,14 +86,15 @@ class RayPart(Generic[W]):
         ray.kill(self.actor)
 
 
-def addressed(payloads: Sequence[Payload]) -> tuple[list[Address], list[Any]]:
-    """The address of each rollout or chunk among the distinct object references behind ``payloads``, and these."""
+def addressed(payloads: Sequence[Payload]) -> tuple[tuple[Address, ...], list[Any]]:
+    """The address of each rollout or chunk among the distinct object references behind ``payloads``, and these. Long
+    arguments of a call are tuples: Ray serializes each element of a list by itself, and a tuple as a whole."""
     places: dict[Any, int] = {}
 
     def place(payload: Payload) -> tuple[int, int]:
         return places.setdefault(payload.ref, len(places)), payload.index
 
-    addresses = [(place(p), *(place(annotation) for annotation in p.annotations)) for p in payloads]
+    addresses = tuple((place(p), *(place(annotation) for annotation in p.annotations)) for p in payloads)
     return addresses, list(places)
 
 
@@ -110,7 +111,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
 
     async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Waits for no answer: a replica that hangs must not delay the others. ``collect`` raises its errors."""
-        self._submitted.append(self.send("submit", items))
+        self._submitted.append(self.send("submit", tuple(items)))
 
     async def collect(self) -> Collected:
         """The payload is a return value of its own: this process owns it, so that it outlives the replica."""
@@ -256,11 +257,11 @@ class RayLearner:
         await asyncio.gather(*(rank.close() for rank in self.ranks))
 
 
-def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[list[tuple[Address, float, float, int]], list[Any]]:
+def _chosen(rollouts: Sequence[RolloutInfo]) -> tuple[tuple[tuple[Address, float, float, int], ...], list[Any]]:
     """The argument ``chosen`` of ``LearnerWorker.train``, whose addresses refer to the bundles returned with it."""
     addresses, references = addressed([r.payload for r in rollouts])
     found = zip(addresses, rollouts, strict=True)
-    return [(address, r.reward, r.weight, r.masked_before_version) for address, r in found], references
+    return tuple((address, r.reward, r.weight, r.masked_before_version) for address, r in found), references
 
 
 class RayAnnotator(RayPart[AnnotatorWorker]):

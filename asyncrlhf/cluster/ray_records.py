@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ class RayRecords:
 
     def write_part(self, target: Path, rows: Sequence[RolloutRow], payloads: Sequence[Payload | None]) -> Future[None]:
         """As :meth:`~asyncrlhf.cluster.handles.Runtime.write_part`."""
-        found, references = addressed([replace(p, annotations=()) for p in payloads if p is not None])
+        found, references = addressed([Payload(p.ref, p.index) for p in payloads if p is not None])
         order = iter(found)
-        places = [None if p is None else next(order) for p in payloads]
-        return self._answer(self._there().write.remote(str(target.resolve()), rows, places, *references))
+        places = tuple(None if p is None else next(order) for p in payloads)
+        return self._answer(self._there().write.remote(str(target.resolve()), tuple(rows), places, *references))
 
     def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
         """As :meth:`~asyncrlhf.cluster.handles.Runtime.save_rollouts`."""

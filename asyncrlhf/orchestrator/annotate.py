@@ -242,9 +242,8 @@ class Rewards(Annotator):
         granularity, groups = self._state.config.fusion.granularity, self._state.groups
         if granularity == "group":
             return [w for w in held if not groups[w.group_id].unfinished]
-        generating = any(group.unfinished for group in groups.values())
-        if granularity == "batch" and generating and len(held) < self._state.config.batch_size:
-            return []
+        if granularity == "batch" and len(held) < self._state.config.batch_size:
+            return [] if any(group.unfinished for group in groups.values()) else held
         return held
 
     def _batch(self, worker: AnnotatorHandle) -> tuple[list[RolloutInfo], bool]:

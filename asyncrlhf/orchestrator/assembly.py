@@ -67,7 +67,8 @@ class Assembly:
         score, _ = given["reward"]
         assert score.reward is not None, "an annotation without arrays has a reward"
         arrays = tuple(annotation.arrays for annotation, _ in given.values() if annotation.arrays is not None)
-        info.payload = replace(info.payload, annotations=arrays)
+        if arrays:
+            info.payload = replace(info.payload, annotations=arrays)
         info.reward, info.reward_parts = score.reward, dict(score.parts)
         info.logged, info.extra = dict(score.logged), score.extra
         info.scored_at, info.referenced_at, info.valued_at = (
