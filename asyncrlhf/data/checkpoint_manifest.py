@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,26 @@ Seals = dict[str, dict[str, Any]]
 def seal(folder: Path, files: Iterable[Path]) -> Seals:
     """Write ``files`` to disk; returns their seals, by their paths within ``folder``."""
     return {file.relative_to(folder).as_posix(): _seal(file) for file in files}
+
+
+class LinesSeal:
+    """The seal of the first lines of a file to which a run appends. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines, self._bytes, self._hash = 0, 0, hashlib.sha256()  # so far
+
+    def of(self, lines: int) -> dict[str, Any]:
+        """Size and hash of the first ``lines`` lines, which are never fewer than in the call before. Reads only the new
+        ones; raises CheckpointError if the file has fewer."""
+        with self._path.open("rb") as file:
+            file.seek(self._bytes)
+            for line in islice(file, lines - self._lines):
+                self._lines, self._bytes = self._lines + 1, self._bytes + len(line)
+                self._hash.update(line)
+        if self._lines < lines:
+            raise CheckpointError(f"{self._path} has {self._lines} lines, and the run wrote {lines}.")
+        return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
 
 def write_manifest(folder: Path, known: Mapping[str, Mapping[str, Any]]) -> None:

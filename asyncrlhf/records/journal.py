@@ -10,7 +10,6 @@ checkpoint undoes all later events by an ``undone`` line. :data:`EVENTS` lists t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -18,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +89,6 @@ class Journal:
         self._open: Line | None = None  # may still be given ids
         self._closed: deque[Line] = deque()
         self._writing = threading.Lock()
-        self._sealed, self._seal = (0, 0), hashlib.sha256()  # lines and bytes hashed so far
         if self._written > kept:
             self.note("undone", line=kept)
             self.mark()
@@ -154,20 +151,6 @@ class Journal:
         if self._path is not None and self._path.exists():
             with self._path.open("rb") as file:
                 os.fsync(file.fileno())
-
-    def seal(self, lines: int) -> dict[str, Any]:
-        """Size and hash of the file's first ``lines`` lines, which are never fewer than in the call before. Reads only
-        the new ones."""
-        number, size = self._sealed
-        with (self._path or Path()).open("rb") as file:
-            file.seek(size)
-            for line in islice(file, lines - number):
-                number, size = number + 1, size + len(line)
-                self._seal.update(line)
-        if number < lines:
-            raise CheckpointError(f"{self._path} has {number} lines, and the run wrote {lines}.")
-        self._sealed = number, size
-        return {"bytes": size, "sha256": self._seal.hexdigest()}
 
     def noted(self) -> list[dict[str, Any]]:
         """The lines in memory, as a reader of the file would get them."""

@@ -30,8 +30,8 @@ _TOKENS_PART = re.compile(rf"{TOKENS_FOLDER}/steps-[0-9]{{7,18}}-([0-9]{{7,18}})
 class RecordMarker:
     """How many of the records belong to a checkpoint; the default's zeros mean a run's beginning.
 
-    ``seals``: size and hash of each part, by its path within the run's folder, and of the journal's first lines; an
-    older version wrote none. ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
+    ``seals``: size and hash of each part, by its path within the run's folder, and of the first lines of the files of
+    :attr:`lines`; an older version wrote none. ``dataclasses.asdict`` makes it JSON, :meth:`of` reads it back.
     """
 
     metrics_lines: int = 0
@@ -53,9 +53,14 @@ class RecordMarker:
         if not isinstance(marker.seals, dict):
             raise CheckpointError(f"{where} has seals={marker.seals!r:.80}; an object was written.")
         for name, facts in marker.seals.items():
-            if not isinstance(facts, dict) or not (name == JOURNAL_FILE or marker.counts_on(name)):
+            if not isinstance(facts, dict) or not (name in marker.lines or marker.counts_on(name)):
                 raise CheckpointError(f"{where} has a seal of {name!r:.80}, which is no record that it counts.")
         return marker
+
+    @property
+    def lines(self) -> dict[str, int]:
+        """The lines that it counts, by the name of their file."""
+        return {METRICS_FILE: self.metrics_lines, JOURNAL_FILE: self.journal}
 
     def part_names(self) -> Iterator[str]:
         """The paths, within the run's folder, of the numbered parts that it counts."""
@@ -95,27 +100,24 @@ def refuse_used_folder(run_dir: Path) -> None:
 
 
 def check_records(run_dir: Path, marker: RecordMarker) -> None:
-    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that ``marker`` counts: lines of
-    JSON, and the journal's lines and the parts unchanged; those that it has no seal of, complete. Changes nothing."""
-    metrics = run_dir / METRICS_FILE
-    try:
-        for number, line in enumerate(_counted_lines(metrics, marker.metrics_lines)[1], start=1):
-            if not isinstance(json.loads(line), dict):
-                raise CheckpointError(f"{metrics} line {number}, which the checkpoint counts on, is no JSON object.")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{metrics}, which the checkpoint counts on, cannot be read: {error}.") from error
+    """Raise CheckpointError, in one sentence, unless ``run_dir`` holds the records that ``marker`` counts: lines and
+    parts unchanged; those that it has no seal of, complete. Changes nothing."""
+    for name, lines in marker.lines.items():
+        check_lines(run_dir / name, lines, marker.seals.get(name))
+    if METRICS_FILE not in marker.seals:
+        _check_metrics(run_dir / METRICS_FILE, marker.metrics_lines)
     for path in (run_dir / name for name in marker.part_names() if name not in marker.seals):
         try:
             pq.read_metadata(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
-    _check_journal(run_dir / JOURNAL_FILE, marker.journal, marker.seals.get(JOURNAL_FILE))
-    for name, said in damages(run_dir, {name: facts for name, facts in marker.seals.items() if name != JOURNAL_FILE}):
+    sealed = {name: facts for name, facts in marker.seals.items() if name not in marker.lines}
+    for name, said in damages(run_dir, sealed):
         raise CheckpointError(f"{run_dir / name}, which the checkpoint counts on, {said}.")
 
 
-def _check_journal(path: Path, lines: int, facts: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError unless the journal's first ``lines`` lines are there, and fit their seal ``facts``."""
+def check_lines(path: Path, lines: int, facts: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError unless the file's first ``lines`` lines are there, and fit their seal ``facts``."""
     if not lines:
         return
     if path.exists() and not path.is_file():
@@ -132,6 +134,16 @@ def _check_journal(path: Path, lines: int, facts: Mapping[str, Any] | None) -> N
         raise CheckpointError(f"{path} has {found} lines but the checkpoint was made after {lines}.")
     if facts is not None and digest.hexdigest() != facts.get("sha256"):
         raise CheckpointError(f"{path} has changed in the {lines} lines after which the checkpoint was made.")
+
+
+def _check_metrics(path: Path, lines: int) -> None:
+    """For a checkpoint without their seal: raise CheckpointError unless the first ``lines`` lines are JSON objects."""
+    try:
+        for number, line in enumerate(_counted_lines(path, lines)[1], start=1):
+            if not isinstance(json.loads(line), dict):
+                raise CheckpointError(f"{path} line {number}, which the checkpoint counts on, is no JSON object.")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}, which the checkpoint counts on, cannot be read: {error}.") from error
 
 
 def _counted_lines(path: Path, lines: int) -> tuple[int, list[bytes]]:

@@ -140,10 +140,7 @@ class RunRecorder:
 
     def sealed(self, marker: RecordMarker) -> RecordMarker:
         """The marker with the seals of all that it counts on, which must be on disk. Blocks; not during a rollback."""
-        seals = self._seals.of(marker)
-        if marker.journal:
-            seals[JOURNAL_FILE] = self.journal.seal(marker.journal)
-        return replace(marker, seals=seals)
+        return replace(marker, seals=self._seals.of(marker))
 
     def rewind(self, marker: RecordMarker) -> None:
         """Undo the records of steps and rollouts after ``marker``, as a recorder opened with it does. The journal keeps

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from asyncrlhf.data.checkpoint_manifest import Seals, damages
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.data.checkpoint_manifest import damages
+from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.records.checkpoint import STATE_FILE, list_checkpoints
 from asyncrlhf.records.history import LIVE, STATES, TRAINED, Findings, History, Rules, Step, read_journal
 from asyncrlhf.records.journal import JOURNAL_FILE
+from asyncrlhf.records.record_marker import RecordMarker, check_lines
 from asyncrlhf.records.recorded import read_rollouts
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, plain, read_metrics
 from asyncrlhf.records.replay import Replay
@@ -79,7 +80,7 @@ class _Examination:
             raise ConfigError(f"{run_dir} is not a run of asyncrlhf train; there is nothing else to verify.")
         self.metrics = self._metrics()
         self.rows = read_rollouts(run_dir, self.found)
-        self.seals: Seals = {}  # those of the newest checkpoint
+        self.marker = RecordMarker()  # of the newest checkpoint
         self.history = self._history() if has_journal else None
         self.steps = self.history.steps if self.history is not None else self._steps_of_metrics()
 
@@ -119,9 +120,17 @@ class _Examination:
                 # Of lines that are undone: a resume passed this checkpoint over, and it is no part of the history.
                 if line in history.totals_at or line > history.last_line:
                     self._check_checkpoint(name, document, history.totals_at.get(line))
-                    if document["marker"].get("metrics_lines", 0) <= len(self.metrics):
-                        self.seals = document["marker"].get("seals", {})
+                    self._mark(name, document["marker"])
         return history
+
+    def _mark(self, name: str, counts: Any) -> None:
+        try:
+            marker = RecordMarker.of(counts, self.run_dir / name)
+        except CheckpointError as error:
+            self.found.add(str(error).replace(str(self.run_dir / name), name))
+            return
+        if marker.metrics_lines <= len(self.metrics):
+            self.marker = marker
 
     def _check_checkpoint(self, name: str, document: dict[str, Any], totals: dict[str, Any] | None) -> None:
         ledger = document["ledger"]
@@ -166,6 +175,7 @@ class _Examination:
             self.notes.append("logging.rollouts was off: staleness and versions of the tokens are unknown.")
         if self.summary is not None:
             self._check_summary(self.summary)
+        self._check_sealed_lines()
         self._check_tokens()
         spans = self._check_spans()
         checked = {"rollouts": len(self.rows.ids), "tokens": int(self.rows.lengths.sum())}
@@ -265,10 +275,18 @@ class _Examination:
             self.found.add(f"{SUMMARY_FILE}: ledger.dropped adds up to {dropped}, the rows to {ends[5]}.")
         return {"admitted": admitted, "trained": int(ends[TRAINED]), "failed": int(ends[STATES.index("failed")])}
 
+    def _check_sealed_lines(self) -> None:
+        """Check that the lines after which the newest checkpoint was made are unchanged."""
+        for name, lines in self.marker.lines.items():
+            try:
+                check_lines(self.run_dir / name, lines, self.marker.seals.get(name))
+            except CheckpointError as error:
+                self.found.add(str(error).replace(str(self.run_dir / name), name))
+
     def _check_tokens(self) -> None:
         """Check that the parts of ``rollout_tokens/`` can be read, and that those of the newest checkpoint are there,
         unchanged."""
-        sealed = {name: facts for name, facts in self.seals.items() if name.startswith(f"{TOKENS_FOLDER}/")}
+        sealed = {name: facts for name, facts in self.marker.seals.items() if name.startswith(f"{TOKENS_FOLDER}/")}
         found = dict(damages(self.run_dir, sealed))
         for path in (self.run_dir / TOKENS_FOLDER).glob("steps-*.parquet"):
             try:

@@ -284,6 +284,10 @@ DAMAGES: dict[str, Damage] = {
     "metrics.jsonl not UTF-8": record("metrics.jsonl", lines(lambda all_lines: [*all_lines[:-1], b'{"a": "\xff"}\n'])),
     "metrics.jsonl no JSON": record("metrics.jsonl", lines(lambda all_lines: [*all_lines[:-1], b"{,}\n"])),
     "metrics.jsonl no objects": record("metrics.jsonl", lines(lambda all_lines: [*all_lines[:-1], b"3\n"])),
+    "metrics.jsonl with a changed number": record("metrics.jsonl", lines(
+        lambda all_lines: [*all_lines[:-1], all_lines[-1].replace(b'"loss": ', b'"loss": 1')])),
+    "metrics.jsonl with a changed first line": record("metrics.jsonl", lines(
+        lambda all_lines: [all_lines[0].replace(b'"loss": ', b'"loss": 1'), *all_lines[1:]])),
     "metrics.jsonl a folder": record("", folder_instead("metrics.jsonl")),
     "a part of the rollouts missing": lambda at: last_part(at, "rollouts").unlink(),
     "a part of the rollouts torn": lambda at: os.truncate(last_part(at, "rollouts"), 900),
@@ -314,7 +318,8 @@ DAMAGES: dict[str, Damage] = {
 REFUSED = (
     *("metrics.jsonl missing", "metrics.jsonl a folder", "journal.jsonl missing", "journal.jsonl emptied"),
     *("journal.jsonl a folder", "journal.jsonl a pipe", "journal.jsonl nothing but bytes"),
-    *("journal.jsonl with a changed first line", "journal.jsonl without its tenth line"),
+    *("metrics.jsonl with a changed first line", "journal.jsonl with a changed first line"),
+    "journal.jsonl without its tenth line",
 )
 
 
@@ -376,7 +381,7 @@ def test_a_checkpoint_of_a_version_without_seals_is_resumed_and_the_next_one_has
     scribbled(part)
     run(copied, *SETTINGS, "steps=6", "checkpoint.resume=auto")
     found = read_checkpoint(list_checkpoints(copied)[-1]).marker
-    assert {"journal.jsonl", *found.part_names()} <= found.seals.keys()
+    assert {"journal.jsonl", "metrics.jsonl", *found.part_names()} <= found.seals.keys()
     assert {f"rollout_tokens/{path.name}" for path in (copied / "rollout_tokens").iterdir()} <= found.seals.keys()
 
 

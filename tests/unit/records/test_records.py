@@ -155,7 +155,7 @@ def test_resume_leaves_what_an_uninterrupted_run_leaves(tmp_path: Path, stop: st
 
 
 @pytest.mark.parametrize("undo", ["training", "all"])
-def test_a_part_that_a_rollback_writes_again_gets_a_new_seal(tmp_path: Path, undo: str) -> None:
+def test_what_a_rollback_writes_again_gets_a_new_seal(tmp_path: Path, undo: str) -> None:
     recorder = RunRecorder(tmp_path, {}, SMALL)
     fill(recorder, range(1, 3))
     first = recorder.checkpoint()
@@ -167,10 +167,13 @@ def test_a_part_that_a_rollback_writes_again_gets_a_new_seal(tmp_path: Path, und
     else:
         recorder.rewind(first)
     fill(recorder, range(3, 4))
+    recorder.log_step({"step": 4, "reward_mean": 1.0})  # as many lines as before, of which the last is another
     third = recorder.checkpoint()
     recorder.finish({})
     name = f"rollouts/part-{first.parts:05d}.parquet"
     assert third.seals[name] != second.seals[name]
+    assert third.metrics_lines == second.metrics_lines
+    assert third.seals["metrics.jsonl"] != second.seals["metrics.jsonl"]
     check_records(tmp_path, third)
 
 
@@ -235,7 +238,8 @@ def test_a_second_failed_part_does_not_make_it_spin(tmp_path: Path) -> None:
 def test_rollouts_can_be_switched_off(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, {}, LoggingConfig(rollouts=False))
     fill(recorder, range(1, 4))
-    assert recorder.checkpoint() == RecordMarker(metrics_lines=3, parts=0)
+    marker = recorder.checkpoint()
+    assert (marker.metrics_lines, marker.parts, *marker.seals) == (3, 0, "metrics.jsonl")
     recorder.finish({})
     assert list((tmp_path / "rollouts").iterdir()) == []
 
