@@ -8,6 +8,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
@@ -15,13 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncrlhf.errors import ConfigError
 
-MOST = 2**31 - 1  # of any whole number
+MOST = 2**31 - 1  # of any number
 MOST_NAME = 120  # characters of a user-defined name
 Settings = TypeVar("Settings")
 Group = TypeVar("Group")
 
 
 DAY = 86400.0  # seconds; no part of a run may be said to take longer
+MONTH = 30 * DAY  # no part of a run is waited for longer
 
 
 def setting(
@@ -30,8 +32,8 @@ def setting(
     """A field of a dataclass of settings. ``about``, one sentence with the unit, is its description in
     ``asyncrlhf train --help``, docs/reference/settings.md and the schema for editors.
 
-    :func:`check_settings` enforces ``choices`` and ``bounds`` (those of :func:`check_range`); ``entries`` is the
-    dataclass of a mapping's entries.
+    :func:`check_settings` enforces ``choices`` and ``bounds`` (those of :func:`check_range`; without, a number lies
+    between -MOST and MOST); ``entries`` is the dataclass of a mapping's entries.
     """
     metadata = {"about": about, "choices": tuple(choices), "entries": entries, "bounds": bounds}
     if isinstance(default, list | dict):
@@ -52,9 +54,10 @@ def check_settings(where: str, settings: object) -> None:
         if choices := declared.metadata.get("choices"):
             for one in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
                 check_choice(key, one, choices)
-        elif (bounds := declared.metadata.get("bounds")) and value is not None:
-            absurd = isinstance(value, int) and value > MOST
-            check_range(key, value, **({"high": MOST} if absurd else {}) | bounds)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            absurd = math.isfinite(value) and abs(value) > MOST
+            most = {} if not absurd else {"high": MOST} if value > 0 else {"low": -MOST}
+            check_range(key, value, **most | declared.metadata.get("bounds", {}))
 
 
 def check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
@@ -130,6 +133,11 @@ def check_path(key: str, path: str) -> None:
         path.isprintable() and longest <= 255 and len(path) <= 4000,
         f"{key}={shown!r} is not a path; allowed: printable characters, at most 255 between two slashes.",
     )
+
+
+def typed_path(text: str) -> Path:
+    """The path that a user typed, whose ``~`` a shell leaves as it is in ``--out=~/file``."""
+    return Path(text).expanduser()
 
 
 def check_keywords(key: str, value: Any) -> None:

@@ -25,6 +25,7 @@ from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.types import Prompt, Rollout, TrainBatch, TrainSample
+from asyncrlhf.validation import typed_path
 
 # hidden, layers, intermediate, heads, key-value heads, vocabulary; the first two with SmolLM2's ratios.
 SHAPES = {
@@ -48,7 +49,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--steps", type=int, default=16, help="of the run on Ray; 0 leaves it out")
     parser.add_argument("--threads", type=int, default=1, help="of the learner")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=typed_path, default=None)
     options, overrides = parser.parse_known_args(list(arguments))
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:

@@ -23,6 +23,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.records.summary import environment
 from asyncrlhf.records.verify import verify
+from asyncrlhf.validation import typed_path
 
 LIMIT_SECONDS = 240.0  # of one check
 BROADCAST_BYTES = 2**28
@@ -108,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
 def output_file(arguments: Sequence[str]) -> Path:
     """The file for the figures, from the command's options."""
     parser = argparse.ArgumentParser(prog="asyncrlhf doctor --gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="where the figures go, as JSON")
+    parser.add_argument("--out", type=typed_path, default=Path("gpu_check.json"), help="where the figures go, as JSON")
     found: Path = parser.parse_args([word for word in arguments if word != "--gpu"]).out
     return found
 

@@ -22,6 +22,7 @@ from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared, prepare, train
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.types import GenerationRequest, RolloutInfo
+from asyncrlhf.validation import typed_path
 
 QUIET = ["logging=quiet", "eval_every=0", "task.heldout_size=8", "weights.audit_every=0"]
 # Enough work per step that the ratio is that of the two sides, not of the messages between them, and rewards with
@@ -40,7 +41,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="asyncrlhf bench overlap", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=typed_path, default=None)
     options, overrides = parser.parse_known_args(list(arguments))
     rates: dict[str, list[float]] = {"generator alone": [], "learner alone": [], "async": [], "sync": []}
     for number in range(1, options.repeats + 1):

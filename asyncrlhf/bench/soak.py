@@ -21,6 +21,7 @@ from rich.table import Table
 
 from asyncrlhf.bench.measure import write
 from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.validation import typed_path
 
 RUN = (
     "generator.engine=fake", "logging=quiet", "task.heldout_size=2", "num_generations=4", "batch_size=16",
@@ -39,7 +40,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="asyncrlhf bench soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=50, help="steps between two looks")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=typed_path, default=None)
     options, overrides = parser.parse_known_args(list(arguments))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         samples = watch(Path(folder), options.steps, options.every, overrides)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrlhf.errors import ContradictionError
 from asyncrlhf.validation import check, check_settings, setting
@@ -11,6 +13,7 @@ MODES = ("sync", "one_step", "async", "fixed_lag")
 OVER_STALE = ("drop", "mask", "wait", "downweight")
 ON_WEIGHT_UPDATE = ("drain", "interrupt", "in_flight")
 DEFAULT_STALENESS, DEFAULT_LAG = 2, 1
+SETTABLE = {"max_staleness": "async", "lag": "fixed_lag"}  # by the one mode in which each may be given
 PACING = ("auto", "just_in_time", "fill")
 SAMPLING = ("fifo", "lifo", "uniform", "priority")
 PRIORITIES = ("reward_spread", "advantage", "age")
@@ -79,14 +82,14 @@ class AsyncConfig:
             self._check_adaptive()
 
     def _check_mode(self) -> None:
-        """Raise ConfigError for a bound or a lag that the mode does not have."""
-        for name, own in self.in_force.items():
-            given = getattr(self, name)
-            if given is not None and given != own:
+        """Raise ContradictionError for a bound or a lag that the mode sets itself, or does not have."""
+        for name, mode in SETTABLE.items():
+            given, own = getattr(self, name), self.in_force[name]
+            if given is not None and self.mode != mode:
                 raise ContradictionError(
-                    f"async.{name}={given} contradicts async.mode={self.mode}, "
-                    + ("which has none" if own is None else f"under which it is {own}")
-                    + f"; leave it out, or give async.mode={'async' if name == 'max_staleness' else 'fixed_lag'}."
+                    f"async.{name}={given} contradicts async.mode={self.mode}, which "
+                    + ("has none" if own is None else f"itself sets it to {own}")
+                    + f"; leave it out, or give async.mode={mode}."
                 )
 
     def _check_adaptive(self) -> None:
@@ -121,6 +124,12 @@ class AsyncConfig:
     def least_bound(self) -> tuple[str, int]:
         """The name and the value of the setting with the lowest bound that may come into force."""
         return ("min_staleness", self.min_staleness) if self.adaptive else ("max_staleness", self.bound)
+
+
+def as_given(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``async`` of a run's config.yaml, which has the values in force, without those that its mode set."""
+    mode = recorded.get("mode")
+    return {key: value if SETTABLE.get(key, mode) == mode else None for key, value in recorded.items()}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from asyncrlhf import __version__
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, full_disk
 from asyncrlhf.garbage import rare_collections
 from asyncrlhf.redaction import redact
-from asyncrlhf.validation import did_you_mean
+from asyncrlhf.validation import did_you_mean, typed_path
 
 TRACES = 4  # of errors outside a run, in the temporary folder
 USAGE = """asyncrlhf: asynchronous off-policy RLHF
@@ -54,8 +54,8 @@ def _report(arguments: Sequence[str]) -> int:
             raise ConfigError(f"report: {message}; write asyncrlhf report RUN [RUN ...] [--out FOLDER].")
 
     parser = Parser(prog="asyncrlhf report")
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the report (several runs: ./report)")
+    parser.add_argument("runs", nargs="+", type=typed_path, help="run directories")
+    parser.add_argument("--out", type=typed_path, default=None, help="folder of the report (several runs: ./report)")
     options = parser.parse_args(list(arguments))
 
     from asyncrlhf.report.html import build_report  # plotly: a second that a wrong word need not cost

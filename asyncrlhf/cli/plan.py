@@ -17,7 +17,7 @@ from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_ru
 from asyncrlhf.config.compose import check_words, compose_config, split_config_dir
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
-from asyncrlhf.validation import check, check_folder_name
+from asyncrlhf.validation import check, check_folder_name, typed_path
 
 if TYPE_CHECKING:
     from asyncrlhf.planner.choose import Chosen, Space
@@ -65,9 +65,9 @@ def plan_parser() -> Parser:
     """Options of the command; all other words are overrides."""
     parser = Parser(prog="asyncrlhf plan", description="The best layout for devices, simulated before it is run.")
     parser.add_argument(
-        "--from", dest="run", type=Path, metavar="RUN", help="plan for this machine with the costs of a run"
+        "--from", dest="run", type=typed_path, metavar="RUN", help="plan for this machine with the costs of a run"
     )
-    parser.add_argument("--profile", type=Path, help="plan for this machine with the costs of `asyncrlhf profile`")
+    parser.add_argument("--profile", type=typed_path, help="plan for this machine, costs of `asyncrlhf profile`")
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="cores of this machine that the plan may use")
     parser.add_argument("--gpus", help="number of catalogue devices, such as 16; for several groups: 8,16")
     parser.add_argument("--device", help="their name, such as H100; for several groups: H100,L4")
@@ -85,11 +85,11 @@ def plan_parser() -> Parser:
         "--free", action="append", default=[], choices=["batch_size"], help="further setting that the plan may change"
     )
     parser.add_argument("--simulate", type=int, default=32, help="number of layouts to simulate")
-    parser.add_argument("--out", type=Path, default=Path("plans/plan"), help="FOLDER/NAME of the files (plans/plan)")
+    parser.add_argument("--out", type=typed_path, default=Path("plans/plan"), help="FOLDER/NAME of files (plans/plan)")
     parser.add_argument("--compare-templates", action="store_true", help="compare common templates on equal devices")
     parser.add_argument("--what-if", action="store_true", help="plan like other systems; train cannot run these plans")
     parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("PLAN", "RUN"), help="compare predicted with measured figures"
+        "--compare", nargs=2, type=typed_path, metavar=("PLAN", "RUN"), help="compare predicted with measured figures"
     )
     return parser
 

@@ -17,7 +17,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
-from asyncrlhf.validation import check
+from asyncrlhf.validation import check, typed_path
 
 # Settings irrelevant to the measurement: no display, audit or evaluation; the schedule's rates do not matter.
 QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "weights.audit_every=0",
@@ -27,11 +27,11 @@ QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.
 def profile(arguments: Sequence[str]) -> int:
     parser = Parser(prog="asyncrlhf profile", description="Measures the costs of this machine and model.")
     parser.add_argument(
-        "--from", dest="run", type=Path, default=None, metavar="RUN", help="take the costs from a run's records"
+        "--from", dest="run", type=typed_path, default=None, metavar="RUN", help="take the costs from a run's records"
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the measurements, without start-up")
     parser.add_argument(
-        "--out", type=Path, default=None, help="file to write (profile.json, of a run RUN/profile.json)"
+        "--out", type=typed_path, default=None, help="file to write (profile.json, of a run RUN/profile.json)"
     )
     options, overrides = parser.parse_known_args(list(arguments))
     if options.run is not None:

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
 
+from asyncrlhf.cli import first_look
 from asyncrlhf.config.compose import check_words, load_config
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, read_metrics
+from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
+from asyncrlhf.validation import typed_path
 
 USAGE = {
     "profile": "asyncrlhf profile [--from RUN] [--seconds S] [--out FILE] [overrides]",
@@ -56,9 +57,9 @@ def check_run(run: Path) -> None:
 
 def simulate(arguments: Sequence[str]) -> int:
     parser = Parser(prog="asyncrlhf simulate", description="Predicts a run on the virtual clock.")
-    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="take config, costs and lengths of a run")
-    parser.add_argument("--profile", type=Path, help="costs and lengths of `asyncrlhf profile`")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the simulated run's records")
+    parser.add_argument("--from", dest="run", type=typed_path, metavar="RUN", help="a run with config, costs, lengths")
+    parser.add_argument("--profile", type=typed_path, help="costs and lengths of `asyncrlhf profile`")
+    parser.add_argument("--out", type=typed_path, default=None, help="folder of the simulated run's records")
     parser.add_argument(
         "--mean-length", type=float, help="mean tokens per response, log-normal, instead of recorded lengths"
     )
@@ -127,9 +128,7 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
 def settings_of_run(run: Path, overrides: Sequence[str]) -> DictConfig:
     """The run's settings, with the changes, for a new run without display and sinks."""
     check_words(overrides)
-    if not (run / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run} holds no {CONFIG_FILE}; give the directory of a run.")
-    saved = yaml.safe_load((run / CONFIG_FILE).read_text())
+    saved = first_look.settings_of_run(str(run), run)
     own = {"run_dir": "", "checkpoint": {"resume": "no"}, "logging": {"progress": "none", "report": False}}
     merged = OmegaConf.merge(saved, OmegaConf.from_dotlist(list(overrides)), own)
     assert isinstance(merged, DictConfig)

@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from asyncrlhf.cli.first_look import check_model_path, first_look
+from asyncrlhf.cli.first_look import check_model_path, first_look, settings_of_run
 from asyncrlhf.config.compose import check_words, load_config
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.records.recorder import CONFIG_FILE
 from asyncrlhf.redaction import hidden_settings
+from asyncrlhf.validation import typed_path
 
 SFT = """asyncrlhf sft sft.path=DATA [overrides]: supervised fine-tuning of model.path, by TRL's SFTTrainer
 
@@ -152,7 +151,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     _answer_help(arguments, EVALUATE, "evaluation")
     named = [argument.removeprefix("run=") for argument in arguments if argument.startswith("run=")]
     rest = [argument for argument in arguments if not argument.startswith("run=")]
-    config = config_of_run(Path(named[-1]), rest) if named else load_config(rest)
+    config = config_of_run(typed_path(named[-1]), rest) if named else load_config(rest)
     folder = Path(config.run_dir) if config.run_dir else None
     first_look(config)
     from asyncrlhf.stages import evaluation  # here, so that a wrong setting is answered before torch's import
@@ -175,12 +174,10 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 
     check_words(overrides)
-    if not (run / CONFIG_FILE).is_file():
-        raise ConfigError(f"run={run} holds no {CONFIG_FILE}; give the directory of a run.")
+    saved = settings_of_run(f"run={run}", run)
     found = list_checkpoints(run)
     if not found:
         raise ConfigError(f"run={run} holds no checkpoint; train with checkpoint.every=N to have some.")
-    saved = yaml.safe_load((run / CONFIG_FILE).read_text())
     groups = [override for override in overrides if isinstance(saved.get(override.split("=")[0]), dict)]
     if groups:
         key = groups[0].split("=")[0]

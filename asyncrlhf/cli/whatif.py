@@ -23,6 +23,7 @@ from asyncrlhf.planner.resharding import System, reshard
 from asyncrlhf.planner.schedules import Pair, bound, greedy, one_after_another
 from asyncrlhf.planner.search import metropolis
 from asyncrlhf.planner.shapes import ModelShape, Workload
+from asyncrlhf.validation import typed_path
 
 NOT_RUNNABLE = "A plan of other systems, which move models between the meshes of calls: `train` cannot run it."
 FIGURES = ("step_seconds", "rollouts_per_device_hour", "idle", "staleness", "dropped", "learner_gb", "generator_gb")
@@ -132,7 +133,7 @@ def templates_parser() -> _Parser:
         "--batch", type=int, default=None, help="rollouts per step (default: 32 per device, at most 16,384)"
     )
     parser.add_argument("--steps", type=int, default=8, help="steps to simulate, and 2 more for each version of lag")
-    parser.add_argument("--out", type=Path, default=None, help="CSV file to write")
+    parser.add_argument("--out", type=typed_path, default=None, help="CSV file to write")
     return parser
 
 

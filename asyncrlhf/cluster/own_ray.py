@@ -18,6 +18,7 @@ import ray
 from ray._private import utils
 
 from asyncrlhf.cluster.forked_workers import ForkedWorkers
+from asyncrlhf.errors import ConfigError
 
 # glibc gives freed memory back to the system after every step and takes it again page by page at the next; with these
 # the actors of a local run keep it (measured: a fifth more samples/s on the tiny model). Read when a process starts.
@@ -73,12 +74,17 @@ class OwnRay:
             with self._workers.serving() if self._workers else nullcontext():
                 # address: never a cluster that happens to run here
                 init(address="local", num_cpus=cpus, object_store_memory=store, **options)
-        except BaseException:
+        except BaseException as error:
             begun = set(psutil.Process().children(recursive=True)) - before
             self.stop()
             for process in begun:  # Ray forgets those of a start that did not come to its end
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
+            if isinstance(error, ValueError):  # Ray's answer to a store that leaves its workers no memory
+                said = " ".join(str(error).split()).partition(" You can adjust")[0]
+                raise ConfigError(
+                    f"ray.object_store_mb={store // 2**20} does not fit on this machine: {said}"
+                ) from error
             raise
 
     @property

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrlhf.validation import check, check_choice, check_settings, setting
+from asyncrlhf.validation import MONTH, check, check_choice, check_settings, setting
 
 PLACEMENTS = ("auto", "flatten", "interleave", "separate")
 WANDB_MODES = ("offline", "online", "disabled")
 SINKS = ("wandb", "tensorboard", "mlflow")
 KINDS = ("learner", "generator", "reward", "reference", "critic")  # of parts
+MAX_PROJECT, NOT_IN_PROJECT = 128, "/\\#?%:"  # by W&B's library
 MAX_TAG = 64  # characters of a tag, by W&B's server
 PROGRESS_MODES = ("auto", "rich", "plain", "none")
 
@@ -35,7 +36,7 @@ class ClusterConfig:
     )
     autoscaling: bool = setting(False, "An autoscaler adds nodes on request: the run waits for missing resources.")
     start_timeout_seconds: float = setting(
-        600.0, "Seconds to wait for free devices, and for a part to load its model.", low=1
+        600.0, "Seconds to wait for free devices, and for a part to load its model.", low=1, high=MONTH
     )
 
     node_labels: Any = setting(
@@ -72,7 +73,9 @@ class RayConfig:
         "An existing cluster (auto finds it); empty starts Ray on this machine for the run, unless the variable "
         "RAY_ADDRESS names a cluster.",
     )
-    object_store_mb: int = setting(512, "Shared memory for Ray's objects, in MiB, if the run starts Ray.", low=80)
+    object_store_mb: int = setting(
+        512, "Shared memory for Ray's objects, in MiB, if the run starts Ray.", low=80, high=10**8
+    )
     fork_workers: bool = setting(
         True,
         "Without GPUs, a Ray that the run starts forks its workers from one process that has imported all libraries: "
@@ -124,7 +127,12 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_settings("logging", self)
-        check(self.wandb_project, "logging.wandb_project is empty; give the name of a W&B project.")
+        strange = [c for c in self.wandb_project if c in NOT_IN_PROJECT]
+        check(
+            self.wandb_project.strip() and not strange and len(self.wandb_project) <= MAX_PROJECT,
+            f"logging.wandb_project={self.wandb_project!r} is no name of a W&B project; allowed: 1 to {MAX_PROJECT} "
+            "characters other than / \\ # ? % and :.",
+        )
         for sink in self.sinks:
             if ":" not in sink:
                 check_choice("logging.sinks", sink, (*SINKS, "package.module:Class"))

@@ -17,7 +17,7 @@ from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
 from asyncrlhf.rewards.reward_config import FusionConfig, RewardConfig
 from asyncrlhf.transport.weights_config import Tolerance, WeightsConfig, choose_tolerance
-from asyncrlhf.validation import check, check_folder_name, check_path, check_settings, group, setting
+from asyncrlhf.validation import MONTH, check, check_folder_name, check_path, check_settings, group, setting
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_settings("checkpoint", self)
+        check_path("checkpoint.resume", self.resume)
+        object.__setattr__(self, "resume", os.path.expanduser(self.resume))
         check(self.resume, "checkpoint.resume is empty; allowed: no, auto, or the folder of a checkpoint.")
 
 
@@ -57,7 +59,7 @@ class RunConfig:
     stall_timeout_seconds: float = setting(
         600.0, "Seconds without progress after which the run reports what it waits for and replaces hanging parts; "
         "after twice as many it fails.",
-        low=1,
+        low=1, high=MONTH,
     )  # fmt: skip
     max_failure_fraction: float = setting(
         0.5, "Largest share of failures among the last batch_size rollouts; above it the run ends.", low=0, high=1

@@ -95,6 +95,7 @@ class VllmConfig:
         "Memory of the KV cache, in GiB; 0: on a CPU enough for all slots at full length (at most a quarter of the "
         "free memory), on GPUs the rest of gpu_memory_utilization.",
         low=0,
+        high=1e6,
     )
     gpu_memory_utilization: float | None = setting(
         None,
@@ -116,8 +117,10 @@ class VllmConfig:
         low=1,
         high=2,
     )
-    tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1)
-    pipeline_parallel_size: int = setting(1, "Pipeline stages, each with some of the layers; needs GPUs.", low=1)
+    tensor_parallel_size: int = setting(1, "GPUs that hold a share of each layer.", low=1, high=1024)
+    pipeline_parallel_size: int = setting(
+        1, "Pipeline stages, each with some of the layers; needs GPUs.", low=1, high=1024
+    )
     enable_expert_parallel: bool = setting(False, "Distributes the experts of a mixture over the workers.")
     enable_lora: bool | None = setting(
         None,

@@ -137,7 +137,7 @@ class AlgorithmConfig:
         "What a step's loss is the mean over: tokens, sequences' means, sequences' sums, or a constant count.",
         choices=("token", "seq_mean", "seq_sum", "const"),
     )
-    num_iterations: int = setting(1, "Passes over each batch.", low=1)
+    num_iterations: int = setting(1, "Passes over each batch.", low=1, high=1000)
     minibatches: int = setting(1, "Optimizer updates of one pass; at most the groups of a batch.", low=1)
     entropy_coef: float = setting(0.0, "Weight of the entropy, which the loss raises.", low=0)
     lr: str = setting(

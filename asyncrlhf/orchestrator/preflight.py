@@ -6,12 +6,20 @@ from pathlib import Path
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
+from asyncrlhf.records.attempts import ATTEMPTS_FILE
+from asyncrlhf.records.checkpoint import FOLDER
 from asyncrlhf.records.journal import JOURNAL_FILE
+from asyncrlhf.records.record_marker import ROLLOUTS_FOLDER
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from asyncrlhf.records.rollout_tokens import TOKENS_FOLDER
+from asyncrlhf.records.run_lock import LOCK_FILE
+from asyncrlhf.records.spans import SPANS_FOLDER
 from asyncrlhf.records.status import STATUS_FILE
 from asyncrlhf.validation import check
 
 ERROR_FILE = "error.txt"
+FILES = (CONFIG_FILE, METRICS_FILE, JOURNAL_FILE, STATUS_FILE, SUMMARY_FILE, ERROR_FILE, ATTEMPTS_FILE, LOCK_FILE)
+FOLDERS = (FOLDER, ROLLOUTS_FOLDER, SPANS_FOLDER, TOKENS_FOLDER, "weights", "report", "wandb", "tensorboard")
 # Fields of vLLM's SamplingParams that leave every token a positive probability.
 WEIGHABLE = ("frequency_penalty", "presence_penalty")
 
@@ -50,6 +58,10 @@ def check_penalties(config: RunConfig) -> None:
 
 
 def check_places(run_dir: Path) -> None:
-    """Refuse a run's folder in which the name of a file that the run writes is a folder's."""
-    for name in (CONFIG_FILE, METRICS_FILE, JOURNAL_FILE, STATUS_FILE, SUMMARY_FILE, ERROR_FILE):
+    """Refuse a run's folder in which the name of a file that the run writes is a folder's, or the reverse."""
+    for name in FILES:
         check(not (run_dir / name).is_dir(), f"run_dir={run_dir} cannot be used: its {name} is a folder, and no file.")
+    for name in FOLDERS:
+        path = run_dir / name
+        there = path.is_symlink() or path.exists()
+        check(not there or path.is_dir(), f"run_dir={run_dir} cannot be used: its {name} is a file, and no folder.")

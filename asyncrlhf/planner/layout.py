@@ -73,8 +73,8 @@ def overrides(layout: Layout, *, gpus: bool, kinds: Sequence[str] = ()) -> list[
         "weights.publish_every": layout.publish_every,
         "batch_size": layout.batch_size,
         "async.mode": "async" if layout.max_staleness else "sync",
-        "async.max_staleness": layout.max_staleness,
-        "async.lag": None if layout.max_staleness else 0,
+        "async.max_staleness": layout.max_staleness or None,
+        "async.lag": None,
     }
     if gpus:
         deepspeed = layout.sharding in ("1", "2", "3")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
+from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig, as_given
 
 SHOWN = 8  # ids named in one sentence
 ADMITTED, GENERATING, SCORING, BUFFERED, TRAINED, DROPPED, FAILED = range(7)
@@ -50,7 +50,7 @@ class Rules:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Rules:
         """From a ``begin`` line, or from a run's config with ``publish_every`` added; unknown keys are ignored."""
-        asynchrony = AsyncConfig(**_known(AsyncConfig, given["async"]))
+        asynchrony = AsyncConfig(**_known(AsyncConfig, as_given(given["async"])))
         numbers = {name: given[name] for name in ("steps", "batch_size", "num_generations", "publish_every")}
         return cls(**numbers, asynchrony=asynchrony, buffer=BufferConfig(**_known(BufferConfig, given["buffer"])))
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.validation import check, check_choice, check_range, check_settings, group, overlay, setting
+from asyncrlhf.validation import MONTH, check, check_choice, check_range, check_settings, group, overlay, setting
 
 DTYPES = ("float32", "bfloat16", "float16")
 JUDGES = ("vllm", "http")
@@ -80,7 +80,7 @@ class JudgeConfig:
     dtype: str = setting("auto", "engine=vllm: number format of the judge's weights.", choices=("auto", *DTYPES))
     tensor_parallel_size: int = setting(1, "engine=vllm: GPUs that hold a share of each layer.", low=1)
     kv_cache_gb: float = setting(
-        0.0, "engine=vllm: memory of its KV cache, in GiB; 0: vLLM's default on GPUs, 1 on a CPU.", low=0
+        0.0, "engine=vllm: memory of its KV cache, in GiB; 0: vLLM's default on GPUs, 1 on a CPU.", low=0, high=1e6
     )
     concurrency: int = setting(8, "engine=http: questions asked at once.", low=1, high=10**4)
 
@@ -88,8 +88,6 @@ class JudgeConfig:
         """Raise ConfigError, naming settings under ``key``; only for a judge in use."""
         check_settings(key, self)
         check(self.model, f"{key}.model is empty; give a checkpoint (engine=vllm) or a model's name (engine=http).")
-        for name in ("low", "high"):
-            check_range(f"{key}.{name}", getattr(self, name))
         check(self.low < self.high, f"{key}.low={self.low:g} is not below {key}.high={self.high:g}.")
         self._check_texts(key)
 
@@ -116,12 +114,12 @@ class HttpConfig:
     repeated, within ``reward.timeout_seconds``."""
 
     url: str = setting("", "The service's address, http or https.")
-    retries: int = setting(3, "Retries of a failed call.", low=0)
+    retries: int = setting(3, "Retries of a failed call.", low=0, high=100)
     backoff_seconds: float = setting(
-        0.5, "Seconds before the first retry; doubled each time, or as Retry-After says.", low=0
+        0.5, "Seconds before the first retry; doubled each time, or as Retry-After says.", low=0, high=MONTH
     )
     breaker_failures: int = setting(5, "Consecutive failed calls after which calls pause.", low=1)
-    breaker_seconds: float = setting(30.0, "Seconds of that pause; then one call tries again.", low=0)
+    breaker_seconds: float = setting(30.0, "Seconds of that pause; then one call tries again.", low=0, high=MONTH)
     token_env: str = setting("", "Environment variable of the worker that holds a bearer token.")
 
     def check(self, key: str) -> None:
@@ -142,12 +140,15 @@ class HttpConfig:
 class SandboxConfig:
     """Limits of the process of a reward function (kind=python). Each process that it starts has the same limits."""
 
-    cpu_seconds: float = setting(600.0, "CPU seconds of one call; 0: no limit.", low=0)
+    cpu_seconds: float = setting(600.0, "CPU seconds of one call; 0: no limit.", low=0, high=MONTH)
     memory_gb: float = setting(
-        64.0, "Address space of each process, in GiB, including libraries and reserved memory; 0: no limit.", low=0
+        64.0,
+        "Address space of a process, in GiB, with libraries and reserved memory; 0: no limit.",
+        low=0,
+        high=1e6,
     )
     processes: int = setting(64, "Most processes that it may run at a time.", low=0)
-    file_mb: float = setting(1024.0, "Longest file that it may write, in MiB; 0: no limit.", low=0)
+    file_mb: float = setting(1024.0, "Longest file that it may write, in MiB; 0: no limit.", low=0, high=1e9)
     open_files: int = setting(1024, "Files and sockets that a process may hold open.", low=32)
     network: bool = setting(True, "Whether it may use the network; false needs a kernel that gives namespaces.")
     env: list[str] = setting([], "Environment variables with secrets that it may read, such as an API key.")
@@ -219,11 +220,14 @@ class RewardConfig:
     gpus: float = setting(0.0, "GPUs of one worker; 0 runs its models on the CPU.", low=0, high=1024)
     max_restarts: int = setting(3, "Consecutive deaths after which a worker is not restarted.", low=0)
     max_batch_tokens: int = setting(16384, "Tokens, padding included, of one forward pass of a reward model.", low=1)
-    timeout_seconds: float = setting(30.0, "Seconds for one call of a function or endpoint.", low=0, exclusive_low=True)
+    timeout_seconds: float = setting(
+        30.0, "Seconds for one call of a function or endpoint.", low=0, high=MONTH, exclusive_low=True
+    )
     model_timeout_seconds: float = setting(
         300.0,
         "Seconds for one pass of a reward model, or for all questions of a judge's call.",
         low=0,
+        high=MONTH,
         exclusive_low=True,
     )
     on_failure: str = setting(
@@ -325,7 +329,9 @@ class FusionConfig:
         choices=GRANULARITIES,
     )
     max_batch: int = setting(64, "Rollouts of one scoring call.", low=1)
-    max_wait_ms: float = setting(2.0, "Milliseconds that a finished rollout waits for others to share a call.", low=0)
+    max_wait_ms: float = setting(
+        2.0, "Milliseconds that a finished rollout waits for others to share a call.", low=0, high=60_000
+    )
     chunk_tokens: int = setting(64, "granularity=chunk: sampled tokens per chunk.", low=1)
     cache_tokens: int = setting(32768, "granularity=chunk: KV cache of each reading model, in tokens.")
 

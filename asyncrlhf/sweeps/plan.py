@@ -78,7 +78,7 @@ class SweepPlan:
 
 def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
     """Read ``asyncrlhf sweep``'s overrides; raises ConfigError for the first job that could not run. Combinations of
-    contradicting settings, such as ``async.mode=sync`` with a bound over 0, are left out and listed.
+    contradicting settings, such as ``async.mode=sync`` with a bound, are left out and listed.
 
     ``seeds=N`` is short for ``sweep.seeds=N``. A choice of the command line replaces the experiment's of that key.
     """

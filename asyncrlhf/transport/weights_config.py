@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from asyncrlhf.validation import check, check_settings, setting
+from asyncrlhf.validation import MONTH, check, check_path, check_settings, setting
 
 TRANSPORTS = ("auto", "collective", "shared_memory", "cuda_ipc", "object_store", "disk", "local")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,7 +46,7 @@ class WeightsConfig:
         choices=TRANSPORTS,
     )
     publish_every: int = setting(1, "Learner steps between two publishes; they add to staleness.", low=1)
-    bucket_mb: float = setting(32.0, "Size of one bucket in transfer, in MiB.", low=0, exclusive_low=True)
+    bucket_mb: float = setting(32.0, "Size of one bucket in transfer, in MiB.", low=1e-4, high=10**5)
     dtype: str = setting(
         "auto",
         "Number format in transfer; auto: that of the engines if all are equal, else the learner's.",
@@ -68,12 +69,14 @@ class WeightsConfig:
     timeout_seconds: float = setting(
         120.0,
         "Seconds for each answer in the weight transfer; sending weights gets more time by slowest_mb_s.",
-        low=0,
-        exclusive_low=True,
+        low=1,
+        high=MONTH,
     )
-    slowest_mb_s: float = setting(100.0, "MB/s below which a transfer counts as stuck.", low=0, exclusive_low=True)
+    slowest_mb_s: float = setting(100.0, "MB/s below which a transfer counts as stuck.", low=0.001, high=1e6)
 
     def __post_init__(self) -> None:
+        check_path("weights.disk_path", self.disk_path)
+        object.__setattr__(self, "disk_path", os.path.expanduser(self.disk_path))
         check_settings("weights", self)
         check(
             self.checksum is not False or not self.delta,

@@ -27,7 +27,7 @@ from asyncrlhf.records.recorder import read_metrics
 SOURCE = ("async.max_staleness=2",)
 OTHERS = {
     "again": (),
-    "sync": ("async.mode=sync", "async.max_staleness=0", "async.lag=0"),
+    "sync": ("async.mode=sync", "async.max_staleness=null"),
     "lag 0": ("async.max_staleness=0",),
     "lag 8": ("async.max_staleness=8",),
     "fewer slots": ("async.max_staleness=2", "generator.slots=16"),

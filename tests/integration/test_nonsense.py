@@ -39,6 +39,7 @@ number = 3
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(30)]
 GOOD = b"".join(json.dumps(row).encode() + b"\n" for row in SUMS)
 LINE = GOOD.splitlines(keepends=True)[0]
+PLACES = ("checkpoints", "rollouts", "spans", "rollout_tokens", "weights", "report", "wandb")
 FILES = {
     "good.jsonl": GOOD,
     "latin.jsonl": GOOD + '{"prompt": "café", "answer": "1"}\n'.encode("latin-1"),
@@ -67,6 +68,7 @@ FILES = {
     "broken_run/metrics.jsonl": b'{"step": 1}\nnonsense\n{"step": 2}\n',
     "sweep/sweep.json": b"{",
     "folder_run/status.json/anything": b"",
+    **{f"file_run_{name}/{name}": b"" for name in PLACES},
 }
 TASK = "task=prompts task.path="
 LOSS = "algorithm.loss.target="
@@ -101,8 +103,8 @@ TRAIN = [
     ("learner.weight_decay=-inf", "learner.weight_decay=-inf"),
     ("algorithm.epsilon=nan", "algorithm.epsilon=nan is out of range"),
     ("stall_timeout_seconds=inf", "stall_timeout_seconds=inf is out of range"),
-    ("stall_timeout_seconds=0.001", "stall_timeout_seconds=0.001 is out of range; allowed: >= 1."),
-    ("cluster.start_timeout_seconds=1e-5", "cluster.start_timeout_seconds=1e-05 is out of range; allowed: >= 1."),
+    ("stall_timeout_seconds=0.001", "stall_timeout_seconds=0.001 is out of range; allowed: >= 1 and <= 2592000.0."),
+    ("cluster.start_timeout_seconds=1e-5", "cluster.start_timeout_seconds=1e-05 is out of range; allowed: >= 1 and"),
     ("generator.virtual_step_seconds=1e300", "generator.virtual_step_seconds=1e+300 is out of range"),
     ("generator.fake.latency_median=1e300", "generator.fake.latency_median=1e+300 is out of range"),
     ("generator.fake.latency_sigma=1000", "generator.fake.latency_sigma=1000.0 is out of range"),
@@ -110,6 +112,20 @@ TRAIN = [
     ("learner.virtual_step_seconds=1e300", "learner.virtual_step_seconds=1e+300 is out of range"),
     ("model.lora.r=1000000", "model.lora.r=1000000 is over the model's hidden size; allowed: at most 128."),
     ("run_dir=folder_run", "run_dir=folder_run cannot be used: its status.json is a folder, and no file."),
+    *((f"run_dir=file_run_{name}", f"run_dir=file_run_{name} cannot be used: its {name} is a file") for name in PLACES),
+    ("checkpoint.resume='~/no_such_run'", f"checkpoint.resume={Path.home()}/no_such_run holds no checkpoint"),
+    ("reward.timeout_seconds=1e30", "reward.timeout_seconds=1e+30 is out of range; allowed: > 0 and <= 2592000.0."),
+    ("reward=http reward.http.url=http://localhost:9/x reward.http.retries=2147483647", "reward.http.retries=21474836"),
+    ("reward=http reward.http.url=http://localhost:9/x reward.http.backoff_seconds=1e30", "backoff_seconds=1e+30 is"),
+    ("weights.bucket_mb=1e-30", "weights.bucket_mb=1e-30 is out of range; allowed: >= 0.0001 and <= 100000."),
+    ("weights.timeout_seconds=1e-30", "weights.timeout_seconds=1e-30 is out of range; allowed: >= 1"),
+    ("weights.slowest_mb_s=1e-30", "weights.slowest_mb_s=1e-30 is out of range"),
+    ("ray.object_store_mb=2147483647", "ray.object_store_mb=2147483647 is out of range; allowed: >= 80"),
+    ("fusion.max_wait_ms=1e9", "fusion.max_wait_ms=1000000000.0 is out of range; allowed: >= 0 and <= 60000."),
+    ("fusion.cache_tokens=99999999999", "fusion.cache_tokens=99999999999 is out of range"),
+    ("algorithm.num_iterations=2147483647", "algorithm.num_iterations=2147483647 is out of range"),
+    ("algorithm.advantage_shift=-1e30", "algorithm.advantage_shift=-1e+30 is out of range; allowed: >= -2147483647"),
+    ("logging.wandb_project=a/b", "logging.wandb_project='a/b' is no name of a W&B project"),
     ("max_failure_fraction=2", "max_failure_fraction=2.0"),
     ("seed=1e3", "seed=1000.0"),
     ("seed=0x10", "seed=0x10"),
@@ -123,6 +139,18 @@ TRAIN = [
     ("async=sync async.adaptive=true", "async.adaptive=true has no bound to move"),
     ("async=sync buffer.max_reuse=2", "buffer.max_reuse=2 breaks the exact schedule"),
     ("async=one_step async.max_staleness=0", "async.max_staleness=0 contradicts async.mode=one_step"),
+    ("async=one_step async.max_staleness=1", "async.max_staleness=1 contradicts async.mode=one_step"),
+    ("async=sync async.lag=0", "async.lag=0 contradicts async.mode=sync, which itself sets it to 0"),
+    ("async=fill async.lag=0", "async.lag=0 contradicts async.mode=async, which has none"),
+    ("weights.disk_path='~/x'", f"weights.disk_path={Path.home()}/x is used only by weights.transport=disk"),
+    ("weights.transport=disk weights.disk_path=a\x00b", "a\\x00b"),
+    ("generator.vllm.kv_cache_gb=1e30", "generator.vllm.kv_cache_gb=1e+30 is out of range"),
+    ("generator.vllm.tensor_parallel_size=2147483647", "tensor_parallel_size=2147483647 is out of range"),
+    ("reward.sandbox.memory_gb=1e30", "reward.sandbox.memory_gb=1e+30 is out of range"),
+    ("reward.sandbox.cpu_seconds=1e30", "reward.sandbox.cpu_seconds=1e+30 is out of range"),
+    ("reward.model_timeout_seconds=1e30", "reward.model_timeout_seconds=1e+30 is out of range"),
+    ("learner.learning_rate=1e30", "learner.learning_rate=1e+30 is out of range; allowed: >= 0 and <= 2147483647."),
+    ("logging.wandb_project=", "logging.wandb_project='' is no name of a W&B project"),
     ("async=fixed_lag async.lag=2 async.max_staleness=4", "async.max_staleness=4 contradicts async.mode=fixed_lag"),
     ("async.min_staleness=2 async.adaptive=true", "async.adaptive=true has no room"),
     ("learner.sharding=fsdp2 model.lora.r=2", "model.lora.r=2 does not work with"),
@@ -208,6 +236,9 @@ OTHERS = [
     ("sft sft.path=blank.jsonl", "sft.path=blank.jsonl holds no rows"),
     ("sft sft.path=texts.jsonl model.path=cut_model", "model.safetensors is cut off"),
     ("sft sft.path=texts.jsonl sft.num_train_epochs=0", "sft.num_train_epochs=0.0 is out of range"),
+    ("sft sft.path=texts.jsonl sft.num_train_epochs=1e30", "sft.num_train_epochs=1e+30 is out of range"),
+    ("sft sft.path=texts.jsonl sft.gradient_accumulation_steps=2147483647", "accumulation_steps=2147483647 is out of"),
+    ("preferences preferences.num_prompts=2147483647", "preferences.num_prompts=2147483647 is out of range"),
     ("sft sft.path=texts.jsonl sft.learning_rate=nan", "sft.learning_rate=nan"),
     ("reward-model reward_model.path=pairs.jsonl", "reward_model.path=pairs.jsonl"),
     ("reward-model reward_model.path=nowhere.jsonl", "reward_model.path=nowhere.jsonl does not exist"),
@@ -279,7 +310,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_are_two_hundred() -> None:
-    assert len(CASES) + len(NONSENSE) + len(BAD_INPUT) >= 200
+    assert len(CASES) >= 200 and len(CASES) + len(NONSENSE) + len(BAD_INPUT) >= 300
 
 
 @pytest.mark.parametrize(("typed", "words"), CASES, ids=[ascii(typed)[1:70] for typed, _ in CASES])

@@ -52,12 +52,16 @@ NONSENSE = [
     ("task.operations=plus", ["task.operations", "allowed: a list"]),
     ("generator.fake=3", ["generator.fake=3", "generator.fake.NAME=VALUE"]),
     ("async.max_staleness=many", ["async.max_staleness=many", "allowed: a whole number."]),
-    ("async.mode=sync async.max_staleness=2", ["async.max_staleness=2", "async.mode=sync", "it is 0", "mode=async."]),
-    ("async.lag=2 async=sync", ["async.lag=2 contradicts async.mode=sync", "under which it is 0", "mode=fixed_lag."]),
-    ("async=one_step async.max_staleness=2", ["async.max_staleness=2 contradicts async.mode=one_step", "it is 1"]),
-    ("async=one_step async.lag=3", ["async.lag=3 contradicts async.mode=one_step"]),
-    ("async=fixed_lag async.max_staleness=1", ["async.max_staleness=1 contradicts async.mode=fixed_lag", "it is 4"]),
-    ("async.lag=1", ["async.lag=1 contradicts async.mode=async, which has none", "mode=fixed_lag."]),
+    *((f"async={mode} async.{name}={value}",
+       [f"async.{name}={value} contradicts async.mode={mode}, which {own}; leave it out, or give async.mode={other}."])
+      for mode, name, own, other in (
+          ("sync", "max_staleness", "itself sets it to 0", "async"),
+          ("sync", "lag", "itself sets it to 0", "fixed_lag"),
+          ("one_step", "max_staleness", "itself sets it to 1", "async"),
+          ("one_step", "lag", "itself sets it to 1", "fixed_lag"),
+          ("fixed_lag", "max_staleness", "itself sets it to 4", "async"),
+          ("async", "lag", "has none", "fixed_lag"),
+      ) for value in (0, 1, 4)),
     ("async.max_staleness=-1", ["async.max_staleness=-1", "allowed: >= 0."]),
     ("async.mode=asynk", ["async.mode=asynk", "did you mean async?", "one_step"]),
     ("learner.learning_rate=nan", ["learner.learning_rate=nan", "allowed: >= 0."]),
@@ -131,7 +135,7 @@ NONSENSE = [
     ("-m seed=0,1 steps", ["steps is not a setting"]),
     ("-m seed='", ["seed='", "quotes"]),
     ("-m hydra/launcher=nothing", ["hydra/launcher=nothing is not known"]),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,10 @@ def outside(setting: Setting) -> list[float]:
     for side, step in (("low", -1), ("high", 1)):
         if side in bounds:
             found += [bounds[side] + step] + ([bounds[side]] if bounds.get(f"exclusive_{side}") else [])
+    if setting.kind == "integer":
+        found += [10**12]
+    if setting.kind == "number":
+        found += [1e30, -1e30, math.inf, math.nan]
     return found
 
 
@@ -53,7 +57,7 @@ def outside(setting: Setting) -> list[float]:
 UNCHECKED_ALONE = ("generator.groups.NAME", "reward.http", "reward.parts.NAME")
 
 
-def test_values_out_of_the_shown_range_are_refused() -> None:
+def test_absurd_values_and_those_out_of_the_shown_range_are_refused() -> None:
     for setting in every_setting():
         if setting.key.startswith(UNCHECKED_ALONE):
             continue
