@@ -339,7 +339,7 @@ class LocalRuntime(Runtime):
     async def close(self) -> None:
         self._records.shutdown()
         services: list[Any] = [*self.rewards, *self.references, *self.critics] if hasattr(self, "rewards") else []
-        for part in (*self.generators, *services):
-            await part.close()
-        if hasattr(self, "learner"):
-            await self.learner.close()
+        parts = (*self.generators, *services, *([self.learner] if hasattr(self, "learner") else []))
+        for answer in await asyncio.gather(*(part.close() for part in parts), return_exceptions=True):
+            if isinstance(answer, BaseException):  # all others are closed
+                raise answer

@@ -308,10 +308,16 @@ class RayRuntime(Runtime):
             return
         services: list[Any] = [*self.rewards, *self.references, *self.critics]
         parts = [*self.generators, *services, *([self.learner] if hasattr(self, "learner") else [])]
-        await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
-        self.records.close()
-        if hasattr(self, "_placer"):
-            self._placer.close()
+        try:
+            await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
+            self.records.close()
+            if hasattr(self, "_placer"):
+                self._placer.close()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Stop the Ray that was started for the run, or leave the one that it joined."""
         if self._own_ray:
             give_back(self._own_ray)
         elif self._joined:

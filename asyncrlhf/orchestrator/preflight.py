@@ -1,11 +1,18 @@
-"""Checks before a run: the learner must know the probability of every token, and the folder must take the records."""
+"""Checks before a run: the learner must know the probability of every token, the folder must take the records, and the
+machine must have the devices."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from asyncrlhf.cluster.nodes import shortage, this_machine
+from asyncrlhf.cluster.parts import placement_plan
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.attempts import ATTEMPTS_FILE
 from asyncrlhf.records.checkpoint import FOLDER
 from asyncrlhf.records.journal import JOURNAL_FILE
@@ -65,3 +72,39 @@ def check_places(run_dir: Path) -> None:
         path = run_dir / name
         there = path.is_symlink() or path.exists()
         check(not there or path.is_dir(), f"run_dir={run_dir} cannot be used: its {name} is a file, and no folder.")
+
+
+def check_devices(config: RunConfig) -> None:
+    """Refuse GPUs that this machine lacks: Ray would wait for ever. A Ray cluster's GPUs are not checked here."""
+    check(
+        config.cluster.node_labels is None or (config.runtime == "ray" and config.ray.cluster),
+        f"cluster.node_labels={config.cluster.node_labels} chooses among the nodes of a cluster, and "
+        f"{'ray.address names none' if config.runtime == 'ray' else 'runtime=local has none'}; allowed: null.",
+    )
+    plan = placement_plan(config)
+    if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
+        return
+    found = torch.cuda.device_count()
+    services = {"reward": config.reward.gpus, "reference": config.reference.gpus, "critic": config.critic.gpus}
+    asked = "".join(f"{name}.gpus={gpus:g}, " for name, gpus in services.items() if gpus)
+    asked += f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g}"
+    if config.runtime == "local":
+        # All parts are in one process, where they share the first GPU.
+        check(found, f"{asked} need a GPU for runtime=local; torch sees 0 on this machine.")
+        return
+    lacking = shortage(plan, [this_machine(plan, found)])
+    if lacking is not None:
+        raise ConfigError(
+            f"{lacking.rstrip('.')} ({asked}; torch sees {found} on this machine), and ray.address names no cluster."
+            f"{_flatten_hint(config, found)}"
+        )
+
+
+def _flatten_hint(config: RunConfig, gpus: int) -> str:
+    """A hint to take turns on the GPUs, if there are enough for that; else empty."""
+    try:
+        plan = placement_plan(replace(config, cluster=replace(config.cluster, placement="flatten")))
+    except ConfigError:
+        return ""
+    fits = shortage(plan, [this_machine(plan, gpus)]) is None
+    return " With cluster.placement=flatten generators and learner would take turns on them." if fits else ""

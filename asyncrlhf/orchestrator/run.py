@@ -12,21 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
 from asyncrlhf.buffer.ledger import Ledger
 from asyncrlhf.cluster.clock import run_virtual
 from asyncrlhf.cluster.handles import within
-from asyncrlhf.cluster.nodes import shortage, this_machine
-from asyncrlhf.cluster.parts import build_runtime, placement_plan, service_notes
+from asyncrlhf.cluster.parts import build_runtime, service_notes
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.unused import unused_settings
 from asyncrlhf.data.checkpoint_folder import context_length, load_shape, load_tokenizer
 from asyncrlhf.data.pretrained import check_model
-from asyncrlhf.errors import ConfigError, DiskFullError, failure_sentence, full_disk
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure_sentence, full_disk
 from asyncrlhf.learner.model_fits import check_dealt_out
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import check_loss
@@ -34,7 +32,7 @@ from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.orchestrator.origin import Origin, find_origin
-from asyncrlhf.orchestrator.preflight import ERROR_FILE, check_penalties, check_places, check_truncation
+from asyncrlhf.orchestrator.preflight import ERROR_FILE, check_devices, check_penalties, check_places, check_truncation
 from asyncrlhf.orchestrator.resume import try_on
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.attempts import attempts
@@ -44,14 +42,13 @@ from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.record_marker import check_records
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.sinks import Sinks, check_sinks
-from asyncrlhf.records.status import StatusFile
-from asyncrlhf.records.summary import build_summary
+from asyncrlhf.records.status import STATUS_FILE, StatusFile
+from asyncrlhf.records.summary import build_summary, ledger_totals
 from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import SamplingParams
-from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 CLOSE_SECONDS = 60.0  # for records being written, beyond the stall limit
@@ -76,7 +73,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Check all input before any actor starts; raises ConfigError with one sentence."""
     transformers_logging.disable_progress_bar()
     check_sinks(config.logging)
-    _check_devices(config)
+    check_devices(config)
     check_model(config.model)
     check_dealt_out(load_shape(config.model), config.learner)
     tokenizer = load_tokenizer(config.model)
@@ -137,42 +134,6 @@ def _fitting_task(config: RunConfig, tokenizer: transformers.PreTrainedTokenizer
         ) from error
 
 
-def _check_devices(config: RunConfig) -> None:
-    """Refuse GPUs that this machine lacks: Ray would wait for ever. A Ray cluster's GPUs are not checked here."""
-    check(
-        config.cluster.node_labels is None or (config.runtime == "ray" and config.ray.cluster),
-        f"cluster.node_labels={config.cluster.node_labels} chooses among the nodes of a cluster, and "
-        f"{'ray.address names none' if config.runtime == 'ray' else 'runtime=local has none'}; allowed: null.",
-    )
-    plan = placement_plan(config)
-    if plan.total("GPU") == 0 or (config.runtime == "ray" and config.ray.cluster):
-        return
-    found = torch.cuda.device_count()
-    services = {"reward": config.reward.gpus, "reference": config.reference.gpus, "critic": config.critic.gpus}
-    asked = "".join(f"{name}.gpus={gpus:g}, " for name, gpus in services.items() if gpus)
-    asked += f"generator.gpus={config.generator.gpus:g} and learner.gpus={config.learner.gpus:g}"
-    if config.runtime == "local":
-        # All parts are in one process, where they share the first GPU.
-        check(found, f"{asked} need a GPU for runtime=local; torch sees 0 on this machine.")
-        return
-    lacking = shortage(plan, [this_machine(plan, found)])
-    if lacking is not None:
-        raise ConfigError(
-            f"{lacking.rstrip('.')} ({asked}; torch sees {found} on this machine), and ray.address names no cluster."
-            f"{_flatten_hint(config, found)}"
-        )
-
-
-def _flatten_hint(config: RunConfig, gpus: int) -> str:
-    """A hint to take turns on the GPUs, if there are enough for that; else empty."""
-    try:
-        plan = placement_plan(replace(config, cluster=replace(config.cluster, placement="flatten")))
-    except ConfigError:
-        return ""
-    fits = shortage(plan, [this_machine(plan, gpus)]) is None
-    return " With cluster.placement=flatten generators and learner would take turns on them." if fits else ""
-
-
 def new_run_dir(name: str) -> Path:
     """``runs/<name>/<time>``; a number is appended if two runs start in the same second."""
     stem = RUNS / name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -197,12 +158,12 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     prepared = prepare(config)
     plain = to_plain(config)
     recorder = RunRecorder(prepared.run_dir, plain, config.logging, prepared.origin.marker)
-    sweep_unfinished(prepared.run_dir)
-    (prepared.run_dir / ERROR_FILE).unlink(missing_ok=True)  # of the attempt before
-    prepared.origin.note(prepared.run_dir, plain)
-    start = prepared.origin.step
-    sinks = Sinks(prepared.run_dir, plain, config.logging, start_step=start)
-    view = RunView(sinks, config.steps, config.logging.progress, start, callbacks)
+    try:
+        sinks = _open_records(prepared, plain)
+    except BaseException:
+        recorder.close()
+        raise
+    view = RunView(sinks, config.steps, config.logging.progress, prepared.origin.step, callbacks)
     view.message(f"Run directory: {prepared.run_dir}")
     for note in prepared.notes:
         view.message(note)
@@ -235,6 +196,15 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
         )
         _end_all(ends, cause, prepared.run_dir, job.failures)
     return summary
+
+
+def _open_records(prepared: Prepared, settings: dict[str, Any]) -> Sinks:
+    """Remove what an attempt before left, note this one, and start the sinks."""
+    sweep_unfinished(prepared.run_dir)
+    for name in (ERROR_FILE, STATUS_FILE):
+        (prepared.run_dir / name).unlink(missing_ok=True)
+    prepared.origin.note(prepared.run_dir, settings)
+    return Sinks(prepared.run_dir, settings, prepared.config.logging, start_step=prepared.origin.step)
 
 
 def _finish_sinks(sinks: Sinks, recorder: RunRecorder, summary: dict[str, Any]) -> None:
@@ -316,13 +286,29 @@ class _Job:
         for close in closes:
             try:
                 await within(seconds, "the run's parts", "close", close())
+            except asyncio.CancelledError as error:
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                broken = AsyncRLHFError("the run's parts broke off while they closed")  # and no signal did it
+                broken.__cause__ = error
+                self.failures.append(broken)
             except Exception as error:
                 self.failures.append(error)
 
     def summary(self, reason: str, outcome: Outcome | None) -> dict[str, Any]:
-        config = self._prepared.config
+        """The content of summary.json. If the run's files cannot be read for it, only what the process knows: the error
+        is one of ``failures`` and does not hide the run's own."""
         self._recorder.journal.note("end", reason=reason)
         counts = (self._controller.state.ledger if self._controller is not None else Ledger()).counts()
+        try:
+            return redacted(self._summary(reason, outcome, counts))  # type: ignore[no-any-return]
+        except Exception as error:
+            self.failures.append(error)
+            known = {"run_dir": str(self._prepared.run_dir), "exit_reason": reason, "seed": self._prepared.config.seed}
+            return redacted({**known, "ledger": ledger_totals(counts), "records_whole": False})  # type: ignore[no-any-return]
+
+    def _summary(self, reason: str, outcome: Outcome | None, counts: dict[str, Any]) -> dict[str, Any]:
+        config = self._prepared.config
         summary = build_summary(
             self._prepared.run_dir,
             ledger=counts,
@@ -334,5 +320,4 @@ class _Job:
             heldout_after=outcome.heldout_after if outcome is not None else None,
             heldout_prompts=len(self._prepared.task.heldout()),
         )
-        summary |= {"taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}
-        return redacted(summary)  # type: ignore[no-any-return]
+        return summary | {"taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}

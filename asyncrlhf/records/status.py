@@ -61,12 +61,12 @@ class StatusFile:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """The file's content; None without a file."""
+    """The file's content; None without a file that a run wrote."""
     try:
         found = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and {"host", "pid", "written", "step"} <= found.keys() else None
 
 
 def is_owned(run_dir: Path) -> bool:

@@ -17,7 +17,9 @@ import pytest
 from asyncrlhf.cli.main import COMMANDS, TRACES, main
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.orchestrator import run as run_module
 from asyncrlhf.orchestrator.bookkeeping import HeldOut
+from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.run_lock import RunLock
@@ -163,6 +165,43 @@ def test_the_first_cause_is_told_and_every_trace_kept(
     monkeypatch.undo()
     assert run(tmp_path, *FAKE, "steps=1").summary["exit_reason"] == "done"
     assert not trace.exists(), "a run that is done shows no error of the attempt before"
+
+
+CLOSES = {
+    "the loops": (Controller, "close"),
+    "the parts": (LocalRuntime, "close"),
+    "the summary": (run_module, "attempts"),
+}
+
+
+@pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
+@pytest.mark.parametrize("what", CLOSES)
+def test_clean_up_that_fails_or_is_cancelled_hides_no_cause(
+    what: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error("second")
+
+    async def breaking(*_: Any) -> None:
+        failing()
+
+    async def broken(*_: Any) -> None:
+        raise ZeroDivisionError("first")
+
+    monkeypatch.setattr(LearnLoop, "_step", broken)
+    if what == "the summary":
+        monkeypatch.setattr(*CLOSES[what], lambda folder: {}["second"])
+    else:
+        monkeypatch.setattr(*CLOSES[what], breaking)
+    words = [*FAKE, f"run_dir={tmp_path}", "runtime=local", "logging.wandb=disabled", "logging.progress=none"]
+    assert main(["train", *words]) == 1
+    trace = tmp_path / "error.txt"
+    assert capsys.readouterr().err == f"asyncrlhf: ZeroDivisionError: first. The trace is in {trace}.\n"
+    assert summary_of(tmp_path)["exit_reason"] == "failed: ZeroDivisionError: first"
+    text = trace.read_text()
+    assert text.index("ZeroDivisionError: first") < text.index("second")
+    monkeypatch.undo()
+    assert main(["status", str(tmp_path)]) == 0 and "ZeroDivisionError: first" in capsys.readouterr().out
 
 
 def test_traces_of_errors_outside_a_run_stay_few(

@@ -15,7 +15,7 @@ from asyncrlhf.cluster.parts import generator_specs, placement_plan
 from asyncrlhf.cluster.placement import Part, Plan, add_replica, make_plan
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.orchestrator.run import _check_devices
+from asyncrlhf.orchestrator.preflight import check_devices
 
 
 def parts(
@@ -277,7 +277,7 @@ def test_who_shares_a_device_agrees_on_its_labels() -> None:
 def test_labels_need_a_cluster() -> None:
     for runtime in ("ray", "local"):
         with pytest.raises(ConfigError, match=r"cluster.node_labels=.* chooses among the nodes of a cluster, and"):
-            _check_devices(load_config([f"runtime={runtime}", "cluster.node_labels={learner:{card:H100}}"]))
+            check_devices(load_config([f"runtime={runtime}", "cluster.node_labels={learner:{card:H100}}"]))
 
 
 @pytest.mark.parametrize(
