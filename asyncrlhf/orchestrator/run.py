@@ -299,13 +299,21 @@ class _Job:
         """The content of summary.json. If the run's files cannot be read for it, only what the process knows: the error
         is one of ``failures`` and does not hide the run's own."""
         self._recorder.journal.note("end", reason=reason)
-        counts = (self._controller.state.ledger if self._controller is not None else Ledger()).counts()
+        counts = self._ledger().counts()
         try:
             return redacted(self._summary(reason, outcome, counts))  # type: ignore[no-any-return]
         except Exception as error:
             self.failures.append(error)
             known = {"run_dir": str(self._prepared.run_dir), "exit_reason": reason, "seed": self._prepared.config.seed}
             return redacted({**known, "ledger": ledger_totals(counts), "records_whole": False})  # type: ignore[no-any-return]
+
+    def _ledger(self) -> Ledger:
+        """That of the run; before it has taken up its checkpoint, the checkpoint's."""
+        ledger = self._controller.state.ledger if self._controller is not None else Ledger()
+        if self._prepared.saved is not None and not ledger.counts()["admitted_total"]:
+            ledger = Ledger()
+            ledger.load_state_dict(self._prepared.saved.state["ledger"])
+        return ledger
 
     def _summary(self, reason: str, outcome: Outcome | None, counts: dict[str, Any]) -> dict[str, Any]:
         config = self._prepared.config

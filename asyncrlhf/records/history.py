@@ -97,6 +97,7 @@ class History:
     last_line: int = -1
     ended: str | None = None  # the reason of the last attempt's end; None: it was killed, or still runs
     open_publish: int | None = None
+    resumed_at: int = 0  # the step from which the last attempt went on, whether or not it made another
     wall: float = 0.0  # seconds from the last attempt's begin to its last line
     totals_at: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number of lines
 

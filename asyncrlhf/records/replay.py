@@ -73,7 +73,7 @@ class Replay:
                 f"journal.jsonl: an attempt goes on from step {line['step']}, but the lines that it builds on end "
                 f"with step {self._version}."
             )
-        self._version = self._resumed_at = line["step"]
+        self._version = self._resumed_at = self.history.resumed_at = line["step"]
         self._bound = self._rules.asynchrony.bound
         self._held, self._asked, self._awaited, self._batch = {}, {}, set(), []
         self._published = -1

@@ -299,7 +299,7 @@ class _Examination:
     def _check_spans(self) -> int:
         """Check that all spans lie within the run; returns their number."""
         number, seconds = 0, values(self.metrics, "wall_time")
-        resumed = self.steps[-1].resumed_at if self.history is not None and self.steps else 0
+        resumed = self.history.resumed_at if self.history is not None else 0
         before = seconds[resumed - 1] if 0 < resumed <= len(seconds) else 0.0
         limit = before + self.history.wall + SLACK if self.history is not None and self.whole else np.inf
         for path in sorted((self.run_dir / SPANS_FOLDER).glob("part-*.parquet")):

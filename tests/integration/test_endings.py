@@ -23,6 +23,7 @@ from asyncrlhf.orchestrator.controller import Controller
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.run_lock import RunLock
+from asyncrlhf.records.verify import verify
 from tests.loop import FAKE, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,17 @@ def test_a_signal_while_the_run_starts_ends_it_and_says_that_nothing_was_trained
     assert said.err == "asyncrlhf: interrupted.\n"
     assert summary_of(tmp_path)["exit_reason"] == "interrupted" and checkpoints(tmp_path) == []
     assert run(tmp_path, *FAKE, "steps=1").summary["exit_reason"] == "done", "the folder is free and unused"
+
+
+def test_a_resume_that_a_signal_ends_in_its_start_keeps_every_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (*FAKE, "learner.virtual_step_seconds=1", "checkpoint.every=2", "checkpoint.resume=auto")
+    run(tmp_path, *options, "steps=4")
+    signalled(monkeypatch, LocalRuntime, "start", signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, *options, "steps=8")
+    assert verify(tmp_path) == []
 
 
 @pytest.mark.parametrize(("call", "step"), [(1, 0), (2, 2), (3, 4)], ids=["the first", "one under way", "the last"])
