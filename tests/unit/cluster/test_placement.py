@@ -300,16 +300,16 @@ def test_this_machine_shares_its_cores() -> None:
 
 
 def test_too_few_gpus_end_in_a_sentence_that_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrlhf.orchestrator import run
+    from asyncrlhf.orchestrator import preflight, run
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
     config = load_config(["generator.gpus=1", "learner.gpus=1"])
     with pytest.raises(
         ConfigError, match=r"needs 2 GPUs.*Ray has 1 GPU.*cluster.placement=flatten generators and learn"
     ):
         run.prepare(config)
-    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"ray.address names no cluster\.$"):
         run.prepare(config)
     with pytest.raises(ConfigError, match="torch sees 0 on this machine"):
