@@ -47,6 +47,7 @@ NOT_IN_ALGORITHMS = ("ray", "hydra", "omegaconf", "os", "io", "pathlib", "json",
 BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/actors/generator.py": (1, "a command's error goes to its caller through the future"),
     "asyncrlhf/cli/main.py": (1, "whatever ends a command is one sentence, and its trace is kept"),
+    "asyncrlhf/cli/multirun.py": (1, "a job of a multirun ends alone, with its sentence and exit code"),
     "asyncrlhf/orchestrator/run.py": (3, "a failing close or summary keeps no other from its end, and hides no cause"),
     "asyncrlhf/transport/vllm_workers.py": (2, "a worker's error goes to its replica as an answer"),
     "asyncrlhf/records/sinks.py": (1, "a sink is other people's code; a run does not end for it"),

@@ -115,18 +115,23 @@ def _call(module: str, function: str, arguments: Sequence[str]) -> int:
     """Import and call the command; returns its exit code, also for an error, of which it has printed one sentence."""
     try:
         return int(getattr(importlib.import_module(module), function)(arguments))
-    except AsyncRLHFError as error:
-        # Messages of other libraries, quoted in ours, may have several lines.
-        said = full_disk(error) or " ".join(str(error).split())
-        print(f"asyncrlhf: {printable(redact(said))}", file=sys.stderr)
-        return error.exit_code
     except SystemExit as end:  # argparse and Hydra answer --help so
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         print("asyncrlhf: interrupted.", file=sys.stderr)
         return 130
     except Exception as error:
-        return _unforeseen(error)
+        return ended_by(error)
+
+
+def ended_by(error: Exception, where: str = "") -> int:
+    """Print one sentence about the error, after ``where``; returns the exit code."""
+    if not isinstance(error, AsyncRLHFError):
+        return _unforeseen(error, where)
+    # Messages of other libraries, quoted in ours, may have several lines.
+    said = full_disk(error) or " ".join(str(error).split())
+    print(f"asyncrlhf: {printable(redact(where + said))}", file=sys.stderr)
+    return error.exit_code
 
 
 def printable(text: str) -> str:
@@ -134,16 +139,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _unforeseen(error: Exception) -> int:
+def _unforeseen(error: Exception, where: str) -> int:
     """One sentence for an unforeseen error, of this package or of a user's code; the traceback goes to a file."""
     if full := full_disk(error):
-        print(f"asyncrlhf: {redact(full)}", file=sys.stderr)
+        print(f"asyncrlhf: {redact(where + full)}", file=sys.stderr)
         return 1
-    where = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
-    if where is None:
-        where = _trace_file("".join(traceback.format_exception(error)))
+    trace = getattr(error, "trace_file", None)  # of a run, which has written it to its own folder
+    if trace is None:
+        trace = _trace_file("".join(traceback.format_exception(error)))
     first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-    print(f"asyncrlhf: {type(error).__name__}: {redact(first)}. The trace is in {where}.", file=sys.stderr)
+    print(
+        f"asyncrlhf: {redact(where)}{type(error).__name__}: {redact(first)}. The trace is in {trace}.", file=sys.stderr
+    )
     return 1
 
 
