@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from asyncrlhf.cli.first_look import first_look
+from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.sweeps.plan import SweepPlan, plan_sweep
 from asyncrlhf.sweeps.record import SweepRecord, owned
 
@@ -50,6 +52,8 @@ def run_plan(plan: SweepPlan, accept_changed: bool) -> int:
     from asyncrlhf.sweeps.run import Sweeper, open_sweep
     from asyncrlhf.sweeps.table import SweepTable
 
+    for config in {_input(config): config for config in plan.configs}.values():
+        first_look(config)
     record = open_sweep(plan, RUNS, accept_changed)
     done = sum(job.state == "done" for job in record.jobs.values())
     console = Console()
@@ -69,6 +73,11 @@ def run_plan(plan: SweepPlan, accept_changed: bool) -> int:
     for line in _closing(record, states):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code or (1 if states["failed"] or states["interrupted"] else 0)
+
+
+def _input(config: RunConfig) -> str:
+    """What ``first_look`` reads of the config: many jobs have the same."""
+    return repr((config.task, config.model.path, config.reward, config.algorithm.loss.target))
 
 
 def _closing(record: SweepRecord, states: Counter[str]) -> list[str]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import ConfigError
 
 SAMPLES, SAMPLE_BYTES = 32, 2**20  # of a larger file
@@ -21,17 +20,11 @@ def digests(config: RunConfig) -> dict[str, str]:
 
     Of a large file its size and 32 samples of 1 MiB are read, spread evenly.
     """
-    found: dict[str, str] = {}
-    for key, path in _named(config):
-        try:
-            if path.exists():
-                found[key] = _digest(path)
-        except (OSError, ValueError):  # the code that uses it reports the error
-            continue
-    return found
+    return {key: digest for key, path in named_files(config) if (digest := digest_of(path))}
 
 
-def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
+def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """The settings that may name local files, data or code, with their paths, which may not exist."""
     yield "model.path", _model(config.model.path)
     if config.task.kind == "prompts":
         yield "task.path", Path(config.task.path or NOTHING).expanduser()
@@ -41,11 +34,15 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield "reward.model.path", _model(config.reward.model.path)
     if config.reward.kind == "judge":
         yield "reward.judge.model", _model(config.reward.judge.model)
-    yield "reward.target", _source(config.reward.target)
+    for name, part in config.reward.sources.items():
+        key = config.reward.key(name)
+        yield key if config.reward.reward_funcs else f"{key}.target", _source(part.target)
     yield "algorithm.loss.target", _source(config.algorithm.loss.target)
 
 
 def _model(path: str) -> Path:
+    from asyncrlhf.data.checkpoint_folder import resolve  # imports transformers, which takes seconds
+
     try:
         return Path(resolve(path))
     except ConfigError:  # the code that loads it reports the error
@@ -58,14 +55,19 @@ def _source(target: str) -> Path:
     return Path(getattr(module, "__file__", None) or NOTHING)
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """A digest of the file, or of all files below the folder; empty if it does not exist or cannot be read."""
     whole = hashlib.sha256()
-    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    for file in files:
-        if not file.name.startswith(".") and file.suffix not in NOT_READ:
-            whole.update(f"{file.name if path.is_dir() else ''}/{file.stat().st_size}/".encode())
-            for sample in _samples(file):
-                whole.update(sample)
+    try:
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in files:
+            if not file.name.startswith(".") and file.suffix not in NOT_READ:
+                name = file.relative_to(path).as_posix() if path.is_dir() else ""
+                whole.update(f"{name}/{file.stat().st_size}/".encode())
+                for sample in _samples(file):
+                    whole.update(sample)
+    except (OSError, ValueError):  # the code that uses it reports the error
+        return ""
     return whole.hexdigest()[:16]
 
 

@@ -13,6 +13,26 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+# Settings by the names that other libraries and habits give them, where no similar name would lead there.
+ALIASES = {
+    "lr": "learner.learning_rate",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "train_batch_size": "batch_size",
+    "group_size": "num_generations",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "dataset": "task.path",
+    "dataset_name": "task.path",
+    "output_dir": "run_dir",
+    "kl_coef": "algorithm.beta",
+    "clip_range": "algorithm.epsilon",
+    "cliprange": "algorithm.epsilon",
+    "max_new_tokens": "generator.max_completion_length",
+    "use_vllm": "generator.engine",
+    "save_steps": "checkpoint.every",
+}
+
 
 def unknown_key(key: str, tree: Any) -> str:
     """The sentence for a setting that does not exist: similar names, and the settings of its group. ``tree``: all
@@ -28,11 +48,22 @@ def unknown_key(key: str, tree: Any) -> str:
         if not node:
             return f"{key} is a new entry of {parent}; write it with two plus signs in front: ++{key}=VALUE."
         prefix, where = (f"{parent}.", f"in {parent}") if parent else ("", "here")
-        close = [f"{prefix}{name}" for name in difflib.get_close_matches(part, node, n=1)]
-        close = [name for name in _leaves(tree) if f".{name}".endswith(f".{parts[-1]}")] or close
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        close = _closest(parts[-1], [f"{prefix}{name}" for name in node], _leaves(tree))
+        hint = f" (did you mean {close}?)" if close else ""
         return f"{wrong} is not a setting{hint}; allowed {where}: {', '.join(sorted(map(str, node)))}."
     return f"{key} cannot be set in this way."
+
+
+def _closest(word: str, siblings: list[str], leaves: list[str]) -> str:
+    """The setting that ``word`` most probably means: a known alias, or the name whose last part is nearest, one of the
+    same group first; empty if none is near."""
+    if word in ALIASES:
+        return ALIASES[word]
+    names: dict[str, str] = {}
+    for name in [*siblings, *leaves]:
+        names.setdefault(name.rpartition(".")[2], name)
+    near = difflib.get_close_matches(word, names, n=1)
+    return names[near[0]] if near else ""
 
 
 def _leaves(tree: Any, prefix: str = "") -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from importlib import resources
@@ -13,13 +13,14 @@ from pathlib import Path
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from asyncrlhf.errors import ConfigError
 from asyncrlhf.report import rollouts, timeline
-from asyncrlhf.report.load import Group, Run, is_multirun, load_runs, missing_jobs
+from asyncrlhf.report.load import Group, Run, find_runs, is_multirun, load_runs, missing_jobs
 from asyncrlhf.report.page import Canvas, Section, curve_sections, page_axes
 from asyncrlhf.report.series import GLYPHS, STROKES, Series, build_series, group_all
 from asyncrlhf.report.sweep import sweep_section
 from asyncrlhf.report.table import Table, build_tables
-from asyncrlhf.sweeps.record import is_sweep
+from asyncrlhf.sweeps.record import SWEEP_FILE, is_sweep
 from asyncrlhf.sweeps.results import Results, read_results
 from asyncrlhf.sweeps.sentences import sentences
 
@@ -35,9 +36,10 @@ def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     """
     unread: dict[str, str] = {}
     paths = list(map(Path, run_dirs))
-    sweeps = {path: read_results(path) for path in paths if is_sweep(path)}
+    sweeps = _sweeps(paths, unread)
     # Of a sweep its finished jobs: its folder holds attempts that failed, too.
-    runs = load_runs([run for path in paths for run in (sweeps[path].runs if path in sweeps else [path])], unread)
+    others = [run for run in find_runs([path for path in paths if path not in sweeps]) if not _inside(run, sweeps)]
+    runs = load_runs([*(run for found in sweeps.values() for run in found.runs), *others], unread)
     unread |= missing_jobs([path for path in paths if path not in sweeps])
     single = len(paths) == 1 and (is_sweep(paths[0]) or is_multirun(paths[0]))
     home = paths[0] if single else runs[0].path if len(runs) == 1 else None
@@ -48,6 +50,25 @@ def build_report(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     temporary.write_text(render(runs, list(sweeps.values()), unread), encoding="utf-8")
     os.replace(temporary, page)
     return page
+
+
+def _sweeps(paths: Sequence[Path], unread: dict[str, str]) -> dict[Path, Results]:
+    """The results of the sweeps that the paths name or contain; several are named by their folders. An error of one
+    that no path names is put into ``unread``."""
+    found: dict[Path, Results] = {}
+    for path in paths:
+        for folder in [path] if is_sweep(path) else sorted(file.parent for file in path.rglob(SWEEP_FILE)):
+            try:
+                found[folder] = read_results(folder)
+            except ConfigError as error:
+                if folder == path:
+                    raise
+                unread[str(folder)] = str(error)
+    return found if len(found) < 2 else {path: replace(of, name=path.resolve().name) for path, of in found.items()}
+
+
+def _inside(run: Path, folders: Iterable[Path]) -> bool:
+    return any(folder.resolve() in run.resolve().parents for folder in folders)
 
 
 def render(runs: Sequence[Run], sweeps: Sequence[Results] = (), unread: Mapping[str, str] | None = None) -> str:
@@ -73,7 +94,9 @@ def render(runs: Sequence[Run], sweeps: Sequence[Results] = (), unread: Mapping[
         plotly=get_plotlyjs(),
         # A "<" in a label could close the script that contains the data.
         data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        findings=[sentence for found in sweeps for sentence in sentences(found)],
+        findings=[
+            f"{found.name}: {said}" if len(sweeps) > 1 else said for found in sweeps for said in sentences(found)
+        ],
         axes=canvas.axes,
         side_by_side=_side_by_side(sweeps),
         legend=_legend(series),
@@ -120,6 +143,12 @@ def _run_by_run(runs: Sequence[Run]) -> list[Section]:
     resized = "this.querySelectorAll('.js-plotly-plot').forEach((chart) => Plotly.Plots.resize(chart))"
     fold = '<details{} ontoggle="{}"><summary>show</summary>{}</details>'
     return [Section(heading, html=fold.format(opened, resized, html)) for heading, html in found]
+
+
+def _findings(sweeps: Sequence[Results]) -> list[str]:
+    """The sentences of the sweeps, each after its sweep's name if there are several."""
+    several = len(sweeps) > 1
+    return [f"{found.name}: {said}" if several else said for found in sweeps for said in sentences(found)]
 
 
 def _legend(series: Sequence[Series]) -> list[tuple[str, list[tuple[int, Series]]]]:

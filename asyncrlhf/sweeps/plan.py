@@ -25,7 +25,7 @@ from asyncrlhf.sweeps.search import Search
 from asyncrlhf.sweeps.space import Axis, split_space
 from asyncrlhf.validation import check
 
-# Settings that do not change what a job computes.
+# Settings that do not change what a job computes, so that no sweep can compare them.
 _NOT_IN_HASH = ("run_dir", "name", "logging", "checkpoint", "sweep")
 _MAX_NAME = 120
 
@@ -94,6 +94,7 @@ def plan_sweep(arguments: Sequence[str]) -> SweepPlan:
     for axis in axes:
         if axis.key == "experiment" or axis.key.startswith("sweep."):
             raise ConfigError(f"{axis.key} has several values, {', '.join(sorted(axis.choices))}; a sweep takes one.")
+        _refuse_without_effect(axis.key)
     first = _first([*fixed, *(f"{axis.key}={axis.first}" for axis in axes)], folder)
     settings = first.sweep
     experiment = next((o.partition("=")[2] for o in overrides if _key(o) == "experiment"), "")
@@ -159,13 +160,31 @@ def _grid(
     """The jobs of one grid; contradicting combinations are added to ``left_out``."""
     combinations, jobs = sweep_jobs(overrides), list[Job]()
     swept = {key for key, values in _values(combinations).items() if len(values) > 1 and key != "seed"}
+    for key in swept:
+        _refuse_without_effect(key)
     for each in combinations:
+        words = ", ".join(f"{_key(o)}={_value(o)}" for o in each if _key(o) in swept)
         try:
-            jobs += _jobs_of(each, swept, folder, part, seeds, timing)
+            made = _jobs_of(each, swept, folder, part, seeds, timing)
         except ContradictionError as error:
-            words = ", ".join(f"{_key(o)}={_value(o)}" for o in each if _key(o) in swept)
             left_out.append(f"{' '.join(filter(None, [part, words]))}: {error}")
+            continue
+        same = {job.hash: job for job in jobs}
+        if made[0].hash in same:
+            given = " ".join(filter(None, [part, words or " ".join(each)]))
+            left_out.append(f"{given}: computes the same as {same[made[0].hash].name}.")
+        else:
+            jobs += made
     return jobs
+
+
+def _refuse_without_effect(key: str) -> None:
+    """Raise ConfigError for several values of a setting that does not change what a job computes."""
+    check(
+        key.partition(".")[0] not in _NOT_IN_HASH,
+        f"{key} has several values and does not change what a job computes, so a sweep has nothing to compare; "
+        f"give one value. The same holds for all settings of {', '.join(_NOT_IN_HASH)}.",
+    )
 
 
 def _jobs_of(
@@ -227,18 +246,6 @@ def config_hash(config: RunConfig, timing: str) -> str:
     """A hash of all that affects a job's result: its resolved settings, and whether it runs alone on the machine."""
     kept = {key: value for key, value in to_plain(config, whole=True).items() if key not in _NOT_IN_HASH}
     return _digest([timing, kept])[:16]
-
-
-def data_fingerprint(config: RunConfig) -> dict[str, str]:
-    """The local files that a job reads: ``setting=path`` to a digest of names, sizes and modification times."""
-    found: dict[str, str] = {}
-    for setting, given in (("task.path", config.task.path), ("model.path", config.model.path)):
-        path = Path(given).expanduser()
-        if given and path.exists():
-            files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-            facts = [[str(f.relative_to(path)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-            found[f"{setting}={given}"] = _digest(facts)[:16]
-    return found
 
 
 def _digest(value: Any) -> str:

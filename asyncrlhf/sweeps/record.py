@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,17 +11,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf import __version__
 from asyncrlhf.config.compose import quoted
-from asyncrlhf.config.conversion import to_plain
+from asyncrlhf.config.conversion import conf_folder, to_plain
+from asyncrlhf.config.inputs import digest_of, named_files
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.checkpoint import list_checkpoints
 from asyncrlhf.records.recorder import SUMMARY_FILE, write_atomically
 from asyncrlhf.records.summary import git_state
 from asyncrlhf.redaction import redacted
-from asyncrlhf.sweeps.plan import Job, SweepPlan, data_fingerprint
+from asyncrlhf.sweeps.plan import Job, SweepPlan
 
 SWEEP_FILE, LOCK_FILE, JOBS_FOLDER = "sweep.json", ".lock", "jobs"
 FORMAT = 1
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -55,7 +59,9 @@ class SweepRecord:
             "format": FORMAT,
             "name": plan.name,
             "overrides": list(plan.overrides),
-            "git": git_state(Path(__file__).resolve().parent),
+            "git": git_state(PACKAGE),
+            "version": __version__,
+            "source": _source(),
             "data": _data(plan),
         }
         self._search = plan.search
@@ -129,20 +135,36 @@ def _new_record(job: Job) -> JobRecord:
 
 
 def _data(plan: SweepPlan) -> dict[str, str]:
-    return {name: digest for config in plan.configs for name, digest in data_fingerprint(config).items()}
+    """Digests of the local files that the jobs read, by ``setting=path``."""
+    paths = {f"{key}={path}": path for config in plan.configs for key, path in named_files(config)}
+    return {name: digest for name, path in paths.items() if (digest := digest_of(path))}
+
+
+def _source() -> str:
+    """A digest of this package's own code and config files, committed or not."""
+    whole = hashlib.sha256()
+    for folder in (PACKAGE, conf_folder()):
+        for file in sorted(path for kind in ("*.py", "*.yaml") for path in folder.rglob(kind)):
+            whole.update(f"{file.relative_to(folder)}/".encode() + file.read_bytes())
+    return whole.hexdigest()[:16]
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The differences as a part of a sentence; empty if there are none."""
     found = []
-    if before["git"] != now["git"]:
-        found.append(f"another state of the code ({_commit(before['git'])}, now {_commit(now['git'])})")
-    found += [f"other data of {name}" for name, digest in before["data"].items() if now["data"].get(name) != digest]
+    code = ("git", "version", "source")
+    if any(before.get(key, now[key]) != now[key] for key in code):  # a record of an older version lacks some
+        found.append(f"another state of the code ({_code(before)}, now {_code(now)})")
+    found += [
+        f"another content of {name}" for name, digest in before["data"].items() if now["data"].get(name) != digest
+    ]
     return " and ".join(found)
 
 
-def _commit(git: Mapping[str, Any] | None) -> str:
-    return "an installed package" if git is None else git["commit"][:9] + (" with changes" if git["dirty"] else "")
+def _code(head: Mapping[str, Any]) -> str:
+    git = head["git"]
+    place = "installed" if git is None else git["commit"][:9] + (" with changes" if git["dirty"] else "")
+    return " ".join(filter(None, [head.get("version", ""), place, head.get("source", "")]))
 
 
 def is_sweep(folder: Path) -> bool:

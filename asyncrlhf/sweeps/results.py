@@ -229,7 +229,7 @@ def _cells(points: Sequence[Point]) -> list[Cell]:
     return sorted(cells, key=lambda cell: (cell.exclusive, cell.method, cell.staleness.mean))
 
 
-def _paired(cell: Cell, base: Cell, of: Callable[[Point], float]) -> list[tuple[float, float]]:
+def paired(cell: Cell, base: Cell, of: Callable[[Point], float]) -> list[tuple[float, float]]:
     """(base's value, own value) for each seed that both have."""
     values = {point.seed: of(point) for point in base.points}
     return [(values[point.seed], of(point)) for point in cell.points if point.seed in values]
@@ -241,7 +241,7 @@ def _with_kept(cells: Sequence[Cell]) -> list[Cell]:
     for cell in cells:
         peers = [c for c in cells if c.method == cell.method and c.exclusive == cell.exclusive]
         base = min(peers, key=lambda c: c.staleness.mean)
-        pairs = _paired(cell, base, lambda point: point.quality)
+        pairs = paired(cell, base, lambda point: point.quality)
         middle = statistics.fmean(b for b, _ in pairs) if pairs else 0.0
         usable = base is not cell and base.staleness.mean <= FRESH and middle > SMALL
         kept = Estimate.of_ratio(pairs) if usable else None
@@ -256,7 +256,7 @@ def _with_speed(cells: Sequence[Cell]) -> list[Cell]:
         base = next((c for c in cells if c.method == cell.method and c.exclusive and c.points[0].mode == "sync"), None)
         speedup = None
         if cell.exclusive and base is not None and base is not cell:
-            pairs = _paired(cell, base, lambda point: point.train_seconds)
+            pairs = paired(cell, base, lambda point: point.train_seconds)
             speedup = Estimate.of([b / own for b, own in pairs]) if pairs else None
         done.append(Cell(cell.method, cell.setting, cell.exclusive, cell.points, cell.kept, speedup))
     return done

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.records.recorder import write_atomically
-from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results
+from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results, paired
 
 RESULTS_FILE = "results.json"
 ESTIMATES = ("quality", "staleness", "seconds", "kept", "speedup")
+LISTED = 8  # configurations in a sentence; the table has all
 CLEAR = 2.0  # standard errors beyond which a loss is called one
 
 
 def sentences(results: Results) -> list[str]:
     """For the terminal and the head of the report: first the sentence that joins quality and speed, then the others."""
-    quality = [cell for cell in results.cells if not cell.exclusive] or list(results.cells)
+    quality = [cell for cell in results.cells if not cell.exclusive]
+    quality = quality if len(quality) > 1 else list(results.cells)
     said = [results.search] if results.search else []
     told: list[Cell] = []
     for method in results.methods:
@@ -27,12 +29,15 @@ def sentences(results: Results) -> list[str]:
             said.append(_headline(joined, quality, results.what))
             told += [speed for _, speed in joined]
     said += filter(None, (_kept(quality, results.what, s) for s in dict.fromkeys(c.setting for c in quality)))
+    if quality and not results.search:
+        said.append(_ranking(quality, results.what))
     timed = [cell for cell in results.cells if cell.speedup is not None]
     said += [_speed(cell) for cell in timed if cell not in told]
+    alone = [cell for cell in results.cells if cell.exclusive]
     if not timed:
         said.append(
-            "No speed is reported: of the jobs that ran alone on the machine none has async.mode=sync to compare with."
-            if sum(cell.exclusive for cell in results.cells) > 1
+            _fastest(alone)
+            if len(alone) > 1
             else "No speed is reported: no two jobs ran on Ray and alone on the machine (sweep.timing=exclusive)."
         )
     if results.left_out:
@@ -118,6 +123,56 @@ def _speed(cell: Cell) -> str:
         f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
         f"sync ({_count(cell.speedup.count, 'alternated pair')}, each alone on the machine)."
     )
+
+
+def _ranking(cells: Sequence[Cell], what: str) -> str:
+    """Every configuration's quality, the best first, and the lead of the best over the next."""
+    best, *others = sorted(cells, key=lambda cell: -cell.quality.mean)
+    if not others:
+        return f"{_name(best, cells)}: {what} {best.quality.text()} ({_count(best.quality.count, 'seed')})."
+    listed = [f"{_name(cell, cells)} {cell.quality.text()}" for cell in [best, *others][:LISTED]]
+    more = f", and {len(cells) - LISTED} more" if len(cells) > LISTED else ""
+    lead, next_name = difference(best, others[0]), _name(others[0], cells)
+    seeds = _count(lead.count, "common seed")
+    if math.isnan(lead.error):
+        clear = f"its lead of {lead.text()} over {next_name} has no standard error ({seeds}), so that it may be chance"
+    elif lead.mean > CLEAR * lead.error:
+        clear = f"it leads {next_name} by {lead.text()} ({seeds}), more than two standard errors"
+    else:
+        clear = f"its lead of {lead.text()} over {next_name} ({seeds}) may be chance: it is under two standard errors"
+    return f"{what.capitalize()}, the best first: {', '.join(listed)}{more}. The best is {_name(best, cells)}; {clear}."
+
+
+def _fastest(cells: Sequence[Cell]) -> str:
+    """The training time of configurations that ran alone, without one in sync mode to compare with."""
+    best, second, *_ = ordered = sorted(cells, key=lambda cell: cell.seconds.mean)
+    listed = [f"{_name(cell, cells)} {cell.seconds.text(digits=1)} s" for cell in ordered[:LISTED]]
+    more = f", and {len(cells) - LISTED} more" if len(cells) > LISTED else ""
+    pairs = paired(best, second, lambda point: point.train_seconds)
+    share = Estimate.of([own / other for other, own in pairs]) if pairs else None
+    needs = f"needs {share.text(100, 0, '%')} of the time of" if share else "has no seed in common with"
+    ran = f" ({_count(share.count, 'alternated pair')}, each alone on the machine)" if share else ""
+    return (
+        f"Training time, the fastest first: {', '.join(listed)}{more}. {_name(best, cells)} {needs} "
+        f"{_name(second, cells)}{ran}. Speed relative to sync is not reported: no job with async.mode=sync ran alone."
+    )
+
+
+def difference(cell: Cell, base: Cell) -> Estimate:
+    """The cell's mean quality minus the base's, by the seeds that both have; by all seeds, without a standard error, if
+    they have none in common."""
+    pairs = paired(cell, base, lambda point: point.quality)
+    if pairs:
+        return Estimate.of([own - other for other, own in pairs])
+    return Estimate(cell.quality.mean - base.quality.mean, math.nan, 0)
+
+
+def _name(cell: Cell, cells: Sequence[Cell]) -> str:
+    """The cell in words, among others: what differs between them."""
+    settings, methods = ({getattr(c, what) for c in cells} for what in ("setting", "method"))
+    if len(methods) == 1:
+        return cell.setting
+    return cell.method if len(settings) == 1 else f"{cell.setting} with {cell.method}"
 
 
 def figures(cell: Cell) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``train -m`` with a launcher that runs the jobs in other processes: one report, and the exit code of the worst job."""
+"""``train -m`` with a launcher that runs jobs in other processes: one report, and the exit code of the worst job."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
 from asyncrlhf.cli.main import main
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.sweeps import record as record_module
 from asyncrlhf.sweeps.plan import plan_sweep
 from asyncrlhf.sweeps.record import SweepRecord, owned, read_sweep
 
@@ -84,13 +87,23 @@ def test_combinations_that_contradict_themselves_are_left_out_and_listed(capsys:
         (["hydra.launcher.n_jobs=2"], "asyncrlhf train -m"),
         (["seeds=0"], "sweep.seeds=0 is out of range"),
         (["async.max_stalenes=0,1"], "did you mean async.max_staleness?"),
+        (["checkpoint.every=1,2"], "checkpoint.every has several values and does not change what a job computes"),
+        (["name=a,b"], "name has several values and does not change"),
+        (["logging.wandb=offline,disabled", "seeds=2"], "logging.wandb has several values and does not change"),
+        (["task=prompts", "task.path=missing.jsonl,other.jsonl"], "task.path=missing.jsonl does not exist"),
+        (["lr=3"], "lr is not a setting (did you mean learner.learning_rate?)"),
         (["--jobs"], "--jobs is not an option"),
         (["sweep.name=a b"], "sweep.name=a b must be a folder's name"),
     ],
 )
 def test_a_wrong_word_is_one_sentence_before_anything_starts(
-    overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["sweep", *overrides]) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
@@ -114,12 +127,61 @@ def test_a_sweep_takes_up_what_was_done_and_names_what_changed(tmp_path: Path) -
     again.join(accept_changed=False)
     assert [job.state for job in again.jobs.values()] == ["done", "interrupted"]
     data.write_text('{"prompt": "1+1=", "answer": "3"} \n')
-    with pytest.raises(ConfigError, match=r"other data of task\.path=.*--accept-changed"):
+    with pytest.raises(ConfigError, match=r"another content of task\.path=.*--accept-changed"):
         SweepRecord(tmp_path, plan_sweep(overrides)).join(accept_changed=False)
     changed = SweepRecord(tmp_path, plan_sweep(overrides))
     changed.join(accept_changed=True)
     assert changed.jobs[first.hash].state == "done"
     assert read_sweep(tmp_path)["jobs"][1]["state"] == "interrupted"
+
+
+@pytest.mark.parametrize("changed", ["mixture", "nested", "reward", "source", "version", "commit"])
+def test_each_change_of_code_or_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "saved" / "train").mkdir(parents=True)
+    files = {"mixture": "mixed.jsonl", "nested": "saved/train/rows.txt", "reward": "sweep_reward.py"}
+    (tmp_path / files["mixture"]).write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / files["nested"]).write_text("rows")
+    (tmp_path / files["reward"]).write_text("def f(completions, **columns):\n    return [0.0]\n")
+    monkeypatch.delitem(sys.modules, "sweep_reward", raising=False)
+    importlib.import_module("sweep_reward")  # as first_look does
+    parts = f"{{a:{{path:{files['mixture']},weight:1}},b:{{path:saved,weight:1}}}}"
+    overrides = ["task=prompts", f"task.mixture={parts}", "reward.kind=python", "reward.target=sweep_reward:f"]
+    before = SweepRecord(tmp_path / "sweep", plan_sweep(overrides))
+    before.folder.mkdir()
+    before.join(accept_changed=False)
+    (job,) = before.jobs.values()
+    before.begin(job)
+    (before.folder / job.folder).mkdir(parents=True)
+    (before.folder / job.folder / "summary.json").write_text('{"exit_reason": "done"}')
+    before.end(job, "done", 1.0)
+    SweepRecord(before.folder, plan_sweep(overrides)).join(accept_changed=False)
+
+    if changed in files:
+        with (tmp_path / files[changed]).open("a") as file:
+            file.write("\n")
+        words = f"another content of .*{changed if changed == 'reward' else 'mixture'}"
+    else:
+        words = "another state of the code"
+        if changed == "version":
+            monkeypatch.setattr(record_module, "__version__", "0.0.0")
+        elif changed == "commit":
+            monkeypatch.setattr(record_module, "git_state", lambda folder: {"commit": "f" * 40, "dirty": False})
+        else:  # one uncommitted change more
+            package = tmp_path / "package"
+            package.mkdir()
+            (package / "code.py").write_text("1")
+            monkeypatch.setattr(record_module, "conf_folder", lambda: package)
+    with pytest.raises(ConfigError, match=f"{words}.*--accept-changed"):
+        SweepRecord(before.folder, plan_sweep(overrides)).join(accept_changed=False)
+
+
+def test_choices_that_compute_the_same_are_named() -> None:
+    plan = plan_sweep(["learner.learning_rate=1e-4,0.0001"])
+    (said,) = plan.left_out
+    assert len(plan.jobs) == 1
+    assert said == "learner.learning_rate=0.0001: computes the same as seed=0."
 
 
 def test_a_killed_job_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -66,10 +66,11 @@ def test_what_is_kept_is_told_by_pairs_of_one_seed(tmp_path: Path) -> None:
     # Of pairs that differ by the same amount the difference is certain, and the share is not: 75% and 83%.
     assert grpo.mean == pytest.approx(0.8) and grpo.error == pytest.approx(0.04) and grpo.count == 2
     assert other.mean == pytest.approx(0.98) and other.error == pytest.approx(0.016)
-    (sentence, silence) = sentences(results)
+    (sentence, ranking, silence) = sentences(results)
     assert sentence.startswith(
         "lag 4 (staleness 3.6): decoupled_grpo keeps 98 ± 2%, grpo keeps 80 ± 4% of the held-out"
     )
+    assert "The best is lag 0 with decoupled_grpo; its lead of 0.000 ± 0.000 over lag 0 with grpo" in ranking
     assert silence.startswith("No speed is reported")
 
 
@@ -237,3 +238,88 @@ def test_no_speed_is_claimed_from_a_virtual_clock(tmp_path: Path) -> None:
     said = sentences(read_results(tmp_path))
     assert "No speed is reported: no two jobs ran on Ray and alone on the machine (sweep.timing=exclusive)." in said
     assert "1.50" not in " ".join(said)
+
+
+def lead_of(values: dict[str, list[float]], best: str, second: str) -> str:
+    """The mean difference of the seeds' pairs and its standard error, in NumPy."""
+    apart = np.array(values[best]) - np.array(values[second])
+    return f"{apart.mean():.3f} ± {apart.std(ddof=1) / len(apart) ** 0.5:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "names", "clear"),
+    [
+        # a plain setting; its seeds differ by more than its values do
+        ("learner.learning_rate", {"1e-5": [0.30, 0.50], "1e-4": [0.41, 0.60]}, ("1e-5", "1e-4"), True),
+        # a lag axis without its baseline
+        ("async.lag", {"4": [0.50, 0.52], "16": [0.51, 0.50]}, ("16", "4"), False),
+        ("buffer.max_reuse", {"1": [0.6, 0.7], "2": [0.5, 0.6], "4": [0.4, 0.4]}, ("2", "1"), True),
+    ],
+)
+def test_every_axis_ends_in_a_sentence_with_the_best_and_its_lead(
+    tmp_path: Path, key: str, values: dict[str, list[float]], names: tuple[str, str], clear: bool
+) -> None:
+    jobs = [
+        make_job(tmp_path, f"{value}-{seed}", {key: value}, seed, quality=quality, staleness=4.0)
+        for value, of in values.items() for seed, quality in enumerate(of)
+    ]  # fmt: skip
+    write(tmp_path, jobs)
+    ranking, silence = sentences(read_results(tmp_path))
+    second, best = names
+    short = key.rpartition(".")[2]
+    means = {value: np.array(of) for value, of in values.items()}
+    first = means[best].mean(), means[best].std(ddof=1) / 2**0.5
+    assert ranking.startswith(
+        f"Held-out accuracy, the best first: {short} {best} {first[0]:.3f} ± {first[1]:.3f}, {short} {second} "
+    )
+    lead = lead_of(values, best, second)
+    assert (f"it leads {short} {second} by {lead} (2 common seeds), more than two" in ranking) == clear
+    assert (f"its lead of {lead} over {short} {second} (2 common seeds) may be chance" in ranking) != clear
+    assert silence.startswith("No speed is reported: no two jobs")
+
+
+def test_times_of_jobs_alone_are_compared_without_sync(tmp_path: Path) -> None:
+    seconds = {"1": [20.0, 30.0], "2": [12.0, 15.0]}
+    jobs = [
+        make_job(tmp_path, f"{value}-{seed}", {"generator.replicas": value}, seed, quality=0.5, staleness=3.0,
+                 seconds=taken, mode="async", timing="exclusive")
+        for value, of in seconds.items() for seed, taken in enumerate(of)
+    ]  # fmt: skip
+    write(tmp_path, jobs)
+    share = np.array(seconds["2"]) / np.array(seconds["1"])
+    error = share.std(ddof=1) / 2**0.5
+    said = " ".join(sentences(read_results(tmp_path)))
+    assert "Training time, the fastest first: replicas 2 13.5 ± 1.5 s, replicas 1 25.0 ± 5.0 s." in said
+    assert f"replicas 2 needs {100 * share.mean():.0f} ± {100 * error:.0f}% of the time of replicas 1 (2 alter" in said
+    for job in jobs:
+        job["timing"] = "shared"
+    write(tmp_path, jobs)
+    said = " ".join(sentences(read_results(tmp_path)))
+    assert "Training time" not in said and "No speed is reported" in said
+
+
+def test_one_seed_or_no_common_seed_claims_no_difference(tmp_path: Path) -> None:
+    jobs = [
+        make_job(tmp_path, f"a{seed}-{beta}", {"algorithm.beta": beta}, seed, quality=quality, staleness=2.0)
+        for seed, beta, quality in ((0, "0.1", 0.5), (1, "0.2", 0.6))
+    ]
+    write(tmp_path, jobs)
+    assert "has no standard error (0 common seeds), so that it may be chance" in sentences(read_results(tmp_path))[0]
+    write(tmp_path, jobs[:1])
+    assert sentences(read_results(tmp_path))[0] == "fixed_lag: held-out accuracy 0.500 (1 seed)."
+
+
+def test_several_sweeps_below_a_folder_keep_their_sentences(tmp_path: Path) -> None:
+    for name, lost in (("one", 0.1), ("two", 0.2)):
+        folder = tmp_path / "sweeps" / name
+        write(folder, [
+            make_job(folder, f"{lag}", {"async.lag": str(lag)}, 0, quality=0.5 - lost * bool(lag), staleness=0.9 * lag)
+            for lag in (0, 4)
+        ])  # fmt: skip
+        make_job(folder, "4.attempt-0", {}, 0, quality=0.0, staleness=9.0)
+    (tmp_path / "sweeps" / "broken").mkdir()
+    (tmp_path / "sweeps" / "broken" / "sweep.json").write_text("{")
+    page = html.unescape(build_report([tmp_path], tmp_path / "out").read_text())
+    assert "one: lag 4 (staleness 3.6): the run keeps 80% of" in page
+    assert "two: lag 4 (staleness 3.6): the run keeps 60% of" in page
+    assert "4 runs, drawn" in page and "sweep.json cannot be read" in page
