@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrlhf.config.compose import load_config, quoted
@@ -32,28 +33,31 @@ def train(
     dataset: Any = None,
     reward: Reward | Sequence[Reward] | None = None,
     *,
-    callbacks: Sequence[Any] = (),
+    reward_weights: Sequence[float] | None = None,
+    callbacks: Any = (),
     overrides: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Run:
     """One run, as ``asyncrlhf train``; blocks until it has ended.
 
     ``model``: a preset (``tiny``), a local folder or a hub name. ``dataset``: a preset of tasks (``arithmetic``), a
-    file, folder or name that ``task.path`` takes, or rows: a list of dictionaries, a pandas data frame or a
-    ``datasets.Dataset``. ``reward``: any function with TRL's signature, the name
-    ``package.module:function``, or a list of those, which are summed. ``callbacks``:
-    see :class:`~asyncrlhf.records.callbacks.Callbacks`. ``settings`` are the top-level settings and
-    groups (``steps=20, algorithm="tis"``), ``overrides`` those with a dot (``{"async.max_staleness": 4}``).
+    file, folder or name that ``task.path`` takes, or rows: a list of dictionaries, a pandas data frame, a
+    ``datasets.Dataset`` or a ``DatasetDict``. ``reward``: any function with TRL's signature, the name
+    ``package.module:function``, or a list of those, which are summed, with ``reward_weights`` if given.
+    ``callbacks``: one or several, see :class:`~asyncrlhf.records.callbacks.Callbacks`. ``settings`` are the top-level
+    settings and groups (``steps=20, algorithm="tis"``), ``overrides`` those with a dot
+    (``{"async.max_staleness": 4}``).
 
     Raises ConfigError with one sentence for a wrong setting or input, or the error of a failed run. In a notebook the
     first interrupt ends the run in order after its step, with a checkpoint.
     """
     given = {**settings, **(overrides or {})}
-    listeners = Callbacks(callbacks)
-    if not isinstance(dataset, str | Path | None) or _has_function(reward):
+    listeners = Callbacks(callbacks if isinstance(callbacks, list | tuple) else [callbacks])
+    if _needs_files(dataset, reward):
         given["run_dir"] = str(_own_folder(given))
-    arguments = [*_model(model), *_dataset(dataset, given), *_reward(reward, given), *_overrides(given)]
-    config = load_config(arguments)
+    folder = Path(given.get("run_dir", ""))
+    rewarded = _reward(reward, reward_weights, folder)
+    config = load_config([*_model(model), *_dataset(dataset, folder), *rewarded, *_overrides(given)])
 
     def run() -> dict[str, Any]:
         from asyncrlhf.orchestrator.run import train
@@ -69,37 +73,41 @@ def train(
 def evaluate(
     model: str | Path | Run | None = None,
     dataset: Any = None,
-    reward: str | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
     *,
+    reward_weights: Sequence[float] | None = None,
     overrides: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Evaluation:
     """Answers to the held-out prompts, as ``asyncrlhf evaluate``. A :class:`Run` as ``model`` takes that run's settings
-    and its newest checkpoint."""
+    and its newest checkpoint. ``dataset``, ``reward`` and ``reward_weights`` are those of :func:`train`; of rows every
+    prompt is answered."""
     import pandas as pd
 
     from asyncrlhf.report.frames import Evaluation, Run
 
     given = {**settings, **(overrides or {})}
-    check(
-        isinstance(dataset, str | Path | None),
-        "evaluate(dataset=...) takes a preset's name or a path; save the rows to a file.",
-    )
-    check(isinstance(reward, str | None), "evaluate(reward=...) takes package.module:function.")
-    rest = [*_dataset(dataset, given), *_reward(reward, given), *_overrides(given)]
-    if isinstance(model, Run):
-        from asyncrlhf.cli.stages import config_of_run
+    rows = not isinstance(dataset, str | Path | None)
+    if rows and "task.heldout_size" not in given and hasattr(dataset, "__len__"):
+        parts = dataset.values() if _is_splits(dataset) else [dataset]
+        given["task.heldout_size"] = max(1, sum(map(len, parts)))
+    with TemporaryDirectory(prefix="asyncrlhf-evaluate-") as folder:
+        rewarded = _reward(reward, reward_weights, Path(folder))
+        rest = [*_dataset(dataset, Path(folder)), *rewarded, *_overrides(given)]
+        if isinstance(model, Run):
+            from asyncrlhf.cli.stages import config_of_run
 
-        config = config_of_run(model.path, rest)
-    else:
-        config = load_config([*_model(model), *rest])
+            emptied = [*(_OWN_DATA if dataset is not None else ()), *(_OWN_REWARD if reward is not None else ())]
+            config = config_of_run(model.path, [*emptied, *rest])
+        else:
+            config = load_config([*_model(model), *rest])
 
-    def run() -> dict[str, Any]:
-        from asyncrlhf.stages.evaluation import evaluate
+        def run() -> dict[str, Any]:
+            from asyncrlhf.stages.evaluation import evaluate
 
-        return evaluate(config)
+            return evaluate(config, every_row=rows)
 
-    figures = _beside_a_running_loop(run, Callbacks())
+        figures = _beside_a_running_loop(run, Callbacks())
     return Evaluation(figures, pd.DataFrame(figures["samples"]))
 
 
@@ -136,43 +144,77 @@ def _model(model: str | Path | None) -> list[str]:
     return [f"model={model}"] if _is_preset("model", model) else [f"model.path={_text(str(model))}"]
 
 
-def _dataset(dataset: Any, given: Mapping[str, Any]) -> list[str]:
+def _dataset(dataset: Any, folder: Path) -> list[str]:
+    """The settings of a dataset; rows are written to ``folder``, from where a resumed run reads them again."""
     if dataset is None:
         return []
     if isinstance(dataset, str | Path) and _is_preset("task", dataset):
         return [f"task={dataset}"]
-    path = str(dataset) if isinstance(dataset, str | Path) else str(_written(dataset, Path(given["run_dir"])))
-    return ["task=prompts", f"task.path={_text(path)}"]
+    path = str(dataset if isinstance(dataset, str | Path) else _written(dataset, folder))
+    return ["task.kind=prompts", f"task.path={_text(path)}"]
 
 
 def _written(rows: Any, folder: Path) -> Path:
-    """The rows as a file in the run's folder, which a resumed run reads again."""
+    if _is_splits(rows):
+        _save_quietly(rows, folder / DATA_STEM)
+        return folder / DATA_STEM
     if hasattr(rows, "to_parquet"):  # a data frame, or a dataset of the library of that name
         path = folder / f"{DATA_STEM}.parquet"
         rows.to_parquet(str(path))
         return path
     check(
         isinstance(rows, Sequence) and all(isinstance(row, Mapping) for row in rows) and len(rows),
-        f"dataset={type(rows).__name__} is none; allowed: a path, a list of dictionaries, a data frame, or a Dataset.",
+        f"dataset is of the type {type(rows).__name__}{'' if _has_items(rows) else ', and empty'}; allowed: a path, a "
+        "list of dictionaries with at least one row, a data frame, a Dataset, or a DatasetDict.",
     )
     path = folder / f"{DATA_STEM}.jsonl"
     path.write_text("".join(json.dumps(dict(row), default=str) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def _has_function(reward: Any) -> bool:
-    return any(callable(part) for part in reward) if isinstance(reward, list | tuple) else callable(reward)
+def _is_splits(rows: Any) -> bool:
+    """Whether it is a ``DatasetDict``, of which ``task.split`` chooses a dataset."""
+    return isinstance(rows, Mapping) and hasattr(rows, "save_to_disk")
 
 
-def _reward(reward: Reward | Sequence[Reward] | None, given: Mapping[str, Any]) -> list[str]:
+def _save_quietly(rows: Any, folder: Path) -> None:
+    """Save datasets without their library's progress bar."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        rows.save_to_disk(str(folder))
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+def _has_items(rows: Any) -> bool:
+    return not isinstance(rows, Sequence) or len(rows) > 0
+
+
+def _needs_files(dataset: Any, reward: Any) -> bool:
+    """Whether rows or functions must be written to a folder that workers read."""
+    functions = reward if isinstance(reward, list | tuple) else [reward]
+    return not isinstance(dataset, str | Path | None) or any(callable(function) for function in functions)
+
+
+def _reward(reward: Reward | Sequence[Reward] | None, weights: Sequence[float] | None, folder: Path) -> list[str]:
+    """The settings of the reward; functions are written to ``folder``."""
+    several = isinstance(reward, list | tuple)
+    check(weights is None or several, "reward_weights needs several functions, reward=[f, g].")
     if reward is None:
         return []
     if isinstance(reward, str) or callable(reward):
-        return ["reward.kind=python", f"reward.target={_text(_target(reward, given, 'score'))}"]
+        return ["reward.kind=python", f"reward.target={_text(_target(reward, folder, 'score'))}"]
     names = [_reward_name(part, number) for number, part in enumerate(reward)]
     check(len(set(names)) == len(names) > 0, f"reward: the functions' names must differ, and these are {names}.")
+    each = [1.0] * len(names) if weights is None else list(weights)
+    check(len(each) == len(names), f"reward_weights has {len(each)} weights for the {len(names)} functions of reward.")
     parts = {
-        name: {"kind": "python", "target": _target(part, given, name)} for name, part in zip(names, reward, strict=True)
+        name: {"kind": "python", "weight": weight, "target": _target(part, folder, name)}
+        for name, part, weight in zip(names, reward, each, strict=True)
     }
     return ["reward.kind=sum", *_overrides({"reward.parts": parts})]
 
@@ -182,14 +224,14 @@ def _reward_name(part: Reward, number: int) -> str:
     return name if name.isidentifier() else f"part{number}"
 
 
-def _target(part: Reward, given: Mapping[str, Any], name: str) -> str:
-    """The function's name for ``reward.target``; a function itself is pickled by value into the run's folder, so that
-    workers and resumed runs can load functions of a notebook and closures."""
+def _target(part: Reward, folder: Path, name: str) -> str:
+    """The function's name for ``reward.target``; a function itself is pickled by value, so that workers and resumed
+    runs can load functions of a notebook and closures."""
     if isinstance(part, str):
         return part
     import cloudpickle
 
-    path = Path(given["run_dir"]) / REWARD_FOLDER / f"{name}.pkl"
+    path = folder / REWARD_FOLDER / f"{name}.pkl"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.write_bytes(cloudpickle.dumps(part))
@@ -251,6 +293,9 @@ def _text(value: Any) -> str:
     return repr(number)
 
 
+# What a run's own settings may hold beside those that name the new data or reward.
+_OWN_DATA = ("task.mixture=null", "task.subset=''", "task.split=train", "task.heldout_split=''", "task.streaming=false")
+_OWN_REWARD = ("reward.reward_funcs=[]", "reward.reward_weights=[]", "reward.parts={}")
 _RANGE = re.compile(r"(interval|range|tag|int|float|choice|glob)\(.*\)")
 _WORDS = ("null", "true", "false", "nan", "inf", "none")  # texts that Hydra would not read as text
 

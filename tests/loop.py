@@ -22,7 +22,10 @@ from asyncrlhf.records.summary import REPLICA_PREFIX
 from asyncrlhf.records.verify import verify
 from asyncrlhf.types import TrainBatch
 
-QUIET = ("logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8")
+QUIET = (
+    "logging.wandb=disabled", "logging.progress=none", "logging.report=false", "task.heldout_size=8",
+    "checkpoint.at_end=false",
+)  # fmt: skip
 FAKE = (
     "generator.engine=fake",
     "learner.learning_rate=1e-4",

@@ -98,6 +98,11 @@ def logs_its_length(completions: list[Any], log_metric: Any, log_extra: Any, **c
     return [float(length) for length in lengths]
 
 
+def one_for_digits(completions: list[str], **columns: Any) -> list[float]:
+    """The share of the digit 1 in each completion, up to its first blank."""
+    return [text.count("1") / max(1, len(text)) for text in completions]
+
+
 def one_for_more_than_two(completions: Any, **columns: Any) -> list[float]:
     """A bug that a probe of two completions does not show."""
     return [1.0] * (len(completions) if len(completions) <= 2 else 1)

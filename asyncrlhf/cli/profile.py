@@ -20,8 +20,9 @@ from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.validation import check, typed_path
 
 # Settings irrelevant to the measurement: no display, audit or evaluation; the schedule's rates do not matter.
-QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "weights.audit_every=0",
-         "task.heldout_size=8", "generator.virtual_step_seconds=0", "learner.virtual_step_seconds=0")  # fmt: skip
+QUIET = ("logging=quiet", "logging.wandb=disabled", "eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false",
+         "weights.audit_every=0", "task.heldout_size=8", "generator.virtual_step_seconds=0",
+         "learner.virtual_step_seconds=0")  # fmt: skip
 
 
 def profile(arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from asyncrlhf.cli.first_look import check_model_path, first_look, settings_of_run
-from asyncrlhf.config.compose import check_words, load_config
+from asyncrlhf.config.compose import changed, check_words, load_config
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
@@ -108,7 +108,7 @@ def preferences(arguments: Sequence[str]) -> int:
 
 
 def _two_columns(title: str, figures: Sequence[tuple[str, str]]) -> Table:
-    table = Table("figure", Column("value", justify="right", overflow="fold"), title=title)
+    table = Table("figure", Column("value", justify="right", overflow="fold"), title=title or None)
     for row in figures:
         table.add_row(*row)
     return table
@@ -177,19 +177,19 @@ def config_of_run(run: Path, overrides: Sequence[str]) -> RunConfig:
     saved = settings_of_run(f"run={run}", run)
     found = list_checkpoints(run)
     if not found:
-        raise ConfigError(f"run={run} holds no checkpoint; train with checkpoint.every=N to have some.")
+        raise ConfigError(f"run={run} holds no checkpoint: it has not ended, or had checkpoint.at_end=false.")
     groups = [override for override in overrides if isinstance(saved.get(override.split("=")[0]), dict)]
     if groups:
         key = groups[0].split("=")[0]
         raise ConfigError(f"{groups[0]} names a group, and run={run} has its own; allowed: {key}.NAME=VALUE.")
-    given = [override.partition("=")[0] for override in overrides]
+    given = [override.partition("=")[0].lstrip("+") for override in overrides]
     for key in hidden_settings(saved):
         if key not in given:
             raise ConfigError(f"run={run} does not show the value of {key}, which is secret; give {key}=VALUE again.")
     own = {"model": {"path": str(found[-1] / LEARNER_FOLDER / "model")}, "run_dir": "", "checkpoint": {"resume": "no"}}
-    merged = OmegaConf.merge(saved, own, OmegaConf.from_dotlist(list(overrides)))
+    merged = OmegaConf.merge(saved, own)
     assert isinstance(merged, DictConfig)
-    return from_hydra(merged)
+    return from_hydra(changed(merged, overrides))
 
 
 def _without_samples(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,17 +199,18 @@ def _without_samples(result: Mapping[str, Any]) -> dict[str, Any]:
 def _show(result: Mapping[str, Any], samples: int, name: str = "") -> None:
     how = f"at temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     console = Console()
-    if samples:
-        console.print(_sample_table(result, samples, how))
+    if samples:  # the title is a line of its own: a table would break it at its own width
+        print(f"{result['model']} on {result['prompts']} held-out prompts of {result['task']}, {how}")
+        console.print(_sample_table(result, samples))
     title = f"{name}{result['prompts']} held-out prompts, {result['answers']} answers {how}"
-    console.print(_two_columns(title, _figures(result)))
+    print(title)
+    console.print(_two_columns("", _figures(result)))
 
 
-def _sample_table(result: Mapping[str, Any], samples: int, how: str) -> Table:
+def _sample_table(result: Mapping[str, Any], samples: int) -> Table:
     against = "against" in result
     columns = ["prompt", "response", "answer", "reward", *(["against", "its reward"] if against else [])]
-    title = f"{result['model']} on {result['prompts']} held-out prompts of {result['task']}, {how}"
-    table = Table(*columns, title=title)
+    table = Table(*columns)
     for sample in result["samples"][:samples]:
         cells = [sample["prompt"], sample["response"], str(sample["answer"]), f"{sample['reward']:.3f}"]
         if against:

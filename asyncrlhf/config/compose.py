@@ -123,6 +123,18 @@ def check_words(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{argument} is not a setting; settings are given as key=value.")
 
 
+def changed(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """``config``, as read from a file, with plain settings in Hydra's grammar in place of its own; ConfigError for
+    overrides that cannot be read."""
+    try:
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            check(not override.is_sweep_override(), f"{override.input_line} gives several values; allowed: one.")
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=False, force_add=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(hydra_sentence(error)) from error
+    return config
+
+
 def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of every job that Hydra's own sweeper makes of ``key=a,b``, in its order."""
     try:

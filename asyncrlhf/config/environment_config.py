@@ -117,7 +117,9 @@ class LoggingConfig:
         "auto", "What the terminal shows: a live panel, plain lines, or nothing; auto is live on a terminal.",
         choices=PROGRESS_MODES,
     )  # fmt: skip
-    rollouts: bool = setting(True, "Writes rollouts/*.parquet, one row per rollout.")
+    rollouts: bool = setting(
+        True, "Writes rollouts/*.parquet, one row per rollout, and evaluations/*.parquet, one per held-out answer."
+    )
     spans: bool = setting(True, "Writes spans/*.parquet, the timeline: start and end of each part's activities.")
     rollout_tokens: int = setting(
         16, "Rollouts per learner step whose tokens are written to rollout_tokens/*.parquet; 0 writes none.", low=0

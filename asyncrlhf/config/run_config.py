@@ -24,7 +24,11 @@ from asyncrlhf.validation import MONTH, check, check_folder_name, check_path, ch
 class CheckpointConfig:
     """When a run is saved, and what it resumes from."""
 
-    every: int = setting(0, "Learner steps between two checkpoints; 0: only at an interruption.", low=0)
+    every: int = setting(0, "Learner steps between two checkpoints; 0: only at the end and an interruption.", low=0)
+    at_end: bool | None = setting(
+        None,
+        "every=0: whether a finished run leaves a checkpoint, with its model; null: yes, except for jobs of a sweep.",
+    )
     keep: int = setting(2, "Number of newest checkpoints to keep.", low=1)
     resume: str = setting("no", "What the run resumes from: no, auto (the newest there is), or a checkpoint's folder.")
 
@@ -85,7 +89,7 @@ class RunConfig:
     reward_model: RewardTrainingConfig = group(
         RewardTrainingConfig, "`asyncrlhf reward-model`: a reward model by TRL's RewardTrainer."
     )
-    evaluation: EvaluationConfig = group(EvaluationConfig, "`asyncrlhf evaluate`: held-out reward, win rate, KL.")
+    evaluation: EvaluationConfig = group(EvaluationConfig, "Held-out answers, in a run and in `asyncrlhf evaluate`.")
     sweep: SweepConfig = group(SweepConfig, "`asyncrlhf sweep`: a grid of runs; a single run ignores it.")
 
     def __post_init__(self) -> None:
@@ -94,6 +98,11 @@ class RunConfig:
         object.__setattr__(self, "run_dir", os.path.expanduser(self.run_dir))
         check_settings("", self)
         check_agreement(self)
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether a finished run leaves a checkpoint of its last step."""
+        return self.checkpoint.every > 0 or self.checkpoint.at_end is not False
 
     @property
     def just_in_time(self) -> bool:

@@ -116,15 +116,15 @@ ANSWERS = "answers"
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How answers to the held-out prompts are sampled and measured: without top-p and top-k, which would change the
-    KL."""
+    """How answers to the held-out prompts are sampled and measured, in `evaluate` and in a run's own evaluations:
+    without top-p and top-k, which would change the KL."""
 
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", low=0)
     num_generations: int = setting(1, "Answers a prompt.", low=1, high=10**5)
     against: str = setting(
-        "", "Opponent of the win rate by reward: a second model, or `answers` for those of the task."
+        "", "`evaluate`: opponent of the win rate by reward: a second model, or `answers` for those of the task."
     )
-    reference: str = setting("", "The reference model of KL and perplexity; empty: neither is measured.")
+    reference: str = setting("", "`evaluate`: the reference model of KL and perplexity; empty: neither is measured.")
     sets: Any = setting(
         None,
         "Further held-out data by name, each with its differences from task.*; files and datasets give the first "
@@ -147,6 +147,8 @@ class EvaluationConfig:
                 f"evaluation.pass_k={k} needs as many answers per prompt; allowed: 1 to "
                 f"evaluation.num_generations={self.num_generations}.",
             )
+        for name in self.sets if isinstance(self.sets, Mapping) else ():
+            check("/" not in str(name), f"evaluation.sets.{name} has a slash in its name, which metrics cannot hold.")
         named = self.sets if isinstance(self.sets, Mapping) else {}
         check(
             self.sets is None or (named and all(isinstance(entry, Mapping) for entry in named.values())),

@@ -16,6 +16,8 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.plugins import guarded, load_object
 
 SUFFIXES = (".jsonl", ".parquet")
+# Other files that a user may give; a dataset's name does not end so.
+OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst", ".pkl")
 # Files of `save_to_disk` in the folder of a table, and in that of several splits.
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"
 _OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -35,7 +37,7 @@ def read_rows(config: TaskConfig, split: str) -> Iterator[Row]:
             raise ConfigError(f"The folder task.path={path} holds no {' or '.join(SUFFIXES)} file.")
         for file in files:
             yield from _read_file(file)
-    elif path.startswith((".", "/", "~")) or local.suffix in SUFFIXES:
+    elif looks_local(path):
         raise ConfigError(f"task.path={path} does not exist.")
     elif _OBJECT.fullmatch(path):
         found = load_object("task.path", path)
@@ -43,6 +45,11 @@ def read_rows(config: TaskConfig, split: str) -> Iterator[Row]:
         yield from _rows_of(made, path, split)
     else:
         yield from _rows_of(_load_dataset(config, split), path, split)
+
+
+def looks_local(path: str) -> bool:
+    """Whether the name is that of a file or folder of this machine, not of a dataset on the hub."""
+    return path.startswith((".", "/", "~")) or Path(path).suffix.lower() in (*SUFFIXES, *OTHER_FILES)
 
 
 def has_splits(path: str) -> bool:
@@ -88,7 +95,10 @@ def _read_file(file: Path) -> Iterator[Row]:
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError(f"{file} is not a Parquet file: {_reason(error)}.") from error
     else:
-        raise ConfigError(f"task.path={file} is neither {' nor '.join(SUFFIXES)}.")
+        raise ConfigError(
+            f"task.path={file} is neither {' nor '.join(SUFFIXES)}; other files are read by `datasets`, in a function "
+            "of your own: task.path=package.module:name."
+        )
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:

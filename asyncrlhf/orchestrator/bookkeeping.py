@@ -3,91 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrlhf.cluster.clock import off_loop
-from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
+from asyncrlhf.cluster.handles import Runtime
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.engines.generator_config import replica_kinds
-from asyncrlhf.errors import CheckpointError, ReplicaError
-from asyncrlhf.orchestrator.annotate import annotate
+from asyncrlhf.errors import CheckpointError
+from asyncrlhf.orchestrator.heldout import HeldOut, Measured
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.resume import snapshot_state
 from asyncrlhf.orchestrator.rollout_log import RolloutLog
-from asyncrlhf.orchestrator.state import Replica, RunState
+from asyncrlhf.orchestrator.state import RunState
 from asyncrlhf.orchestrator.turns import Turns
 from asyncrlhf.orchestrator.weight_sync import WeightPublisher
 from asyncrlhf.records.checkpoint import CheckpointWriter
+from asyncrlhf.records.evaluations import write_answers
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.record_marker import RecordMarker
 from asyncrlhf.records.recorder import RunRecorder
-from asyncrlhf.types import Annotation, GenerationRequest, Payload, Prompt, Rollout, SamplingParams
+from asyncrlhf.types import Payload
 
 WRITE_OUT_SECONDS = 10.0  # for a checkpoint that is being written when the run fails
 
 
-class HeldOut:
-    """Mean reward of the greedy answers to held-out prompts; an accuracy if the reward is 0 or 1.
-
-    The prompts are sent to the live replicas as requests with negative ids, beside the rollouts that they sample; the
-    mean is over the answers that could be scored.
-    """
-
-    def __init__(self, prompts: list[Prompt], sampling: SamplingParams, runtime: Runtime) -> None:
-        self._prompts = prompts
-        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        self._runtime = runtime
-        self._ids = itertools.count(-1, -1)
-
-    async def accuracy(self, replicas: list[Replica], state: RunState) -> float | None:
-        """The mean reward; None without prompts or without a scored answer. When a replica dies, the live ones take
-        over its prompts; if none is alive, the first one that comes back does."""
-        rollouts: list[Rollout] = []
-        left = self._prompts
-        while left:
-            await state.changed.wait_for(lambda: _able(state.replicas))
-            able = (_able(replicas) or _able(state.replicas))[: len(left)]
-            shares = [left[i :: len(able)] for i in range(len(able))]
-            asked = [state.heard(r, r.handle.generate(self._items(own))) for r, own in zip(able, shares, strict=True)]
-            answers = await asyncio.gather(*asked)
-            rollouts += [rollout for found in answers for rollout in found or ()]
-            left = [p for own, found in zip(shares, answers, strict=True) if found is None for p in own]
-        results = await self._score(rollouts, self._runtime.rewards[0], state.progressed) if rollouts else []
-        state.batch_faults([fault for result in results for fault in result.faults])
-        scores = [r.reward for r in results if r.reward is not None]
-        return sum(scores) / len(scores) if scores else None
-
-    async def _score(
-        self, rollouts: list[Rollout], worker: AnnotatorHandle, moved: Callable[[], None]
-    ) -> list[Annotation]:
-        """Score all answers in one call; if the worker dies in it, score each in a call of its own. An answer whose own
-        call fails has no score."""
-        try:
-            return await annotate(worker, self._runtime.store(rollouts), moved)
-        except WorkerLostError:
-            raise
-        except ReplicaError as error:
-            if len(rollouts) == 1:
-                return [Annotation(rollouts[0].rollout_id, None, error=str(error))]
-        return [result for rollout in rollouts for result in await self._score([rollout], worker, moved)]
-
-    def _items(self, prompts: list[Prompt]) -> list[GenerationRequest]:
-        return [GenerationRequest(i := next(self._ids), i, prompt, 0, self._sampling) for prompt in prompts]
-
-
-def _able(replicas: list[Replica]) -> list[Replica]:
-    """The replicas that hold weights."""
-    return [r for r in replicas if r.alive and r.version >= 0]
-
-
 @dataclass(eq=False)
 class Bookkeeping:
-    """``accuracies``: the held-out accuracies so far, oldest first."""
+    """``measured``: the metrics of the held-out evaluations so far, oldest first."""
 
     state: RunState
     runtime: Runtime
@@ -99,9 +45,9 @@ class Bookkeeping:
     log: RolloutLog
     recorder: RunRecorder
     view: RunView
-    accuracies: list[float] = field(default_factory=list)
+    measured: list[dict[str, float]] = field(default_factory=list)
     saved: int | None = None  # the step of the newest checkpoint
-    _asking: asyncio.Task[float | None] | None = None  # an evaluation under way
+    _asking: asyncio.Task[Measured | None] | None = None  # an evaluation under way
     _writing: asyncio.Task[None] | None = None  # the newest checkpoint
     _committing: bool = False  # the thread that gives it its name has begun
     _asked_at: float = 0.0
@@ -128,7 +74,7 @@ class Bookkeeping:
     async def _after_step(self, metrics: dict[str, Any], step: int) -> None:
         if self._falls_on(step, self.state.config.evaluates_every):
             self._begin("evaluation")
-            metrics["heldout_accuracy"] = await self.evaluate()
+            metrics |= await self.evaluate() or {"heldout_accuracy": None}
         self._begin("record")
         await off_loop(partial(self.recorder.log_step, metrics))
         await off_loop(partial(self.view.step, metrics))
@@ -151,27 +97,31 @@ class Bookkeeping:
             return ""
         return f"the {self._doing} of step {self.state.version}, begun {self.state.now() - self._since:.0f} s ago"
 
-    async def evaluate(self) -> float | None:
-        """Held-out accuracy of the weights that the replicas hold; None if it cannot be measured, or if the evaluation
-        was cancelled because the run is stopping."""
+    async def evaluate(self) -> dict[str, float] | None:
+        """The evaluation's metrics for the weights that the replicas hold; None if nothing can be measured, or if the
+        evaluation was cancelled because the run is stopping."""
         if self.state.stopping:
             return None
         # A share for a replica that is held back would have the run wait for it alone.
         brisk = [r for r in self.state.replicas if r.alive and not r.pace.held_back]
         asked = brisk or self.state.replicas
         self._asked_at = self.state.now()
-        self._asking = asyncio.ensure_future(self.heldout.accuracy(asked, self.state))
+        self._asking = asyncio.ensure_future(self.heldout.measure(asked, self.state))
         try:
             await asyncio.wait([self._asking])
         finally:
             self._asking.cancel()
             self.state.progressed()
-        accuracy = None if self._asking.cancelled() else self._asking.result()
-        if accuracy is not None:
-            self.accuracies.append(accuracy)
-            self.state.message(f"Held-out greedy accuracy at version {self.state.version}: {accuracy:.3f}")
-            await off_loop(partial(self.view.evaluated, self.state.version, accuracy))
-        return accuracy
+        found = None if self._asking.cancelled() else self._asking.result()
+        if found is None:
+            return None
+        self.measured.append(found.metrics)
+        self.state.message(_said(found.metrics, self.state))
+        if self.state.config.logging.rollouts:
+            await off_loop(partial(write_answers, Path(self.recorder.run_dir), self.state.version, found.answers))
+        if "heldout_accuracy" in found.metrics:
+            await off_loop(partial(self.view.evaluated, self.state.version, found.metrics["heldout_accuracy"]))
+        return found.metrics
 
     def give_up_evaluation(self) -> None:
         """Cancel an evaluation under way, which then has no result; without effect if there is none."""
@@ -186,9 +136,9 @@ class Bookkeeping:
 
     async def evaluate_end(self) -> None:
         """Evaluate before the first step and after the last, which no step's metrics include."""
-        if (accuracy := await self.evaluate()) is not None:
+        if (metrics := await self.evaluate()) is not None:
             state = self.state
-            await off_loop(partial(self.view.evaluated_apart, state.version, state.elapsed, accuracy))
+            await off_loop(partial(self.view.evaluated_apart, state.version, state.elapsed, metrics))
 
     async def save(self) -> None:
         """Take a checkpoint of this step, after the previous checkpoint is written. When this returns, its content is
@@ -212,7 +162,7 @@ class Bookkeeping:
             document, payloads = snapshot_state(state, self.source, self.log)
         finally:
             state.resting = False  # also where the learner died
-        document["heldout_before"] = self.accuracies[:1]
+        document["heldout_before"] = self.measured[:1]
         document["elapsed"] += rested
         marker = self.log.mark()
         state.taken_version = state.version
@@ -276,3 +226,13 @@ class Bookkeeping:
         # An engine reports its last responses when their step begins, and can start no other before it ends.
         await asyncio.sleep(2 * max(k.config.virtual_step_seconds for k in replica_kinds(state.config.generator)))
         return state.now() - begun
+
+
+def _said(metrics: Mapping[str, float], state: RunState) -> str:
+    """One sentence about an evaluation; the sets' figures follow the task's own."""
+    how = "accuracy" if state.config.evaluation.temperature else "greedy accuracy"
+    own = metrics.get("heldout_accuracy")
+    rest = {key.removeprefix("heldout_").removeprefix("heldout/"): value for key, value in metrics.items()}
+    rest.pop("accuracy", None)
+    figures = [*([f"{own:.3f}"] if own is not None else []), *(f"{key} {value:.3f}" for key, value in rest.items())]
+    return f"Held-out {how} at version {state.version}: {', '.join(figures)}"

@@ -31,7 +31,7 @@ other than the learner's, does too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,9 +48,10 @@ from asyncrlhf.errors import AsyncRLHFError, LearnerLostError, ReplicaError, Sta
 from asyncrlhf.garbage import only_new_garbage
 from asyncrlhf.orchestrator.annotate import Annotator, Collector, References, Rewards
 from asyncrlhf.orchestrator.assembly import Assembly
-from asyncrlhf.orchestrator.bookkeeping import Bookkeeping, HeldOut
+from asyncrlhf.orchestrator.bookkeeping import Bookkeeping
 from asyncrlhf.orchestrator.critics import Critics, CriticVersions
 from asyncrlhf.orchestrator.dispatch import Dispatcher
+from asyncrlhf.orchestrator.heldout import HeldOut
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.orchestrator.normalize import RewardNormalizer
 from asyncrlhf.orchestrator.recovery import Recovery
@@ -72,11 +73,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``done`` or ``interrupted``, with the held-out accuracies."""
+    """How a run ended: ``done`` or ``interrupted``, with the metrics of the first and last held-out evaluation."""
 
     reason: str
-    heldout_before: float | None
-    heldout_after: float | None
+    before: Mapping[str, float]
+    after: Mapping[str, float]
 
 
 def build_state(
@@ -180,9 +181,8 @@ class Controller:
                 f"{failure_sentence(error)} No checkpoint of step {self.state.version} could be written; {there}."
             )
             raise asyncio.CancelledError from error
-        accuracies = self._bookkeeping.accuracies
-        after = accuracies[-1] if reason == "done" and accuracies else None
-        return Outcome(reason, accuracies[0] if accuracies else None, after)
+        measured = self._bookkeeping.measured or [{}]
+        return Outcome(reason, measured[0], measured[-1] if reason == "done" else {})
 
     async def _supervised(self) -> str:
         """Start the loops and watch them until the run ends; returns the outcome's reason."""
@@ -259,7 +259,7 @@ class Controller:
             restore(state, saved, self._source, self._log, self._runtime)
             self._assembly.take_up()
             self._bookkeeping.saved = state.version
-            self._bookkeeping.accuracies += saved.state.get("heldout_before", [])  # the baseline is the first run's
+            self._bookkeeping.measured += saved.state.get("heldout_before", [])  # the baseline is the first run's
         self._doing("publishes its first weights")
         self._publisher.publish(state.version)
         await self._publisher.idle()
@@ -276,7 +276,7 @@ class Controller:
         if self.state.version < self.config.steps:
             return await self._interrupted()
         await learn.settle()
-        if self.config.checkpoint.every:
+        if self.config.saves_at_end:
             await self._bookkeeping.save()
         await self._bookkeeping.evaluate_end()
         if self.state.stopping:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -28,8 +28,8 @@ from asyncrlhf.errors import AsyncRLHFError, ConfigError, DiskFullError, failure
 from asyncrlhf.learner.model_fits import check_dealt_out
 from asyncrlhf.learner.optimizers import check_optimizer
 from asyncrlhf.learner.user_loss import check_loss
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state
+from asyncrlhf.orchestrator.heldout import HeldOut, evaluation_sets
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.orchestrator.origin import Origin, find_origin
 from asyncrlhf.orchestrator.preflight import ERROR_FILE, check_devices, check_penalties, check_places, check_truncation
@@ -48,7 +48,8 @@ from asyncrlhf.redaction import redact, redacted
 from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
-from asyncrlhf.types import SamplingParams
+from asyncrlhf.types import Prompt, SamplingParams
+from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 CLOSE_SECONDS = 60.0  # for records being written, beyond the stall limit
@@ -156,6 +157,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
     check_truncation(config.generator)
     check_penalties(config)
     prepared = prepare(config)
+    sets = evaluation_sets(config, prepared.tokenizer)
     plain = to_plain(config)
     recorder = RunRecorder(prepared.run_dir, plain, config.logging, prepared.origin.marker)
     try:
@@ -169,7 +171,7 @@ def _train(config: RunConfig, callbacks: Callbacks) -> dict[str, Any]:
         view.message(note)
     for note in prepared.task.notes:
         view.message(note)
-    job = _Job(prepared, recorder, view)
+    job = _Job(prepared, sets, recorder, view)
     runner: Callable[[Coroutine[Any, Any, Outcome]], Outcome]
     runner = run_virtual if config.runtime == "local" else asyncio.run
     cause: BaseException | None = None
@@ -245,8 +247,11 @@ def _end_all(
 class _Job:
     """The asynchronous part of a run."""
 
-    def __init__(self, prepared: Prepared, recorder: RunRecorder, view: RunView) -> None:
+    def __init__(
+        self, prepared: Prepared, sets: Mapping[str, Sequence[Prompt]], recorder: RunRecorder, view: RunView
+    ) -> None:
         self._prepared = prepared
+        self._sets = sets  # for evaluation, beside the task's own held-out prompts
         self._recorder = recorder
         self._view = view
         self._controller: Controller | None = None
@@ -257,7 +262,8 @@ class _Job:
         prepared, config = self._prepared, self._prepared.config
         runtime = build_runtime(config, prepared.run_dir)
         runtime.tell = self._view.phase
-        heldout = HeldOut(prepared.task.heldout(), prepared.sampling, runtime)
+        own = prepared.task.heldout()
+        heldout = HeldOut(own, prepared.sampling, runtime, self._sets, config.evaluation, config.seed)
         source = prepared.task.train_source(config.seed)
         controller = self._controller = Controller(
             config,
@@ -324,8 +330,7 @@ class _Job:
             steps_planned=config.steps,
             staleness_bound=config.async_.bound,
             exit_reason=reason,
-            heldout_before=outcome.heldout_before if outcome is not None else None,
-            heldout_after=outcome.heldout_after if outcome is not None else None,
+            evaluated=(outcome.before, outcome.after) if outcome is not None else ({}, {}),
             heldout_prompts=len(self._prepared.task.heldout()),
         )
         return summary | {"taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}

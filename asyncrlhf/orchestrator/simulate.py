@@ -16,8 +16,8 @@ from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller, Outcome
+from asyncrlhf.orchestrator.heldout import HeldOut
 from asyncrlhf.records.callbacks import Callbacks
 from asyncrlhf.records.progress import RunView
 from asyncrlhf.records.recorder import RunRecorder
@@ -39,6 +39,7 @@ OVERRIDES = (
     "task.heldout_size=1",
     "eval_every=0",
     "checkpoint.every=0",
+    "checkpoint.at_end=false",
     "logging.wandb=disabled",
     "logging.rollout_tokens=0",
 )

@@ -192,11 +192,11 @@ class RunView(Progress):
     def evaluated(self, step: int, accuracy: float) -> None:
         self._callbacks.call("on_evaluation", step, accuracy)
 
-    def evaluated_apart(self, step: int, wall_time: float, accuracy: float) -> None:
+    def evaluated_apart(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Log an evaluation before the first step or after the last, which no step's line has. The one at a resumed
         run's start is left out: the first attempt's remains the baseline."""
         if not (self._resumed and step == self._start_step):
-            self._sinks.log({"step": step, "wall_time": wall_time, "heldout_accuracy": accuracy})
+            self._sinks.log({"step": step, "wall_time": wall_time, **metrics})
 
     def published(self, version: int) -> None:
         self._callbacks.call("on_publish", version)

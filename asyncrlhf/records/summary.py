@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 
 PACKAGES = ("asyncrlhf", "torch", "transformers", "ray", "numpy", "hydra-core", "pyarrow", "wandb", "vllm", "deepspeed")
@@ -35,21 +36,21 @@ def build_summary(
     steps_planned: int,
     staleness_bound: int,
     exit_reason: str,
-    heldout_before: float | None = None,
-    heldout_after: float | None = None,
+    evaluated: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
     heldout_prompts: int = 0,
 ) -> dict[str, Any]:
     """The content of summary.json, from ``run_dir``'s metrics.jsonl and the ledger's ``counts()``.
 
-    ``exit_reason``: ``done``, ``interrupted`` or ``failed: <one sentence>``. Held-out accuracies are fractions; if they
-    are not given, the first and last ``heldout_accuracy`` of the metrics are used; ``heldout_prompts``: their number of
-    prompts. First and last reward are the means of the first and last tenth of the steps (at least one step).
+    ``exit_reason``: ``done``, ``interrupted`` or ``failed: <one sentence>``. ``evaluated``: the metrics of the first
+    and last held-out evaluation; for a missing ``heldout_accuracy`` that of metrics.jsonl is used; ``heldout_prompts``:
+    the number of its prompts. First and last reward are the means of the first and last tenth of the steps (at least
+    one step).
     """
     path = run_dir / METRICS_FILE
     rows = read_metrics(path) if path.exists() else []
     heldout = values(rows, "heldout_accuracy")
-    before = heldout_before if heldout_before is not None else (heldout[0] if heldout else None)
-    after = heldout_after if heldout_after is not None else (heldout[-1] if heldout else None)
+    before = evaluated[0].get("heldout_accuracy", heldout[0] if heldout else None)
+    after = evaluated[1].get("heldout_accuracy", heldout[-1] if heldout else None)
     return {
         "run_dir": str(run_dir),
         "exit_reason": exit_reason,
@@ -63,6 +64,11 @@ def build_summary(
             "before": before,
             "after": after,
             "standard_error": _heldout_error(before, after, heldout_prompts),
+        },
+        "evaluations": {
+            name: {"before": evaluated[0].get(name), "after": evaluated[1].get(name)}
+            for name in dict.fromkeys([*evaluated[0], *evaluated[1]])
+            if name != "heldout_accuracy"
         },
         "staleness": {
             "mean": mean(values(rows, "staleness_mean")),
@@ -202,7 +208,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def plain_words(summary: Mapping[str, Any]) -> str:
-    """Six to nine sentences and a small table that say what happened, for a terminal of 100 columns."""
+    """Six to ten sentences and a small table that say what happened, for a terminal of 100 columns."""
     reward, heldout, staleness = summary["reward"], summary["heldout_accuracy"], summary["staleness"]
     timings, ledger, folder = summary["timings"], summary["ledger"], summary["run_dir"]
     lines = [_outcome(summary)]
@@ -214,6 +220,12 @@ def plain_words(summary: Mapping[str, Any]) -> str:
     before, after = heldout["before"], heldout["after"]
     if before is not None and after is not None:
         lines.append(f"Held-out accuracy, on prompts never trained on, {_moved(heldout, 'before', 'after')}.")
+    if moved := [
+        f"{name.removeprefix('heldout_').removeprefix('heldout/')} {ends['before']:.3f} to {ends['after']:.3f}"
+        for name, ends in (summary.get("evaluations") or {}).items()
+        if ends["before"] is not None and ends["after"] is not None
+    ]:
+        lines.append(f"Other held-out figures: {', '.join(moved)}.")
     if staleness["max"] is not None:
         lines.append(
             f"The trained data was {staleness['mean']:.2f} policy versions old on average "
@@ -232,6 +244,9 @@ def plain_words(summary: Mapping[str, Any]) -> str:
         lines.append(f"{failures:,} rollout{'s' * (failures > 1)} failed ({reasons}) and never reached training.")
     lines += [sentence for said in summary.get("sinks", {}).values() for sentence in said]
     lines.append(f"Everything is in {folder}; `asyncrlhf report {folder}` draws its curves.")
+    if saved := list_checkpoints(Path(folder)):
+        model = saved[-1] / LEARNER_FOLDER / "model"
+        lines.append(f"Its model is in {model}; `asyncrlhf evaluate run={folder}` measures it.")
     buffer = io.StringIO()
     console = Console(file=buffer, width=100, color_system=None)
     if summary.get("generators"):

@@ -132,7 +132,10 @@ class WandbSink:
             return
         found = list_checkpoints(self._facts.run_dir)
         if not found:
-            self._facts.say("logging.wandb_model=true, but there is no checkpoint; checkpoint.every=N writes some.")
+            self._facts.say(
+                "logging.wandb_model=true, but there is no checkpoint: the run did not end well, or had "
+                "checkpoint.at_end=false."
+            )
             return
         artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata={"checkpoint": found[-1].name})
         artifact.add_dir(str(found[-1] / LEARNER_FOLDER / "model"))

@@ -12,6 +12,7 @@ import pandas as pd
 import yaml
 
 from asyncrlhf.records.checkpoint import LEARNER_FOLDER, list_checkpoints
+from asyncrlhf.records.evaluations import EVALUATIONS_FOLDER
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, read_metrics
 from asyncrlhf.report import load
 from asyncrlhf.report.load import flatten
@@ -48,11 +49,18 @@ class Run:
         return pd.read_parquet(self.path / ROLLOUTS_FOLDER)
 
     @property
+    def evaluations(self) -> pd.DataFrame:
+        """One row per answer of the held-out evaluations: step, set, prompt, response, answer and reward."""
+        folder = self.path / EVALUATIONS_FOLDER
+        check(folder.is_dir(), f"{self.path} holds no {EVALUATIONS_FOLDER}: none was made, or logging.rollouts=false.")
+        return pd.read_parquet(folder)
+
+    @property
     def model(self) -> Path:
         """The newest checkpoint's model, for ``train(model=run.model)`` and ``from_pretrained``. Raises ConfigError
         without a checkpoint."""
         found = list_checkpoints(self.path)
-        check(found, f"{self.path} holds no checkpoint; train with overrides={{'checkpoint.every': N}} to have some.")
+        check(found, f"{self.path} holds no checkpoint: it has not ended, or had checkpoint.at_end=false.")
         return found[-1] / LEARNER_FOLDER / "model"
 
     def report(self) -> Path:

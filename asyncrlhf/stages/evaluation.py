@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import comb
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
+from asyncrlhf.algorithms.diagnostics import pass_at_k
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import ANSWERS
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
@@ -21,13 +21,14 @@ from asyncrlhf.orchestrator.run import Prepared, prepare
 from asyncrlhf.rewards.model import same_tokens
 from asyncrlhf.stages.answers import Scored, sample_answers, score_answers, written
 from asyncrlhf.stages.statistics import figures, kl_figures, perplexity, response_logprobs
-from asyncrlhf.tasks.build_task import build_task, evaluation_prompts
+from asyncrlhf.tasks.build_task import build_task, evaluation_prompts, evaluation_task
 from asyncrlhf.types import Prompt, Rollout, SamplingParams
-from asyncrlhf.validation import check, overlay
+from asyncrlhf.validation import check
 
 
-def evaluate(config: RunConfig) -> dict[str, Any]:
-    """The content of ``evaluation.json``. Raises ConfigError before anything is sampled.
+def evaluate(config: RunConfig, every_row: bool = False) -> dict[str, Any]:
+    """The content of ``evaluation.json``. Raises ConfigError before anything is sampled. With ``every_row`` the first
+    ``task.heldout_size`` rows of the data are answered, instead of those that a training run would hold out.
 
     Rewards are means over the answers that could be scored, with standard errors over prompts. ``win_rate``: the
     probability that an answer has more reward than the opponent's to the same prompt; ties count half. ``kl``: of the
@@ -37,7 +38,9 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     torch.set_num_threads(max(1, config.generator.threads))
     prepared = prepare(config)
     sets = {name: _evaluation_set(prepared, name, given) for name, given in (config.evaluation.sets or {}).items()}
-    result = _evaluate(prepared, prepared.task.heldout(), lambda task, own: build_task(task, own).heldout())
+    read: ReadPrompts = evaluation_prompts if every_row else _heldout
+    prompts = evaluation_prompts(config.task, prepared.tokenizer) if every_row else prepared.task.heldout()
+    result = _evaluate(prepared, prompts, read)
     found = {name: _evaluate(own, prompts, evaluation_prompts) for name, (own, prompts) in sets.items()}
     return {**result, "sets": found} if sets else result
 
@@ -46,13 +49,14 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
 ReadPrompts = Callable[[TaskConfig, transformers.PreTrainedTokenizerBase], list[Prompt]]
 
 
+def _heldout(task: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Prompt]:
+    return build_task(task, tokenizer).heldout()
+
+
 def _evaluation_set(prepared: Prepared, name: str, given: Mapping[str, Any]) -> tuple[Prepared, list[Prompt]]:
     """Another task with the evaluation's settings, and its prompts."""
     key = f"evaluation.sets.{name}"
-    base = prepared.config.task
-    if "path" in given:  # first, for a kind that needs one
-        base = replace(base, kind="prompts", path=str(given["path"]), mixture=None, heldout_split="")
-    task = overlay(base, given, key)
+    task = evaluation_task(prepared.config.task, given, key)
     try:
         prompts = evaluation_prompts(task, prepared.tokenizer)
     except ConfigError as error:
@@ -148,12 +152,11 @@ def _rewards(scored: Sequence[Scored], answers: Sequence[Rollout]) -> dict[str, 
 
 def pass_at(ks: Sequence[int], least: float, scored: Sequence[Scored]) -> dict[str, float | None]:
     """For each k the probability that one of k answers to a prompt has a reward of at least ``least``, with its
-    standard error over prompts: 1 - C(n - c, k) / C(n, k) for n answers, c of them right (Chen et al., 2107.03374, eq.
-    1). Prompts with fewer than k scored answers are left out."""
+    standard error over prompts. Prompts with fewer than k scored answers are left out."""
     found: dict[str, float | None] = {}
     right = [[s.reward >= least for s in own] for own in _by_prompt(scored).values()]
     for k in ks:
-        chances = [1.0 - comb(len(r) - sum(r), k) / comb(len(r), k) for r in right if len(r) >= k]
+        chances = [pass_at_k(own, k) for own in right if len(own) >= k]
         found |= figures(f"pass_at_{k}", chances)
     return found
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -171,6 +171,8 @@ def _train(order: Order) -> tuple[str, str]:
 
     torch.set_num_threads(order.threads)
     config = from_hydra(compose_config(order.overrides, Path(order.config_dir) if order.config_dir else None))
+    if config.checkpoint.at_end is None:  # a sweep's jobs are compared by their records, and their models fill disks
+        config = replace(config, checkpoint=replace(config.checkpoint, at_end=False))
     if order.ray or config.runtime != "ray" or config.ray.cluster:
         stop_kept()
     if order.ray and not ray.is_initialized():

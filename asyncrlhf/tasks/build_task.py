@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import transformers
 
@@ -11,7 +13,7 @@ from asyncrlhf.tasks.arithmetic import ArithmeticTask
 from asyncrlhf.tasks.prompts import PromptsTask, build_prompts
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt
-from asyncrlhf.validation import check_package
+from asyncrlhf.validation import check_package, overlay
 
 
 def build_task(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:
@@ -24,6 +26,13 @@ def evaluation_prompts(config: TaskConfig, tokenizer: transformers.PreTrainedTok
     if config.kind == "prompts" and config.mixture is None:
         return PromptsTask(config, tokenizer, trains=False).heldout()
     return build_task(config, tokenizer).heldout()
+
+
+def evaluation_task(base: TaskConfig, given: Mapping[str, Any], key: str) -> TaskConfig:
+    """The settings of one of ``evaluation.sets``: ``base`` with the differences ``given`` under ``key``."""
+    if "path" in given:  # first, for a kind that needs one
+        base = replace(base, kind="prompts", path=str(given["path"]), mixture=None, heldout_split="")
+    return overlay(base, given, key)
 
 
 def _reasoning(config: TaskConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> Task:

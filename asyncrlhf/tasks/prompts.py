@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrlhf.data.data_config import TaskConfig
-from asyncrlhf.data.rows import SUFFIXES, Row, has_splits, is_saved, read_rows
+from asyncrlhf.data.rows import Row, has_splits, is_saved, looks_local, read_rows
 from asyncrlhf.data.sources import Mixture, PromptSource, PromptStream, shuffled
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.answers import extract_answer, unwrap
@@ -248,8 +248,7 @@ def check_rows(config: TaskConfig) -> None:
     network happen in the task itself."""
     for part, _ in config.parts.values() if config.mixture is not None else [(config, 1.0)]:
         path = Path(part.path).expanduser()
-        looks_local = path.exists() or path.suffix in SUFFIXES or part.path.startswith((".", "/", "~"))
-        if looks_local and not is_saved(path):
+        if (path.exists() or looks_local(part.path)) and not is_saved(path):
             for row in itertools.islice(read_rows(part, part.split), LOOKED_AT):
                 _given(row, part.prompt_key)
 

@@ -36,8 +36,8 @@ from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.sources import PromptSource
 from asyncrlhf.errors import AsyncRLHFError, ConfigError
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
+from asyncrlhf.orchestrator.heldout import HeldOut
 from asyncrlhf.records.checkpoint import list_checkpoints, read_checkpoint
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.run_lock import LOCK_FILE

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pandas as pd
 import pytest
+import transformers
 
 import asyncrlhf
 from asyncrlhf import api
@@ -71,8 +73,7 @@ def test_rows_a_closure_and_callbacks_in_and_frames_out(tmp_path: Path) -> None:
     assert heard[-1] == ("end", "done") and run.summary["exit_reason"] == "done"
     assert set(run.rollouts[run.rollouts.state == "trained"].prompt) <= {row["prompt"] for row in ROWS}
     assert run.config["async.max_staleness"] == 2 and "done, 2 steps" in repr(run)
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
-        run.model  # noqa: B018
+    assert transformers.AutoModelForCausalLM.from_pretrained(run.model).num_parameters() > 0
 
 
 def test_functions_of_a_notebook_travel(tmp_path: Path) -> None:
@@ -95,7 +96,8 @@ def test_several_rewards_are_their_sum_and_a_frame_is_a_dataset(tmp_path: Path) 
     def level(completions: list[str], metadata: list[dict[str, Any]], **columns: Any) -> list[float]:
         return [1.0 if row.get("level") == "easy" else 0.0 for row in metadata]
 
-    run = asyncrlhf.train(dataset=pd.DataFrame(ROWS), reward=[half, level], **small(tmp_path / "run", steps=1))
+    given = {"reward": [half, level], "reward_weights": [2, 0.5]}
+    run = asyncrlhf.train(dataset=pd.DataFrame(ROWS), **given, **small(tmp_path / "run", steps=1))
     assert run.metrics.loc[0, ["reward_mean", "reward/half", "reward/level"]].tolist() == [1.5, 0.5, 1.0]
 
 
@@ -104,7 +106,7 @@ def test_in_a_notebooks_event_loop_and_stopped_by_a_callback(tmp_path: Path) -> 
         def enough(metrics: dict[str, Any]) -> str | None:
             return "stop" if metrics["step"] == 2 else None
 
-        return asyncrlhf.train(callbacks=[enough], **small(tmp_path / "run", steps=50))
+        return asyncrlhf.train(callbacks=enough, **small(tmp_path / "run", steps=50))
 
     run = asyncio.run(cell())
     assert run.summary["exit_reason"] == "interrupted" and 2 <= run.summary["steps"] <= 3
@@ -129,7 +131,14 @@ def test_a_callback_that_raises_ends_the_run_with_its_name(tmp_path: Path, event
         ({"stepz": 1}, "stepz is not a setting (did you mean steps?)"),
         ({"overrides": {"async.max_stale": 4}}, "async.max_stale is not a setting"),
         ({"callbacks": [3]}, "callbacks: 3 is not a callback; allowed: a function"),
-        ({"dataset": 7}, "dataset=int is none; allowed: a path, a list of dictionaries"),
+        ({"callbacks": 3}, "callbacks: 3 is not a callback; allowed: a function"),
+        ({"dataset": 7}, "dataset is of the type int; allowed: a path, a list of dictionaries"),
+        ({"dataset": []}, "dataset is of the type list, and empty; allowed: a path"),
+        (
+            {"reward": ["a:f", "a:g"], "reward_weights": [1]},
+            "reward_weights has 1 weights for the 2 functions of reward",
+        ),
+        ({"reward": "a:f", "reward_weights": [1]}, "reward_weights needs several functions, reward=[f, g]."),
         ({"seed": object}, "is not a setting's value; allowed: text, numbers, lists and dicts."),
         ({"reward": lambda wrong: [], "run_dir": "run"}, "cannot be called with prompts, completions"),
         ({"reward": [len, len], "run_dir": "run"}, "the functions' names must differ"),
@@ -170,11 +179,22 @@ def test_runs_are_loaded_as_frames_with_what_differs(tmp_path: Path) -> None:
 
 
 def test_evaluate_a_run_with_its_own_settings(tmp_path: Path) -> None:
-    own = {"generator.engine": "hf", "generator.max_completion_length": 4, "checkpoint.every": 1}
+    own = {"generator.engine": "hf", "generator.max_completion_length": 4}
     run = asyncrlhf.train(**small(tmp_path / "run", steps=1, overrides=own))
     found = asyncrlhf.evaluate(run, overrides={"evaluation.samples_shown": 2})
     assert found.figures["model"] == str(run.model) and found.figures["prompts"] == 4
     assert list(found.samples.columns[:2]) == ["prompt", "response"] and len(found.samples) > 0
+
+    def easy(completions: list[str], level: list[str], **columns: Any) -> list[float]:
+        return [0.25 * (name == "easy") for name in level]
+
+    def one(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    for rows in (ROWS, datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))):
+        found = asyncrlhf.evaluate(run, rows, [easy, one], reward_weights=[2, 1])
+        assert found.samples.prompt.tolist() == [row["prompt"] for row in ROWS], "not every row was answered"
+        assert set(found.samples.reward) == {1.5} and found.figures["reward_parts"]["easy"]["mean"] == 0.25
 
 
 def test_a_sweep_comes_back_as_frames_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from asyncrlhf.cli.main import COMMANDS, TRACES, main
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator import run as run_module
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
+from asyncrlhf.orchestrator.heldout import HeldOut
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.records.recorder import RunRecorder
 from asyncrlhf.records.run_lock import RunLock
@@ -113,7 +113,7 @@ def test_a_signal_in_an_evaluation_gives_it_up_and_saves(
 ) -> None:
     options = (*FAKE, "steps=4", "eval_every=2", "checkpoint.every=0")
     with monkeypatch.context() as patch:
-        signalled(patch, HeldOut, "accuracy", signal.SIGTERM, call=call)
+        signalled(patch, HeldOut, "measure", signal.SIGTERM, call=call)
         done = run(tmp_path, *options)
     assert done.summary["exit_reason"] == "interrupted"
     assert checkpoints(tmp_path) == [f"step-{step:08d}"]

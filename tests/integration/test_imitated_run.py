@@ -19,8 +19,8 @@ from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.engines.engine import StepOutput
 from asyncrlhf.learner.learner_config import StepResult
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
 from asyncrlhf.orchestrator.controller import Controller
+from asyncrlhf.orchestrator.heldout import HeldOut
 from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
 from asyncrlhf.types import Annotation, GenerationRequest, Payload, Rollout, WeightManifest

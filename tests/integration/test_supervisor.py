@@ -20,7 +20,7 @@ from asyncrlhf.cli.main import main
 from asyncrlhf.cluster.handles import within
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.errors import ReplicaError, StallError
-from asyncrlhf.orchestrator.bookkeeping import HeldOut
+from asyncrlhf.orchestrator.heldout import HeldOut, Measured
 from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.records import status
 from asyncrlhf.records.run_lock import RunLock
@@ -316,15 +316,15 @@ def test_a_stall_in_an_evaluation_is_not_said_to_be_of_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The batch of the next step is complete; the learner waits for the evaluation of the last one."""
-    accuracy, calls = HeldOut.accuracy, []
+    measure, calls = HeldOut.measure, []
 
-    async def slow(self: HeldOut, *arguments: Any) -> float | None:
+    async def slow(self: HeldOut, *arguments: Any) -> Measured | None:
         calls.append(arguments)
         if len(calls) == 2:
             await asyncio.sleep(15)
-        return await accuracy(self, *arguments)
+        return await measure(self, *arguments)
 
-    monkeypatch.setattr(HeldOut, "accuracy", slow)
+    monkeypatch.setattr(HeldOut, "measure", slow)
     run(tmp_path, *FAKE, *SAID, LIMIT, "steps=6", "eval_every=2")
     said = words(capsys)
     assert re.search(r"No progress for 1\d s\. The learner waits for the evaluation of step 2, begun 1\d s ago", said)

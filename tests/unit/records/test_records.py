@@ -317,8 +317,7 @@ def summary_of(run_dir: Path, **changes: object) -> dict[str, object]:
         "steps_planned": 30,
         "staleness_bound": 2,
         "exit_reason": "done",
-        "heldout_before": 0.25,
-        "heldout_after": 0.75,
+        "evaluated": ({"heldout_accuracy": 0.25}, {"heldout_accuracy": 0.75}),
     }
     return build_summary(run_dir, **{**arguments, **changes})  # type: ignore[arg-type]
 
@@ -341,7 +340,7 @@ def test_summary_holds_the_sums_by_hand(tmp_path: Path) -> None:
 
 
 def test_summary_of_a_run_without_a_step(tmp_path: Path) -> None:
-    summary = summary_of(tmp_path, heldout_before=None, heldout_after=None, exit_reason="failed: the Llama is missing.")
+    summary = summary_of(tmp_path, evaluated=({}, {}), exit_reason="failed: the Llama is missing.")
     assert summary["steps"] == 0 and summary["reward"] == {
         "first": None, "last": None, "window": 1, "standard_error": None,
     }  # fmt: skip
@@ -378,13 +377,13 @@ def test_a_reward_rose_only_beyond_two_standard_errors() -> None:
 
 
 def test_held_out_accuracy_has_the_error_of_its_prompts(tmp_path: Path) -> None:
-    heldout = {"heldout_before": 0.3, "heldout_after": 0.4}
-    few = summary_of(tmp_path, **heldout, heldout_prompts=64)
+    heldout = ({"heldout_accuracy": 0.3}, {"heldout_accuracy": 0.4})
+    few = summary_of(tmp_path, evaluated=heldout, heldout_prompts=64)
     assert few["heldout_accuracy"]["standard_error"] == pytest.approx(math.sqrt((0.21 + 0.24) / 64))  # type: ignore[index]
     assert "went from 0.300 to 0.400, a change of +0.100, no more than its noise" in plain_words(few)
-    many = summary_of(tmp_path, **heldout, heldout_prompts=1024)
+    many = summary_of(tmp_path, evaluated=heldout, heldout_prompts=1024)
     assert "rose from 0.300 to 0.400" in plain_words(many)
-    beyond = summary_of(tmp_path, heldout_before=0.3, heldout_after=7.0, heldout_prompts=1024)
+    beyond = summary_of(tmp_path, evaluated=(heldout[0], {"heldout_accuracy": 7.0}), heldout_prompts=1024)
     assert "went from 0.300 to 7.000, a change of +6.700." in plain_words(beyond)
 
 
