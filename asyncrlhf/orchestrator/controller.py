@@ -259,7 +259,8 @@ class Controller:
             restore(state, saved, self._source, self._log, self._runtime)
             self._assembly.take_up()
             self._bookkeeping.saved = state.version
-            self._bookkeeping.measured += saved.state.get("heldout_before", [])  # the baseline is the first run's
+            first = saved.state.get("heldout_before", [])  # the first run's baseline; a number in old checkpoints
+            self._bookkeeping.measured += [m if isinstance(m, dict) else {"heldout_accuracy": m} for m in first]
         self._doing("publishes its first weights")
         self._publisher.publish(state.version)
         await self._publisher.idle()

@@ -15,7 +15,7 @@ from asyncrlhf.data.checkpoint_folder import load_tokenizer
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.tasks.build_task import build_task
-from asyncrlhf.tasks.prompts import PromptsTask
+from asyncrlhf.tasks.prompts import PromptsTask, check_rows
 
 TOKENIZER = load_tokenizer(ModelConfig())
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1, "level": i % 3} for i in range(40)]
@@ -183,3 +183,10 @@ def test_the_chat_template_wraps_tokens_and_leaves_the_text(tmp_path: Path) -> N
     config = TaskConfig(kind="prompts", path=str(path), chat_template=True, system_prompt="7")
     for prompt in build_task(config, tokenizer).heldout():
         assert tokenizer.decode(prompt.token_ids) == f"<bos>7={prompt.text}=-"
+
+
+@pytest.mark.parametrize("path", ["none.json", "none.csv", "folder/none.jsonl"])
+def test_a_missing_file_is_not_looked_up_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrlhf.data.rows._load_dataset", lambda *_: pytest.fail("the hub was asked"))
+    with pytest.raises(ConfigError, match=f"^task.path={path} does not exist.$"):
+        check_rows(TaskConfig(kind="prompts", path=path))
