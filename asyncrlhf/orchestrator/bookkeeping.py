@@ -74,7 +74,8 @@ class Bookkeeping:
     async def _after_step(self, metrics: dict[str, Any], step: int) -> None:
         if self._falls_on(step, self.state.config.evaluates_every):
             self._begin("evaluation")
-            metrics |= await self.evaluate() or {"heldout_accuracy": None}
+            found: dict[str, Any] | None = await self.evaluate()
+            metrics |= {"heldout_accuracy": None} if found is None else found
         self._begin("record")
         await off_loop(partial(self.recorder.log_step, metrics))
         await off_loop(partial(self.view.step, metrics))
