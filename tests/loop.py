@@ -66,6 +66,7 @@ TIMING_KEYS = frozenset(
         "generators_alive",
         "generators_held_back",
         "loop_lag_p99",
+        "controller_cpu_seconds",
     }
 )
 

@@ -190,7 +190,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class TemplateCosts:
-    """Seconds of a simulated run (``cluster.cost_parts.Costs``): one replica stands for ``cohort``, one reward worker
+    """Seconds of a simulated run (``cluster.cost_world.Costs``): one replica stands for ``cohort``, one reward worker
     for an equal share of the reward's devices, one rollout for ``thin`` of its length. Prompts have the scene's length,
     not that of the run's own."""
 
@@ -201,6 +201,7 @@ class TemplateCosts:
     thin: int = 1
     submit: float = 0.002
     collect: float = 0.002
+    message: float = 0.0
 
     @cached_property
     def model(self) -> CostModel:

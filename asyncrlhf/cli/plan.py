@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from asyncrlhf.cli.plan_space import clusters_of, layout_of, node_labels, shape_of, space_of
-from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run
+from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run, sharing
 from asyncrlhf.config.compose import check_words, compose_config, split_config_dir
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
@@ -105,6 +105,7 @@ class Task:
     hiccups: tuple[float, float] = (0.0, 0.0)
     source: str = ""
     interference: tuple[float, float] = (1.0, 1.0)
+    cores: int = 1
 
     def overrides(self, layout: Layout) -> list[str]:
         from asyncrlhf.planner.layout import overrides
@@ -167,7 +168,7 @@ def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | 
     )
     space = space_of(subject, options, config, {DECIDES.get(word.partition("=")[0].lstrip("+~")) for word in overrides})
     source = str(options.run or options.profile or options.device)
-    return Task(settings, subject, space, costs is None, hiccups, source, interference)
+    return Task(settings, subject, space, costs is None, hiccups, source, interference, options.cores)
 
 
 def _choose(task: Task, simulated: int) -> Chosen:
@@ -192,12 +193,13 @@ def _choose(task: Task, simulated: int) -> Chosen:
 
 def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[str, float]:
     """The figures of a simulated run with this layout; its records are written to ``folder``."""
-    from asyncrlhf.cluster.cost_parts import Conditions
+    from asyncrlhf.cluster.cost_world import Conditions
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
     from asyncrlhf.planner.ranking import costs_of
 
     start = 6 + layout.max_staleness
     quiet = (f"seed={seed}", f"steps={start + MEASURED_STEPS + layout.max_staleness + 2}", "logging.progress=none")
+    planned = changed(task.settings, *task.overrides(layout))
     config = changed(task.settings, *task.overrides(layout), *OVERRIDES, *quiet)
     alike = config.generator.groups is None
     cohort = max(
@@ -206,8 +208,11 @@ def simulated_run(task: Task, layout: Layout, seed: int, folder: Path) -> dict[s
         if not layout.replicas % k and (k == 1 or (alike and layout.replicas // k >= HANDLES))
     )
     stops, seconds = task.hiccups
-    conditions = Conditions(hiccups=stops, hiccup_seconds=seconds, interference=task.interference, cohort=cohort)
     costs = costs_of(layout, task.subject)
+    shared = sharing(planned, costs, task.cores)
+    conditions = Conditions(
+        hiccups=stops, hiccup_seconds=seconds, interference=task.interference, cohort=cohort, **shared
+    )
     config = in_cohorts(config, cohort)
     simulate(config, costs, task.subject.workload, folder, conditions, take_turns=layout.placement == "flatten")
     return figures(read_metrics(folder / METRICS_FILE), layout.max_staleness, start)

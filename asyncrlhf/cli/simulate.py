@@ -34,17 +34,29 @@ class Parser(argparse.ArgumentParser):
 
 
 def fitted_costs(run: Path) -> tuple[Any, dict[str, Any]]:
-    """Costs of a run, and their origin."""
+    """Costs of a run, and their origin. Of parts that share the cores of one machine they are CPU seconds."""
+    from asyncrlhf.actors.where import available_cores
+    from asyncrlhf.cluster.parts import cores_of
     from asyncrlhf.planner.fit import costs_of_run
 
     check_run(run)
     try:
-        costs = costs_of_run(run)
+        costs = costs_of_run(run, cpu=cores_of(changed(settings_of_run(run, ())), available_cores()) is not None)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     summary = run / "summary.json"
     known = json.loads(summary.read_text()) if summary.is_file() else {}
     return costs, {"run": str(run), **{key: known[key] for key in ("git_commit", "versions", "seed") if key in known}}
+
+
+def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
+    """The :class:`Conditions` of parts that share ``cores`` of one machine, if the costs are CPU seconds."""
+    from asyncrlhf.actors.generator import GeneratorActor
+    from asyncrlhf.cluster.parts import cores_of
+
+    if not costs.message:
+        return {}
+    return {"cores": cores_of(config, range(cores)), "linger": GeneratorActor.RESULT_SECONDS}
 
 
 def check_run(run: Path) -> None:
@@ -80,18 +92,20 @@ def simulate(arguments: Sequence[str]) -> int:
 
 def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, float] | None]:
     """The simulated run's summary with its figures, and those of the real run if no setting was changed."""
+    from asyncrlhf.actors.where import available_cores
     from asyncrlhf.cli.profile import read_profile
-    from asyncrlhf.cluster.cost_parts import Conditions
+    from asyncrlhf.cluster.cost_world import Conditions
     from asyncrlhf.orchestrator.run import new_run_dir
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
     from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
     from asyncrlhf.planner.shapes import Workload
 
-    hiccups, interference, lengths = (0.0, 0.0), (1.0, 1.0), None
+    hiccups, interference, lengths, shared = (0.0, 0.0), (1.0, 1.0), None, dict[str, Any]()
     try:
         if options.run is not None:
             costs, _ = fitted_costs(options.run)
             config = config_of_run(options.run, overrides)
+            shared = sharing(changed(settings_of_run(options.run, overrides)), costs, len(available_cores()))
             lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
         else:
             config = load_config([*overrides, *OVERRIDES])
@@ -108,6 +122,7 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
         hiccup_seconds=hiccups[1],
         interference=interference,
         cohort=options.cohort,
+        **shared,
     )
     folder = options.out or new_run_dir(f"simulated-{config.name}")
     summary = simulate(in_cohorts(config, options.cohort), costs, lengths, folder, conditions)

@@ -187,7 +187,7 @@ def _row(scene: Scene, template: Template, options: argparse.Namespace) -> dict[
 
 
 def _simulated(scene: Scene, template: Template, split: Split, options: argparse.Namespace) -> dict[str, float]:
-    from asyncrlhf.cluster.cost_parts import Conditions
+    from asyncrlhf.cluster.cost_world import Conditions
     from asyncrlhf.config.compose import load_config
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
     from asyncrlhf.records.recorder import METRICS_FILE, read_metrics

@@ -1,14 +1,12 @@
-"""Parts that only advance virtual time: a generator, a learner and annotators, from costs and response lengths."""
+"""Parts that only advance virtual time: a generator, a learner and annotators."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,95 +14,13 @@ from asyncrlhf.actors.annotator import AnnotatorSpec
 from asyncrlhf.actors.learner import LearnerSpec
 from asyncrlhf.actors.messages import Offer, annotated
 from asyncrlhf.actors.worker import GeneratorSpec, Outbox
+from asyncrlhf.cluster.cost_world import World
 from asyncrlhf.engines.engine import CacheMode, StepOutput
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.transport.protocol import Ticket
 from asyncrlhf.types import Annotation, GenerationRequest, Rollout, WeightManifest
 
 TOLERANCE = 1e-9  # seconds and iterations
-
-
-class Costs(Protocol):
-    """Seconds of everything that takes time in a run, as ``planner.costs.CostModel`` and ``planner.tables.Fitted``
-    compute them. Lengths are tokens of prompt and response."""
-
-    @property
-    def snapshot(self) -> float: ...
-
-    @property
-    def transfer(self) -> float: ...
-
-    @property
-    def load(self) -> float: ...
-
-    @property
-    def submit(self) -> float: ...
-
-    @property
-    def collect(self) -> float: ...
-
-    def decode(self, running: float, context: float) -> float:
-        """One iteration of a replica with ``running`` sequences of mean length ``context``."""
-        ...
-
-    def prefill(self, tokens: int) -> float: ...
-
-    def train(self, lengths: Sequence[int]) -> float: ...
-
-    def score(self, kind: str, rollouts: int, tokens: int) -> float:
-        """``kind``: reward, reference or critic."""
-        ...
-
-
-class Lengths(Protocol):
-    """Response lengths in tokens; ``planner.shapes.Workload``."""
-
-    def length(self, seed: int) -> int:
-        """The length of the request with this seed, which no admission policy changes."""
-        ...
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Disturbances of a run.
-
-    Args:
-        slow: factor on the seconds of single replicas, by name.
-        failures: deaths of a replica per hour; it is back after ``restart_seconds``.
-        hiccups: stops of the learner per hour, of ``hiccup_seconds`` each.
-        interference: factors on the seconds of (learner, generators) while the other side works too.
-        cohort: number of equal replicas that each simulated one represents.
-    """
-
-    slow: dict[str, float] = field(default_factory=dict)
-    failures: float = 0.0
-    restart_seconds: float = 30.0
-    hiccups: float = 0.0
-    hiccup_seconds: float = 0.2
-    interference: tuple[float, float] = (1.0, 1.0)
-    cohort: float = 1
-
-
-class World:
-    """The state that the parts share: costs, lengths, conditions, and which side is at work."""
-
-    def __init__(self, costs: Costs, lengths: Lengths, conditions: Conditions, seed: int) -> None:
-        self.costs, self.lengths, self.conditions = costs, lengths, conditions
-        self.random = random.Random(seed)
-        self.training = False
-        self.generators: dict[str, CostGenerator] = {}
-
-    def learner_factor(self) -> float:
-        return self.conditions.interference[0] if any(g.running for g in self.generators.values()) else 1.0
-
-    def set_training(self, training: bool) -> None:
-        """The learner begins or ends a step, which changes the speed of replicas on the same machine."""
-        if self.conditions.interference[1] == 1.0:
-            self.training = training
-            return
-        for generator in self.generators.values():
-            generator.catch_up()
-        self.training = training
 
 
 class CostGenerator:
@@ -117,15 +33,15 @@ class CostGenerator:
         self._world, self._slots = world, spec.generator.slots
         self._limit = spec.generator.max_completion_length
         self._factor = world.conditions.slow.get(spec.name, 1.0)
+        self.working = False  # on a core, sampling
+        self._arriving: dict[int, GenerationRequest] = {}  # by id: in a message under way
         self._waiting: deque[GenerationRequest] = deque()
-        self._arriving: deque[tuple[float, GenerationRequest]] = deque()  # (when, request): messages under way
         self._ends: list[tuple[float, int]] = []  # heap of (iteration, rollout id)
         self._held: dict[int, tuple[GenerationRequest, float, int]] = {}  # by id: request, first iteration, length
         self._lengths = 0.0  # of prompts less first iterations, added up: with the iterations the sum of all contexts
         self._iteration, self._at, self._debt = 0.0, clock(), 0.0
         self._versions: list[tuple[float, int]] = []  # (iteration, version) of each load
-        self._late: deque[tuple[float, float, Rollout]] = deque()  # (seen, ended, rollout): messages under way
-        self._asleep = False
+        self._asleep = self._loading = False
         world.generators[spec.name] = self
 
     @property
@@ -133,49 +49,48 @@ class CostGenerator:
         return len(self._ends)
 
     def has_work(self) -> bool:
-        return bool(self._waiting or self._ends or self._late or self._arriving) and not self._asleep
+        return bool(self._ends) and not (self._asleep or self._loading)
 
-    def submit(self, items: Sequence[GenerationRequest]) -> None:
-        due = self.clock() + self._world.costs.submit
-        self._arriving.extend((due, item) for item in items)
+    async def submit(self, items: Sequence[GenerationRequest]) -> None:
+        self._arriving |= {item.rollout_id: item for item in items}
+        await self._world.message(len(items))
+        await asyncio.sleep(self._world.costs.submit)
+        self.catch_up()
+        self._waiting.extend(item for item in items if self._arriving.pop(item.rollout_id, None))
+        self._fill()
 
     def cancel(self, rollout_ids: Sequence[int]) -> list[int]:
         self.catch_up()
         gone = set(rollout_ids)
-        waiting = [*self._waiting, *(item for _, item in self._arriving)]
+        waiting = [*self._waiting, *self._arriving.values()]
         held = [i.rollout_id for i in waiting if i.rollout_id in gone] + [i for i in self._held if i in gone]
         self._waiting = deque(item for item in self._waiting if item.rollout_id not in gone)
-        self._arriving = deque(entry for entry in self._arriving if entry[1].rollout_id not in gone)
+        self._arriving = {i: item for i, item in self._arriving.items() if i not in gone}
         for rollout_id in gone & self._held.keys():
             request, first, _ = self._held.pop(rollout_id)
             self._lengths -= len(request.prompt_ids) - first
         self._ends = [entry for entry in self._ends if entry[1] not in gone]
         heapq.heapify(self._ends)
-        late = [r.rollout_id for _, _, r in self._late if r.rollout_id in gone]
-        self._late = deque(entry for entry in self._late if entry[2].rollout_id not in gone)
         self._fill()
-        return held + late + self.outbox.withdraw(rollout_ids)
+        self._world.at_work(self, self.has_work())
+        return held + self.outbox.withdraw(rollout_ids)
 
     def worked(self, seconds: float) -> None:
-        """Does nothing: :meth:`catch_up` counts the seconds, without those in which only messages are under way."""
+        """Does nothing: :meth:`catch_up` counts the seconds."""
 
     def step(self) -> StepOutput:
         before = self.tokens
+        self._world.at_work(self, True)
         done = self.catch_up()
-        now = self.clock()
-        while self._late and self._late[0][0] <= now + TOLERANCE:
-            _, ended, rollout = self._late.popleft()
-            self.outbox.put([rollout], ended)
-        events = [self._next_end()] if self._ends else []
-        events += [entries[0][0] for entries in (self._late, self._arriving) if entries]
-        return StepOutput(list(done), self.tokens - before, wake_at=max(now, min(events, default=now)))
+        self._world.at_work(self, self.has_work())
+        return StepOutput(list(done), self.tokens - before, wake_at=self._next_end() if self._ends else self.clock())
 
     def _seconds(self, iterations: float) -> float:
         """Seconds of each of the next ``iterations``, at their mean context."""
         running = len(self._ends)
         context = (self._lengths + running * (self._iteration + iterations / 2)) / running
-        shared = self._world.conditions.interference[1] if self._world.training else 1.0
-        return self._world.costs.decode(running / self._world.conditions.cohort, context) * self._factor * shared
+        iteration = self._world.costs.decode(running / self._world.conditions.cohort, context)
+        return iteration * self._factor * self._world.slowdown
 
     def _next_end(self) -> float:
         left = self._ends[0][0] - self._iteration
@@ -184,18 +99,8 @@ class CostGenerator:
     def catch_up(self) -> list[Rollout]:
         """Advance the replica to the present; returns the rollouts that ended."""
         now, done = self.clock(), list[Rollout]()
-        while self._arriving and self._arriving[0][0] <= now + TOLERANCE:
-            due, request = self._arriving.popleft()
-            self._advance(due, done)
-            self._waiting.append(request)
-            self._fill()
-        self._advance(now, done)
-        return done
-
-    def _advance(self, now: float, done: list[Rollout]) -> None:
-        """Advance the replica to the time ``now``."""
-        while True:
-            spent = max(0.0, min(now - self._at, self._debt))  # prefills and loads come before the next token
+        while not self._loading:
+            spent = max(0.0, min(now - self._at, self._debt))  # prefills come before the next token
             self._debt, self._at = self._debt - spent, self._at + spent
             self.busy_seconds += spent
             if not self._ends or self._debt > 0:
@@ -213,6 +118,7 @@ class CostGenerator:
                 done.append(self._finish(heapq.heappop(self._ends)[1]))
             self._fill()
         self._at = max(self._at, now)
+        return done
 
     def _finish(self, rollout_id: int) -> Rollout:
         request, first, length = self._held.pop(rollout_id)
@@ -228,7 +134,7 @@ class CostGenerator:
             "length" if length == self._limit else "stop",
             generator_id=self.name,
         )
-        self._late.append((self._at + self._world.costs.collect, self._at, rollout))
+        self.outbox.put([rollout], self._at)
         return rollout
 
     def _stamps(self, first: float, length: int) -> np.ndarray:
@@ -260,14 +166,14 @@ class CostGenerator:
 
     async def load(self, version: int, cache: CacheMode) -> None:
         self.catch_up()
-        seconds = self._world.costs.load * self._factor
+        self._loading = True
+        self._world.at_work(self, False)
+        await self._world.compute(self._world.costs.load * self._factor)
+        self.catch_up()
+        self._loading = False
         if cache == "recompute" and self._ends:
             context = round(self._lengths + len(self._ends) * self._iteration)
-            seconds += self._world.costs.prefill(context) * self._factor
-        self._debt += seconds
-        self.busy_seconds -= seconds  # a replica that loads is idle
-        await asyncio.sleep(seconds)
-        self.catch_up()
+            self._debt += self._world.costs.prefill(context) * self._factor
         self.version = version
         oldest = min((first for _, first, _ in self._held.values()), default=self._iteration)
         kept = [i for i, (since, _) in enumerate(self._versions) if since <= oldest][-1:]
@@ -276,6 +182,7 @@ class CostGenerator:
     def sleep(self, keep_weights: bool = True) -> None:
         self.catch_up()
         self._asleep = True
+        self._world.at_work(self, False)
 
     def wake(self) -> None:
         self._asleep, self._at = False, self.clock()
@@ -310,14 +217,12 @@ class CostLearner:
     async def train(self, chosen: Sequence[Any], *bundles: Any, **recorded: Any) -> StepResult:
         world, conditions = self._world, self._world.conditions
         lengths = [len(r.prompt.token_ids) + len(r.response_ids) for bundle in bundles for r in bundle]
-        seconds = world.costs.train(lengths) * world.learner_factor()
+        seconds = world.costs.train(lengths)
         if conditions.hiccups and world.random.random() < conditions.hiccups * seconds / 3600:
             seconds += conditions.hiccup_seconds
-        world.set_training(True)
-        await asyncio.sleep(seconds)
-        world.set_training(False)
+        await world.train(seconds)
         self.version += 1
-        return StepResult({"loss": 0.0})
+        return StepResult({"loss": 0.0, "sequences": float(len(lengths)), "tokens": float(sum(lengths))})
 
 
 class CostAnnotator:
@@ -328,8 +233,11 @@ class CostAnnotator:
 
     async def annotate(self, rollouts: Sequence[Rollout], ticket: Any = None) -> tuple[list[Annotation], Any]:
         tokens = sum(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
-        costs = self._world.costs
-        await asyncio.sleep(costs.submit + costs.score(self._kind, len(rollouts), tokens) + costs.collect)
+        world, costs = self._world, self._world.costs
+        await world.message(len(rollouts))
+        await asyncio.sleep(costs.submit)
+        await world.compute(costs.score(self._kind, len(rollouts), tokens))
+        await asyncio.sleep(costs.collect)
         if self._kind == "reward":
             return [Annotation(r.rollout_id, float(self._world.random.random() < 0.5)) for r in rollouts], []
         name = "ref_logprobs" if self._kind == "reference" else "values"

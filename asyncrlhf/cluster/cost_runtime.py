@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from asyncrlhf.cluster.cost_parts import CostAnnotator, CostGenerator, CostLearner, World
-from asyncrlhf.cluster.handles import GeneratorHandle
-from asyncrlhf.cluster.local_runtime import LocalRuntime, Workers
+from asyncrlhf.actors.messages import Collected
+from asyncrlhf.actors.worker import GeneratorSpec
+from asyncrlhf.cluster.cost_parts import CostAnnotator, CostGenerator, CostLearner
+from asyncrlhf.cluster.cost_world import World
+from asyncrlhf.cluster.handles import GeneratorHandle, Hear
+from asyncrlhf.cluster.local_runtime import LocalGenerator, LocalRuntime, Workers
 from asyncrlhf.cluster.placement import Specs
 from asyncrlhf.records.rollout_rows import RolloutRow
 from asyncrlhf.types import Payload
+
+
+class CostReplica(LocalGenerator):
+    """A replica as in a process of its own: results wait to be sent with others, and a message takes time."""
+
+    def __init__(self, world: World, spec: GeneratorSpec, worker: CostGenerator, told: Hear) -> None:
+        super().__init__(spec, worker, told)  # type: ignore[arg-type]
+        self._world, self._collected_at = world, -math.inf
+        world.wake[spec.name] = self._changed.notify
+
+    async def collect(self) -> Collected:
+        box, loop, costs = self.worker.outbox, asyncio.get_running_loop(), self._world.costs
+        await self._changed.wait_for(lambda: box.has_results or self._ended())
+        if self.worker.has_work():
+            await asyncio.sleep(max(0.0, self._collected_at + self._world.conditions.linger - loop.time()))
+        collected = await super().collect()
+        self._collected_at = loop.time()
+        await self._world.message(len(collected.finished))
+        await asyncio.sleep(costs.collect)
+        return collected
 
 
 class CostRuntime(LocalRuntime):
@@ -20,13 +44,16 @@ class CostRuntime(LocalRuntime):
 
     def __init__(self, specs: Specs, sharing: Collection[str], world: World) -> None:
         workers = Workers(
-            generator=lambda spec, clock: CostGenerator(world, spec, clock),
             learner=lambda spec: CostLearner(world, spec),
             annotator=lambda spec, name: CostAnnotator(world, spec),
         )
         super().__init__(specs, sharing, workers)
         self._world = world
         self._faults: asyncio.Task[None] | None = None
+
+    def _generator(self, spec: GeneratorSpec) -> LocalGenerator:
+        worker = CostGenerator(self._world, spec, asyncio.get_running_loop().time)
+        return CostReplica(self._world, spec, worker, self.told)
 
     async def start(self) -> None:
         await super().start()

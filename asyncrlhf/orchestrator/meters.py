@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,10 +21,12 @@ LAG_SECONDS = 0.05  # between two measurements of the event loop's delay
 
 
 class LoopLag:
-    """How late the event loop runs due timers, in seconds. Not measured on the virtual clock, where none is late."""
+    """How late the event loop runs due timers, and the CPU time of this process, in seconds. Not measured on the
+    virtual clock, where no timer is late and all parts share the process."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
+        self._cpu = time.process_time()
         self._loop = asyncio.get_running_loop()
         if not isinstance(self._loop, VirtualClockLoop):
             self._look_again()
@@ -37,9 +40,13 @@ class LoopLag:
         self._look_again()
 
     def step(self) -> dict[str, float]:
-        """The 99th percentile since the last call; empty without a measurement."""
+        """The 99th percentile and the CPU seconds since the last call; empty without a measurement."""
         lags, self._lags = self._lags, []
-        return {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
+        before, self._cpu = self._cpu, time.process_time()
+        if isinstance(self._loop, VirtualClockLoop):
+            return {}
+        late = {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
+        return late | {"controller_cpu_seconds": self._cpu - before}
 
 
 class Meters:

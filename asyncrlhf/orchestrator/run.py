@@ -49,7 +49,6 @@ from asyncrlhf.rewards.build_scorer import check_rewards
 from asyncrlhf.tasks.build_task import build_task
 from asyncrlhf.tasks.task import Task
 from asyncrlhf.types import Prompt, SamplingParams
-from asyncrlhf.validation import check
 
 RUNS = Path("runs")
 CLOSE_SECONDS = 60.0  # for records being written, beyond the stall limit

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.cost_parts import Conditions, Costs, Lengths, World
 from asyncrlhf.cluster.cost_runtime import CostRuntime
+from asyncrlhf.cluster.cost_world import Conditions, Costs, Lengths, World
 from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
@@ -142,7 +142,7 @@ def figures(metrics: Sequence[dict[str, Any]], bound: int, warm_up: int = 20) ->
         found = [(row[key], weight) for row, weight in pairs if row.get(key) is not None]
         return sum(value * w for value, w in found) / sum(w for _, w in found) if found else float("nan")
 
-    trained = sum(row["batch_rollouts"] for row in chosen if "batch_rollouts" in row)
+    trained = sum(row["sequences"] for row in chosen[1:])
     dropped = chosen[-1].get("dropped", 0) - chosen[0].get("dropped", 0)
     return {
         "step_seconds": step,

@@ -54,11 +54,6 @@ def broadcast(link: Link, ranks: int, size: float) -> float:
     return math.ceil(math.log2(max(ranks, 1))) * link.latency + size / link.bandwidth if ranks > 1 else 0.0
 
 
-def pipelined(stages: int, microbatches: int, seconds: float) -> float:
-    """Seconds of a pipeline whose stages take ``seconds`` per microbatch each."""
-    return seconds * (stages - 1 + microbatches)
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of a generator replica of ``tensor`` x ``pipeline`` devices, of a learner of ``ranks`` in ``layout``

@@ -19,38 +19,46 @@ WARM_UP = 10  # first learner steps, left out
 SCORERS = ("reward", "reference", "critic")
 
 
-def costs_of_run(run_dir: Path) -> Fitted:
-    """Linear costs, measured on the controller's clock or by the parts' own spans, so they include contention between
-    parts that share cores. Raises ValueError with one sentence if the run recorded too little."""
+def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
+    """Linear costs. ``cpu``: in CPU seconds for generators, services and messages, if the parts recorded them; else by
+    the parts' own clocks, so they include the contention between parts that share cores. Raises ValueError with one
+    sentence if the run recorded too little."""
     spans = _columns(run_dir, "spans", "timeline (logging.spans)")
     metrics = [row for row in _metrics(run_dir) if row["step"] > WARM_UP]
     if len(metrics) < WARM_UP:
         raise ValueError(f"{run_dir} has {len(metrics)} steps after the first {WARM_UP}; {WARM_UP} are needed.")
     began = metrics[0]["wall_time"]
     late = spans["start"] >= began
-    kinds, parts = spans["kind"], spans["part"]
+    kinds, parts, passed = spans["kind"], spans["part"].astype(str), spans["end"] - spans["start"]
+    computed = spans.get("cpu_seconds", np.zeros(len(kinds)))
+    cpu = cpu and bool(computed[late].any()) and "controller_cpu_seconds" in metrics[0]
+    own = computed if cpu else passed
 
-    def mean(kind: str) -> float:
+    def mean(kind: str, seconds: np.ndarray = passed) -> float:
         chosen = late & (kinds == kind)
-        return float(np.mean(spans["end"][chosen] - spans["start"][chosen])) if chosen.any() else 0.0
+        return float(np.mean(seconds[chosen])) if chosen.any() else 0.0
 
     decode = late & (kinds == "decode") & (spans["iterations"] > 0)
     if not decode.any():
         raise ValueError(f"{run_dir} has no iterations of an engine; the fake engine records none.")
     iterations, sequences = spans["iterations"][decode], spans["sequence_iterations"][decode]
-    base, each = fit(np.stack([iterations, sequences], axis=1), spans["busy_seconds"][decode])
+    busy = (computed if cpu else spans["busy_seconds"])[decode]
+    base, each = fit(np.stack([iterations, sequences], axis=1), busy)
     # Prompts that arrive in a span and steps with a delay pull a fit without a constant below the mean.
-    whole = spans["busy_seconds"][decode].sum() / (base * iterations + each * sequences).sum()
-    snapshot, load = mean("snapshot"), mean("load")
+    whole = busy.sum() / (base * iterations + each * sequences).sum()
+    snapshot, load = mean("snapshot"), mean("load", own)
     published = [row["weight_sync_seconds"] for row in metrics if row.get("weight_sync_seconds")]
-    transfer = max(0.0, float(np.mean(published)) - snapshot - load) if published else mean("transfer")
+    transfer = mean("transfer")
+    if published and not cpu:
+        transfer = max(0.0, float(np.mean(published)) - snapshot - load)
     score = {}
     for kind in SCORERS:
-        chosen = late & (kinds == "score") & np.char.startswith(parts.astype(str), kind)
+        chosen = late & (kinds == "score") & np.char.startswith(parts, kind)
         if chosen.any():
             rows = np.stack([np.ones(chosen.sum()), spans["rollouts"][chosen]], axis=1)
-            score[kind] = fit(rows, (spans["end"] - spans["start"])[chosen])
-    message = _message(run_dir, mean("score"))
+            score[kind] = fit(rows, own[chosen])
+    message = 0.0 if cpu else _message(run_dir, mean("score"))
+    answered = late & (kinds == "wait") & ~np.char.startswith(parts, "learner") & (parts != "publisher")
     return Fitted(
         decode_terms=(whole * base, whole * each, 0.0),
         train_terms=_step_terms(metrics),
@@ -60,10 +68,18 @@ def costs_of_run(run_dir: Path) -> Fitted:
         load=load,
         submit=message,
         collect=message,
+        message=_controller(metrics, float(computed[answered].sum())) if cpu else 0.0,
         sources=dict.fromkeys(
             ("decode", "train", "score", "snapshot", "transfer", "load", "submit", "collect"), "fitted"
         ),
     )
+
+
+def _controller(metrics: Sequence[Mapping[str, Any]], answering: float) -> float:
+    """CPU seconds of one rollout in one message, of three a rollout: those of the controller, and ``answering``, those
+    of the other parts while they wait for work."""
+    seconds = sum(row["controller_cpu_seconds"] for row in metrics) + answering
+    return float(seconds / sum(row["sequences"] for row in metrics) / 3)
 
 
 def _message(run_dir: Path, scoring: float) -> float:

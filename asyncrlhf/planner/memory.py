@@ -47,12 +47,6 @@ def layout_bytes(parameters: float, layout: str, ranks: int, dtype: str = "bfloa
     return parameters * (whole + shared / ranks)
 
 
-def textbook_bytes(parameters: float, stage: str, ranks: int) -> float:
-    """The same for other systems, in mixed precision."""
-    whole, shared = TEXTBOOK[stage]
-    return parameters * (whole + shared / ranks)
-
-
 def learner_bytes(
     shape: ModelShape,
     layout: str,

@@ -54,7 +54,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class CatalogueCosts:
-    """Seconds on devices of the catalogue; satisfies ``cluster.cost_parts.Costs``. Each side may have its own device.
+    """Seconds on devices of the catalogue; satisfies ``cluster.cost_world.Costs``. Each side may have its own device.
 
     Args:
         asks: forward passes of the learner over the batch for models beside the policy.
@@ -71,6 +71,7 @@ class CatalogueCosts:
     host_bytes: float = 0.0
     submit: float = MESSAGE
     collect: float = MESSAGE
+    message: float = 0.0
 
     def decode(self, running: float, context: float) -> float:
         return self.generators.decode(running, context)  # type: ignore[arg-type]
@@ -119,7 +120,7 @@ class Estimate:
 
 
 def costs_of(layout: Layout, subject: Subject) -> Any:
-    """Costs in seconds for this layout (``cluster.cost_parts.Costs``)."""
+    """Costs in seconds for this layout (``cluster.cost_world.Costs``)."""
     if (fitted := subject.measured) is not None:
         base, token = fitted.train_terms
         return replace(fitted, train_terms=(base, token * subject.base.ranks / layout.ranks))

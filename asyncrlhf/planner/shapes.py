@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +137,6 @@ class Workload:
             prompt, float(seen.mean()), float(seen.std() / seen.mean()), int(seen.max()), tuple(map(int, lengths))
         )
 
-    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """[count] response lengths in tokens, at least 1."""
-        if self.lengths:
-            return rng.choice(np.asarray(self.lengths), size=count)
-        s = spread(self.cv)
-        drawn = self.mean * np.exp(s * rng.standard_normal(count) - s**2 / 2)
-        return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
-
     def length(self, seed: int) -> int:
         """The response length in tokens of the request with this seed."""
         rng = random.Random(seed)
@@ -173,8 +165,3 @@ def longest_of(mean: float, cv: float, count: int) -> float:
     """
     s = spread(cv)
     return float(np.mean(mean * np.exp(s * ndtri(QUANTILES ** (1 / count)) - s**2 / 2)))
-
-
-def to_json(value: Any) -> dict[str, Any]:
-    """A shape, device, cluster or workload as JSON values."""
-    return asdict(value)

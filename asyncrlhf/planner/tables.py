@@ -16,12 +16,14 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Fitted:
-    """Linear costs in seconds; satisfies ``cluster.cost_parts.Costs``.
+    """Linear costs in seconds; satisfies ``cluster.cost_world.Costs``.
 
     Args:
         decode_terms: seconds per iteration, per sequence in it, and per token of a sequence's context.
         train_terms: seconds per step and per token of its batch.
         score_terms: by kind of worker: seconds per call and per rollout in it.
+        message: CPU seconds of the controller for one rollout in one message; if it is known, the seconds of decoding,
+            scoring and loading are CPU seconds, too, and those of parts that share cores add up.
         sources: source of each figure: ``measured``, ``fitted`` or ``catalogue``.
     """
 
@@ -34,6 +36,7 @@ class Fitted:
     load: float = 0.0
     submit: float = 0.0
     collect: float = 0.0
+    message: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def decode(self, running: float, context: float) -> float:

@@ -33,6 +33,7 @@ SPAN_SCHEMA = pa.schema(
         ("iterations", pa.int64()),
         ("sequence_iterations", pa.int64()),
         ("busy_seconds", pa.float64()),
+        ("cpu_seconds", pa.float64()),
         ("clock_error", pa.float64()),
     ]
 )
@@ -53,6 +54,7 @@ class Span(NamedTuple):
     iterations: int = 0
     sequence_iterations: int = 0  # the sequences of each iteration, added up
     busy_seconds: float = 0.0  # at most end - start
+    cpu_seconds: float = 0.0  # of all threads of the part's process; 0 where parts share a process
 
     def joined(self, later: Span) -> Span:
         """This span and the one that follows it, as one."""
@@ -86,10 +88,12 @@ class Lane:
     other without gaps or overlaps. Thread-safe."""
 
     def __init__(self, part: str, clock: Callable[[], float] = time.monotonic, short_wait: float = SHORT_WAIT) -> None:
-        """``short_wait``: seconds; a shorter wait between two spans of the same kind and version joins them."""
+        """``short_wait``: seconds; a shorter wait between two spans of the same kind and version joins them. CPU time
+        is measured with the real clock only: parts on another clock share one process."""
         self.part = part
         self.version = -1
         self._clock, self._short_wait = clock, short_wait
+        self._cpu = time.process_time if clock is time.monotonic else float
         self._lock = threading.RLock()
         self._done: list[Span] = []
         self._lost = 0
@@ -101,6 +105,7 @@ class Lane:
         self._kind, self._since = kind, since
         self._counts = [0, 0, 0, 0]
         self._busy, self._paused = 0.0, 0.0
+        self._cpu_since = self._cpu()
 
     def enter(self, kind: str, version: int | None = None) -> None:
         """From now on the part's activity is ``kind``, with the weights of ``version`` (None: unchanged)."""
@@ -114,7 +119,9 @@ class Lane:
             last, pause = self._done[-1] if self._done else None, now - self._since
             short = self._kind == "wait" and pause < self._short_wait
             if short and last and last.kind == kind and last.version == (self.version if version is None else version):
+                cpu_since = self._cpu_since - last.cpu_seconds
                 self._open(kind, last.start)
+                self._cpu_since = cpu_since
                 self._counts = list(last[4:8])
                 self._done.pop()
                 self._paused = last.end - last.start - last.busy_seconds + pause
@@ -176,8 +183,8 @@ class Lane:
     def _span(self, now: float) -> Span:
         seconds = now - self._since
         busy = 0.0 if self._kind == "wait" else min(self._busy or seconds - self._paused, seconds)
-        rollouts, tokens, iterations, sequences = self._counts
-        return Span(self._kind, self._since, now, self.version, rollouts, tokens, iterations, sequences, max(0.0, busy))
+        counts, cpu = self._counts, self._cpu() - self._cpu_since
+        return Span(self._kind, self._since, now, self.version, *counts, max(0.0, busy), cpu)  # type: ignore[call-arg]
 
 
 class SpanRow(NamedTuple):

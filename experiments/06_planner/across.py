@@ -1,11 +1,11 @@
 """Predictions across settings: costs from one run of the default config, others predicted before they are run.
 
-    python experiments/06_planner/across.py --out FOLDER [--steps 200] [--seed 0] [--local]
+    python experiments/06_planner/across.py --out FOLDER [--steps 200] [--rounds 3] [--local]
 
-``--local``: on the local runtime, whose virtual clock no other work on the machine disturbs (8 ms an iteration, 15 ms
-a step). Writes ``across.csv``, or ``across_local.csv``, beside itself: seconds a step, the learner's idle share and
-staleness, predicted and measured, and how busy the machine was. The first two rows are the source itself, then another
-run of it.
+Each round runs the source and all settings in turn, with another seed. ``--local``: on the local runtime, whose virtual
+clock no other work on the machine disturbs (8 ms an iteration, 15 ms a step). Prints and writes ``across.csv``, or
+``across_local.csv``, beside itself: seconds a step, the learner's idle share and staleness, predicted and measured
+(medians of the rounds, and for the step the least and most), and the machine's load. Runs that exist are not repeated.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import csv
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from asyncrlhf.cli.simulate import config_of_run
-from asyncrlhf.cluster.cost_parts import Conditions
+from asyncrlhf.actors.where import available_cores
+from asyncrlhf.cli.simulate import changed, config_of_run, fitted_costs, settings_of_run, sharing
+from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.orchestrator.simulate import figures, simulate
-from asyncrlhf.planner.fit import costs_of_run, hiccups_of_run, workload_of_run
+from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
 from asyncrlhf.records.recorder import read_metrics
 
 SOURCE = ("async.max_staleness=2",)
 OTHERS = {
-    "again": (),
     "sync": ("async.mode=sync", "async.max_staleness=null"),
     "lag 0": ("async.max_staleness=0",),
     "lag 8": ("async.max_staleness=8",),
@@ -53,46 +55,62 @@ def train(folder: Path, *overrides: str) -> bool:
     return subprocess.run([sys.executable, "-m", "asyncrlhf", "train", *words], check=False).returncode == 0
 
 
+def predict(source: Path) -> dict[str, dict[str, float]]:
+    """Figures of each setting, simulated with the costs of the run ``source``."""
+    costs, _ = fitted_costs(source)
+    stops = hiccups_of_run(source)
+    found = {}
+    for name, overrides in {"source": (), **OTHERS}.items():
+        config = config_of_run(source, overrides)
+        shared = sharing(changed(settings_of_run(source, overrides)), costs, len(available_cores()))
+        conditions = Conditions(hiccups=stops[0], hiccup_seconds=stops[1], **shared)
+        with tempfile.TemporaryDirectory() as folder:
+            simulate(config, costs, workload_of_run(source), Path(folder) / "run", conditions)
+            found[name] = figures(read_metrics(Path(folder) / "run" / "metrics.jsonl"), config.async_.bound)
+    return found
+
+
+def row_of(name: str, predicted: dict[str, float], runs: list[dict[str, float]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"setting": name, "runs": len(runs), "load": round(max(run["load"] for run in runs), 1)}
+    for figure in FIGURES:
+        row |= {f"predicted_{figure}": round(predicted[figure], 4)}
+        row |= {f"measured_{figure}": round(median(run[figure] for run in runs), 4)}
+    steps = [run["step_seconds"] for run in runs]
+    row |= {"least_step_seconds": round(min(steps), 4), "most_step_seconds": round(max(steps), 4)}
+    return row | {"step_error": round(predicted["step_seconds"] / median(steps) - 1, 3)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--local", action="store_true")
     given = parser.parse_args()
-    common = (f"steps={given.steps}", f"seed={given.seed}", *(LOCAL if given.local else ()))
-    source = given.out / "source"
-    if not source.exists() and not train(source, *common, *SOURCE):
-        sys.exit("The source run failed.")
-    costs, lengths, stops = costs_of_run(source), workload_of_run(source), hiccups_of_run(source)
-    conditions = Conditions(hiccups=stops[0], hiccup_seconds=stops[1])
     predicted: dict[str, dict[str, float]] = {}
-    for name, overrides in {"source": (), **OTHERS}.items():  # all of them before any is run
-        config = config_of_run(source, overrides)
-        folder = given.out / f"simulated {name}"
-        simulate(config, costs, lengths, folder, conditions)
-        predicted[name] = figures(read_metrics(folder / "metrics.jsonl"), config.async_.bound)
-    rows: list[dict[str, Any]] = []
+    measured: dict[str, list[dict[str, float]]] = {}
     target = Path(__file__).with_name("across_local.csv" if given.local else "across.csv")
-    for name, overrides in {"source": SOURCE, **OTHERS}.items():
-        folder = given.out / name
-        busy = os.getloadavg()[0]
-        if not folder.exists() and not train(folder, *common, *overrides):
-            print(f"{name} failed")
-            continue
-        bound = config_of_run(folder, ()).async_.bound
-        measured = figures(read_metrics(folder / "metrics.jsonl"), bound)
-        row: dict[str, Any] = {"setting": name, "load": round((busy + os.getloadavg()[0]) / 2, 1)}
-        for figure in FIGURES:
-            row |= {f"predicted_{figure}": round(predicted[name][figure], 4)}
-            row |= {f"measured_{figure}": round(measured[figure], 4)}
-        row["step_error"] = round(predicted[name]["step_seconds"] / measured["step_seconds"] - 1, 3)
-        rows.append(row)
-        print(row, flush=True)
-        with target.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(row))
-            writer.writeheader()
-            writer.writerows(rows)
+    for seed in range(given.rounds):
+        common = (f"steps={given.steps}", f"seed={seed}", *(LOCAL if given.local else ()))
+        for name, overrides in {"source": SOURCE, **OTHERS}.items():
+            folder, busy = given.out / f"{name} {seed}", os.getloadavg()[0]
+            if not (folder / "summary.json").exists() and not train(folder, *common, *overrides):
+                sys.exit(f"The run {folder} failed.")
+            predicted = predicted or predict(folder)  # after the first source, before all other runs
+            bound = config_of_run(folder, ()).async_.bound
+            found = figures(read_metrics(folder / "metrics.jsonl"), bound)
+            measured.setdefault(name, []).append(found | {"load": max(busy, os.getloadavg()[0])})
+            print(name, seed, f"{found['step_seconds']:.4f}", flush=True)
+    rows = [row_of(name, predicted[name], runs) for name, runs in measured.items()]
+    with target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print("setting | seconds per step: predicted, measured (least to most) | error | learner idle | staleness")
+    for row in rows:
+        steps = "{predicted_step_seconds}, {measured_step_seconds} ({least_step_seconds} to {most_step_seconds})"
+        idle = "{predicted_learner_idle:.2f}, {measured_learner_idle:.2f} | {predicted_staleness:.2f}, "
+        print(("{setting} | " + steps + " | {step_error:+.1%} | " + idle + "{measured_staleness:.2f}").format(**row))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncrlhf.cluster.cost_parts import Conditions
+from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
 from asyncrlhf.planner.shapes import Workload

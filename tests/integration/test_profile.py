@@ -14,8 +14,8 @@ from asyncrlhf.cli.main import main
 from asyncrlhf.cli.plan_space import clusters_of
 from asyncrlhf.cli.profile import QUIET, facts_of
 from asyncrlhf.cluster.clock import run_virtual
-from asyncrlhf.cluster.cost_parts import Conditions, World
 from asyncrlhf.cluster.cost_runtime import CostRuntime
+from asyncrlhf.cluster.cost_world import Conditions, World
 from asyncrlhf.cluster.parts import specs
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.run import prepare, train
@@ -81,7 +81,8 @@ def test_the_plan_of_a_measured_profile_trains(tmp_path: Path, capsys: pytest.Ca
     """The lengths are the profile's own; a profile of another model is refused."""
     found, file = measured(Fitted((0.1, 0.0, 0.0), (0.5, 1e-3))), str(tmp_path / "profile.json")
     found.costs.save(tmp_path / "profile.json", facts_of(load_config([*WORDS, *OVERRIDES]), WORDS), **found.facts())
-    kept = ["--keep", "slots=16", "--keep", "placement=auto", "learner.ranks=1", "async.max_staleness=2", *WORDS]
+    kept = ["--keep", "slots=16", "--keep", "placement=auto", "learner.ranks=1", "generator.replicas=1"]
+    kept += ["async.max_staleness=2", *WORDS]
     given = ["--profile", file, "--cores", "4", "--simulate", "2", "--out", str(tmp_path / "plans" / "mine")]
     assert main(["plan", *given, *kept, "runtime=local", "steps=2"]) == 0
     assert json.loads((tmp_path / "plans" / "mine.json").read_text())["weakest_source"] == "measured"

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.cluster.cost_parts import Conditions
+from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
@@ -80,6 +80,14 @@ def test_the_same_seed_gives_the_same_records(tmp_path: Path) -> None:
     assert [{k: v for k, v in row.items() if k not in host} for row in first] == [
         {k: v for k, v in row.items() if k not in host} for row in second
     ]
+
+
+def test_the_share_of_dropped_rollouts_is_counted(tmp_path: Path) -> None:
+    """Lag 1 with one straggling replica in two: what it makes comes too late."""
+    given = ("num_generations=4", "generator.replicas=2", "generator.slots=64", "async.max_staleness=1")
+    found, summary = run(tmp_path / "run", costs_of(1.0, 0.1), *given, conditions=Conditions(slow={"generator-1": 5.0}))
+    dropped, trained = sum(summary["ledger"]["dropped"].values()), summary["ledger"]["trained"]
+    assert dropped > 0 and found["dropped_share"] == pytest.approx(dropped / trained, rel=0.3)
 
 
 def test_a_simulated_run_says_so_and_is_no_source_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +193,22 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
         column = table.column_names.index("scored_at")
         pq.write_table(table.set_column(column, "scored_at", pc.add(table["scored_at"], 0.3)), file)
     assert costs_of_run(done.folder).submit == pytest.approx(costs.submit + 0.1, abs=1e-6)
+    check_cpu_seconds(done.folder, costs)
+
+
+def check_cpu_seconds(folder: Path, costs: Fitted) -> None:
+    """Where the parts say that they used a core for half of the time, and the controller 48 ms per step of 16 rollouts,
+    an iteration costs half its seconds, and a rollout 1 ms in each of its three messages."""
+    for file in (folder / "spans").glob("*.parquet"):
+        table = pq.read_table(file)
+        busy = pc.if_else(pc.equal(table["kind"], "wait"), 0.0, pc.multiply(table["busy_seconds"], 0.5))
+        pq.write_table(table.set_column(table.column_names.index("cpu_seconds"), "cpu_seconds", busy), file)
+    rows = [{**row, "controller_cpu_seconds": 0.048} for row in read_metrics(folder / "metrics.jsonl")]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = costs_of_run(folder, cpu=True)
+    assert found.decode(16, 8.0) == pytest.approx(0.5 * costs.decode(16, 8.0), rel=1e-3)
+    assert found.message == pytest.approx(1e-3) and (found.submit, found.collect) == (0.0, 0.0)
+    assert costs_of_run(folder).message == 0.0 < costs_of_run(folder).submit
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,21 @@ def test_a_pause_of_less_than_a_millisecond_is_no_span_and_is_not_busy() -> None
     assert score.busy_seconds == pytest.approx(3 * 0.9995)
 
 
+def test_the_cpu_time_of_a_process_is_told_by_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the real clock alone: parts on another one share a process. A joined span keeps the seconds of both."""
+    used = Now()
+    monkeypatch.setattr(spans.time, "process_time", used)
+    lane, shared = Lane("reward-0", short_wait=60.0), Lane("reward-0", Now())
+    used.time = 1.0  # while it waits for work
+    for seconds in (2.0, 4.0):
+        with lane.during("score"), shared.during("score"):
+            used.time += seconds
+        used.time += 0.25
+    told = {span.kind: span.cpu_seconds for span in lane.take().spans}
+    assert told == {"wait": 0.25, "score": 6.25}
+    assert {span.cpu_seconds for span in shared.take().spans} <= {0.0}
+
+
 def test_a_lane_that_nobody_empties_does_not_grow() -> None:
     now = Now()
     lane = Lane("generator-0", now, short_wait=0.0)

@@ -1,0 +1,147 @@
+"""What simulated parts share: the costs and lengths of their work, the conditions, and who is at work."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from asyncrlhf.cluster.shared_cores import Cores, SharedCores
+
+if TYPE_CHECKING:
+    from asyncrlhf.cluster.cost_parts import CostGenerator
+
+
+class Costs(Protocol):
+    """Seconds of everything that takes time in a run, as ``planner.costs.CostModel`` and ``planner.tables.Fitted``
+    compute them. Lengths are tokens of prompt and response."""
+
+    @property
+    def snapshot(self) -> float: ...
+
+    @property
+    def transfer(self) -> float: ...
+
+    @property
+    def load(self) -> float: ...
+
+    @property
+    def submit(self) -> float: ...
+
+    @property
+    def collect(self) -> float: ...
+
+    @property
+    def message(self) -> float:
+        """CPU seconds of the controller for one rollout in one message."""
+        ...
+
+    def decode(self, running: float, context: float) -> float:
+        """One iteration of a replica with ``running`` sequences of mean length ``context``."""
+        ...
+
+    def prefill(self, tokens: int) -> float: ...
+
+    def train(self, lengths: Sequence[int]) -> float: ...
+
+    def score(self, kind: str, rollouts: int, tokens: int) -> float:
+        """``kind``: reward, reference or critic."""
+        ...
+
+
+class Lengths(Protocol):
+    """Response lengths in tokens; ``planner.shapes.Workload``."""
+
+    def length(self, seed: int) -> int:
+        """The length of the request with this seed, which no admission policy changes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Disturbances of a run.
+
+    Args:
+        slow: factor on the seconds of single replicas, by name.
+        failures: deaths of a replica per hour; it is back after ``restart_seconds``.
+        hiccups: stops of the learner per hour, of ``hiccup_seconds`` each.
+        interference: factors on the seconds of (learner, generators) while the other side works too.
+        cohort: number of equal replicas that each simulated one represents.
+        cores: the cores that all parts share; None: each part has its own.
+        linger: seconds between two answers of a replica with results, while it has more work.
+    """
+
+    slow: dict[str, float] = field(default_factory=dict)
+    failures: float = 0.0
+    restart_seconds: float = 30.0
+    hiccups: float = 0.0
+    hiccup_seconds: float = 0.2
+    interference: tuple[float, float] = (1.0, 1.0)
+    cohort: float = 1
+    cores: Cores | None = None
+    linger: float = 0.0
+
+
+class World:
+    """The state that the parts share: costs, lengths, conditions, and who is at work."""
+
+    def __init__(self, costs: Costs, lengths: Lengths, conditions: Conditions, seed: int) -> None:
+        self.costs, self.lengths, self.conditions = costs, lengths, conditions
+        self.random = random.Random(seed)
+        self.training = False
+        self.generators: dict[str, CostGenerator] = {}
+        self.wake: dict[str, Callable[[], None]] = {}  # by replica: look again when the next sequence ends
+        given = conditions.cores
+        self._cores = None if given is None else SharedCores(given.shared, self._catch_up, self._wake)
+        self._controller = asyncio.Lock()
+
+    def _catch_up(self) -> None:
+        for generator in self.generators.values():
+            generator.catch_up()
+
+    def _wake(self) -> None:
+        for wake in self.wake.values():
+            wake()
+
+    @property
+    def slowdown(self) -> float:
+        """The factor on a replica's seconds from what else works at present."""
+        beside = self.conditions.interference[1] if self.training else 1.0
+        return beside / (1.0 if self._cores is None else self._cores.share)
+
+    def at_work(self, replica: CostGenerator, working: bool) -> None:
+        """The replica begins or ends to use a core."""
+        if working != replica.working:
+            if self._cores is not None:
+                self._cores.add(1 if working else -1)
+            replica.working = working
+
+    async def compute(self, seconds: float) -> None:
+        """A thread that takes ``seconds`` of a core."""
+        await (asyncio.sleep(seconds) if self._cores is None else self._cores.compute(seconds))
+
+    async def message(self, rollouts: int) -> None:
+        """The controller's work for one message with so many rollouts; it does one thing at a time."""
+        if seconds := rollouts * self.costs.message:
+            async with self._controller:
+                await self.compute(seconds)
+
+    async def train(self, seconds: float) -> None:
+        """A learner step, which may change the speed of replicas on the same machine."""
+        if self.conditions.interference[1] != 1.0:
+            self._catch_up()
+        self.training = True
+        if any(generator.working for generator in self.generators.values()):
+            seconds *= self.conditions.interference[0]
+        given = self.conditions.cores
+        if self._cores is not None and given is not None and given.learner:
+            await self._cores.compute(seconds, given.learner)
+        else:
+            await asyncio.sleep(seconds)
+        if self.conditions.interference[1] != 1.0:
+            self._catch_up()
+        self.training = False
+        if self.conditions.interference[1] != 1.0:
+            self._wake()

@@ -1,0 +1,88 @@
+"""Parts that share cores: seconds added up by hand, and simulated runs that they slow down."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncrlhf.cluster.clock import run_virtual
+from asyncrlhf.cluster.cost_world import Conditions
+from asyncrlhf.cluster.parts import cores_of
+from asyncrlhf.cluster.shared_cores import Cores, SharedCores
+from asyncrlhf.config.compose import load_config
+from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
+from asyncrlhf.planner.shapes import Workload
+from asyncrlhf.planner.tables import Fitted
+from asyncrlhf.records.recorder import read_metrics
+
+RUN = (
+    *OVERRIDES, "batch_size=64", "num_generations=4", "generator.slots=64", "generator.max_completion_length=64",
+    "task.max_prompt_length=32", "logging.progress=none", "logging.report=false", "steps=24", "async.max_staleness=2",
+)  # fmt: skip
+
+
+def test_threads_beyond_the_cores_get_equal_shares() -> None:
+    """One core: 1 s of work alone, then 2 s shared by two threads of 1 s and 2 s, then the rest of the second. Two
+    threads of one part count twice."""
+
+    async def ends(cores: int) -> list[float]:
+        pool, clock = SharedCores(cores, lambda: None, lambda: None), asyncio.get_running_loop().time
+
+        async def job(start: float, seconds: float, threads: int = 1) -> float:
+            await asyncio.sleep(start)
+            await pool.compute(seconds, threads)
+            return clock()
+
+        return list(await asyncio.gather(job(0.0, 2.0), job(1.0, 2.0), job(10.0, 1.0, 2)))
+
+    assert run_virtual(ends(1)) == pytest.approx([3.0, 4.0, 12.0])
+    assert run_virtual(ends(2)) == pytest.approx([2.0, 3.0, 11.0])
+
+
+def run(folder: Path, costs: Fitted, conditions: Conditions, *overrides: str) -> dict[str, float]:
+    config = load_config([*RUN, *overrides])
+    simulate(config, costs, Workload(8, 64, 0.0, 64), folder, conditions)
+    return figures(read_metrics(folder / "metrics.jsonl"), config.async_.bound, warm_up=8)
+
+
+@pytest.mark.parametrize(("cores", "gain"), [(1, 1.0), (2, 2.0)])
+def test_a_second_replica_is_worth_a_second_core(tmp_path: Path, cores: int, gain: float) -> None:
+    """64 iterations of 10 ms per batch; half of the sequences take the same 10 ms."""
+    costs, shared = Fitted((0.01, 0.0, 0.0), (0.01, 0.0)), Conditions(cores=Cores(cores))
+    one = run(tmp_path / "one", costs, shared)
+    two = run(tmp_path / "two", costs, shared, "generator.replicas=2", "generator.slots=64")
+    assert one["step_seconds"] == pytest.approx(0.64, rel=0.03)
+    assert one["step_seconds"] / two["step_seconds"] == pytest.approx(gain, rel=0.05)
+
+
+def test_the_controllers_work_takes_time_from_a_generator_on_its_core(tmp_path: Path) -> None:
+    """Per batch 0.64 s of decoding and 3 x 64 x 1 ms of messages: added up on one core, side by side on two."""
+    costs = Fitted((0.01, 0.0, 0.0), (0.1, 0.0), message=1e-3)
+    full, free = (run(tmp_path / str(n), costs, Conditions(cores=Cores(n)))["step_seconds"] for n in (1, 2))
+    assert full == pytest.approx(0.64 + 0.192, rel=0.03)
+    assert free < 0.95 * full
+    learner = run(tmp_path / "learner", costs, Conditions(cores=Cores(1, learner=1)))
+    assert learner["step_seconds"] == pytest.approx(0.64 + 0.192 + 0.1, rel=0.03)
+
+
+def test_a_replica_with_more_work_sends_results_together(tmp_path: Path) -> None:
+    """4 slots: 4 of 16 sequences end every 64 ms. While others run, their results wait up to a second for more."""
+    costs, slots = Fitted((0.001, 0.0, 0.0), (0.001, 0.0)), ("generator.slots=4", "batch_size=16")
+    quick, slow = (run(tmp_path / str(s), costs, Conditions(linger=s), *slots)["step_seconds"] for s in (0.0, 1.0))
+    assert quick == pytest.approx(4 * 0.064, rel=0.05) and slow > 2 * quick
+
+
+@pytest.mark.parametrize(
+    ("words", "cores"),
+    [
+        ((), Cores(1)),
+        (("generator.replicas=2",), Cores(2, learner=1)),
+        (("ray.dedicated_learner_cores=false",), Cores(2, learner=1)),
+        (("generator.gpus=1",), None),
+        (("runtime=local",), None),
+    ],
+)
+def test_the_learner_has_a_core_where_the_others_leave_one(words: tuple[str, ...], cores: Cores | None) -> None:
+    assert cores_of(load_config(list(words)), range(2)) == cores
