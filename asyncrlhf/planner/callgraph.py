@@ -68,6 +68,7 @@ class Graph:
         delay: number of batches by which generation and inference run ahead of training's weights (Pipe-RLHF's
             delayed pipeline: 1).
         recompute: training repeats the forward pass (gradient checkpointing).
+        minibatches: updates per iteration, one after the other; ReaL's example of PPO has 4.
     """
 
     shapes: Mapping[str, ModelShape]
@@ -78,6 +79,7 @@ class Graph:
     calls: tuple[Call, ...] = PPO
     delay: int = 0
     recompute: bool = True
+    minibatches: int = 4
     fitted: Coefficients = field(default_factory=Coefficients)
 
     def seconds(self, call: Call, layout: Layout) -> float:
@@ -94,25 +96,26 @@ class Graph:
         if call.kind == "infer":
             return self._stage(shape, layout, length, m) * (p + m - 1)
         passes = (4, 3) if self.recompute else (3, 2)
-        stage = self._stage(shape, layout, length, m, *passes)
+        stage = self._stage(shape, layout, length, m * self.minibatches, *passes)
         weights = 2.0 * shape.parameters / (p * t)
         link = cluster.link(layout.devices)
         sync = 2 * all_reduce(link, d, weights)
         update = 16.0 * shape.parameters / (layout.devices * cluster.device.bandwidth * fitted.memory)
-        return stage * (p + m - 1) + sync + update
+        return self.minibatches * (stage * (p + m - 1) + sync + update)
 
     def _stage(
         self, shape: ModelShape, layout: Layout, length: int, microbatches: int, work: int = 1, talk: int = 1
     ) -> float:
         """Seconds of one micro-batch in one stage: ``work`` times the compute of a forward pass plus ``talk`` times
-        its all-reduces over the tensor-parallel ranks."""
+        its all-reduces over the tensor-parallel ranks, or the host's launches if they take longer."""
         rows, shards = self.batch / layout.data / microbatches, layout.pipeline * layout.tensor
         flops = rows * forward_flops(shape, [length])
         compute = flops / (shards * self.cluster.device.flops * self.fitted.compute)
         size = 2.0 * rows * length * shape.hidden
         sums = 2 * all_reduce(self.cluster.link(layout.tensor), layout.tensor, size)
-        hop = (size / layout.tensor) / self.cluster.inter.bandwidth if layout.pipeline > 1 else 0.0
-        return work * compute + talk * (shape.layers / layout.pipeline * sums + hop)
+        hop = size / layout.tensor / self.cluster.inter.bandwidth + self.fitted.hop if layout.pipeline > 1 else 0.0
+        layers = shape.layers / layout.pipeline
+        return max(work * compute + talk * (layers * sums + hop), work * layers * self.fitted.layer)
 
     def reallocation(self, model: str, source: Layout, target: Layout) -> float:
         """Seconds to move the model's weights from the layout ``source`` to the layout ``target``."""

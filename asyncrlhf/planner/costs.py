@@ -71,7 +71,8 @@ class CostModel:
 
     def decode(self, running: int, context: float) -> float:
         """Seconds of one iteration of a replica that advances ``running`` sequences of mean length ``context`` by a
-        token each. Without CUDA graphs the host's launches, ``layer`` seconds each, dominate small batches."""
+        token each. The device works while the host launches; without CUDA graphs the launches, ``layer`` seconds each,
+        take longer for small batches."""
         shape, device, fitted = self.shape, self.cluster.device, self.fitted
         each = max(1, math.ceil(running / self.pipeline))  # one microbatch per stage keeps all stages busy
         flops = 2.0 * shape.parameters * each + 4.0 * shape.layers * shape.hidden * each * context
@@ -81,7 +82,7 @@ class CostModel:
             read / (self.tensor * device.bandwidth * fitted.memory),
         )
         sums = 2 * shape.layers * all_reduce(self.cluster.link(self.tensor), self.tensor, 2.0 * each * shape.hidden)
-        return shape.layers * fitted.layer + stage + sums + (self.pipeline - 1) * fitted.hop
+        return max(shape.layers * fitted.layer, stage + sums) + (self.pipeline - 1) * fitted.hop
 
     def prefill(self, tokens: int) -> float:
         """Seconds that prompts of ``tokens`` tokens in all add to an iteration."""

@@ -67,6 +67,14 @@ def main() -> None:
     print(fitted, half, sep="\n")
     print(said("all fitted", [predict(c, cluster, fitted) / c.seconds - 1 for c in cells]))
     print(said("leave one out", [p / c.seconds - 1 for p, c in zip(alone, cells, strict=True)]))
+    for setting in ("actor", "critic", "both"):
+        others = [cell for cell in cells if cell.setting != setting]
+        known_of = fit_cells(others, cluster)
+        told = [predict(c, cluster, known_of) / c.seconds - 1 for c in cells if c.setting == setting]
+        print(said(f"{setting} left out", told))
+    actors = fit_cells([cell for cell in cells if cell.setting == "actor"], cluster)
+    told = [predict(c, cluster, actors) / c.seconds - 1 for c in cells if c.setting != "actor"]
+    print(said("predicted from actor alone", told))
     print(said("half predicted", [predict(c, cluster, half) / c.seconds - 1 for c in cells[1::2]]))
 
 

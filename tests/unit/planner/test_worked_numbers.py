@@ -87,6 +87,13 @@ def test_decode_is_bound_by_memory_and_then_by_compute() -> None:
     assert model.decode(4096, 10) == pytest.approx(flops / (0.5 * 989e12))
 
 
+def test_the_device_works_while_the_host_launches() -> None:
+    """1 ms per layer hides a small batch's reads, and the compute of a large one hides the launches."""
+    fast, slow = (CostModel(LLAMA_3_8B, NODES, fitted=Coefficients(layer=layer)) for layer in (0.0, 1e-3))
+    assert slow.decode(1, 1024) == pytest.approx(32e-3) and fast.decode(1, 1024) < 32e-3
+    assert slow.decode(60_000, 10) == fast.decode(60_000, 10) > 32e-3
+
+
 @pytest.mark.parametrize(
     ("ratio", "eta", "siblings", "step", "idle", "staleness"),
     [
