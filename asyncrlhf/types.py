@@ -114,12 +114,6 @@ class Rollout:
         if kept != counted or (self.kept_ids is None) != (self.kept_counts is None):
             raise ValueError(f"rollout {self.rollout_id}: {kept} kept ids, where their counts say {counted}")
 
-    def told_by(self, generator_id: str, response_text: str, epoch: int) -> Rollout:
-        """This rollout with what the engine does not know. Its arrays are not checked a second time."""
-        told = copy(self)
-        vars(told).update(generator_id=generator_id, response_text=response_text, epoch=epoch)
-        return told
-
 
 @dataclass(frozen=True)
 class Payload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -125,6 +126,13 @@ class Outbox:
         return [r for r in results if isinstance(r, Rollout)]
 
 
+def _told(rollout: Rollout, **facts: Any) -> Rollout:
+    """The rollout with what its engine does not know. Its arrays are not checked a second time."""
+    told = copy(rollout)
+    vars(told).update(facts)
+    return told
+
+
 def describe(rollouts: Sequence[Rollout]) -> list[RolloutInfo]:
     """The facts that the controller keeps; :func:`located` sets the payload and the time."""
     return [
@@ -224,7 +232,7 @@ class GeneratorWorker:
             self._sent.pop(result.rollout_id, None)
             if isinstance(result, Rollout):
                 text = self._decode(result.response_ids.tolist())
-                result = result.told_by(self.name, text, epoch)
+                result = _told(result, response_text=text, generator_id=self.name, epoch=epoch)
             else:
                 result = replace(result, epoch=epoch)
             results.append(result)

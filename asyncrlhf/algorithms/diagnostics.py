@@ -1,14 +1,12 @@
 """Diagnostics of a training step: effective sample size, drift between policies, clipping, the critic's fit.
 
-All functions but ``pass_at_k`` take one rank's tokens and return statistics that add up over ranks
-(``algorithms/statistics.py``); they are 0 where the mask is empty.
+All functions take one rank's tokens and return statistics that add up over ranks (``algorithms/statistics.py``); they
+are 0 where the mask is empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
 
 import torch
 from torch import Tensor
@@ -168,9 +166,3 @@ def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> St
         Spread.over(target - guess, loss_mask),
         Mean.over(target.square() + guess.square(), loss_mask),
     )
-
-
-def pass_at_k(right: Sequence[bool], k: int) -> float:
-    """The unbiased estimate of the chance that one of k answers is right, from n >= k answers, c of them ``right``:
-    1 - C(n - c, k) / C(n, k) (Chen et al., 2107.03374, eq. 1)."""
-    return 1.0 - comb(len(right) - sum(right), k) / comb(len(right), k)

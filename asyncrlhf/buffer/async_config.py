@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrlhf.errors import ContradictionError
 from asyncrlhf.validation import check, check_settings, setting
@@ -124,12 +122,6 @@ class AsyncConfig:
     def least_bound(self) -> tuple[str, int]:
         """The name and the value of the setting with the lowest bound that may come into force."""
         return ("min_staleness", self.min_staleness) if self.adaptive else ("max_staleness", self.bound)
-
-
-def as_given(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The section ``async`` of a run's config.yaml, which has the values in force, without those that its mode set."""
-    mode = recorded.get("mode")
-    return {key: value if SETTABLE.get(key, mode) == mode else None for key, value in recorded.items()}
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-from asyncrlhf.buffer.async_config import as_given
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.data_config import refuse_missing_model
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.plugins import load_function
+from asyncrlhf.records.history import as_given
 from asyncrlhf.records.recorder import CONFIG_FILE
 from asyncrlhf.validation import check
 

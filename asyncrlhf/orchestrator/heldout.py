@@ -6,9 +6,9 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import comb
 from typing import TYPE_CHECKING, Any
 
-from asyncrlhf.algorithms.diagnostics import pass_at_k
 from asyncrlhf.cluster.handles import AnnotatorHandle, Runtime, WorkerLostError
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.stage_config import EvaluationConfig
@@ -181,3 +181,9 @@ def _same_rule(one: TaskConfig, other: TaskConfig) -> bool:
     """Whether the rule of ``other`` scores the answers to ``one``."""
     known = set(one.datasets) <= set(other.datasets) and one.dataset_options == other.dataset_options
     return one.kind == other.kind and (one.kind != "reasoning_gym" or known)
+
+
+def pass_at_k(right: Sequence[bool], k: int) -> float:
+    """The unbiased estimate of the chance that one of k answers is right, from n >= k answers, c of them ``right``:
+    1 - C(n - c, k) / C(n, k) (Chen et al., 2107.03374, eq. 1)."""
+    return 1.0 - comb(len(right) - sum(right), k) / comb(len(right), k)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig, as_given
+from asyncrlhf.buffer.async_config import SETTABLE, AsyncConfig, BufferConfig
 
 SHOWN = 8  # ids named in one sentence
 ADMITTED, GENERATING, SCORING, BUFFERED, TRAINED, DROPPED, FAILED = range(7)
@@ -61,6 +61,12 @@ class Rules:
     @property
     def scheduled(self) -> bool:
         return self.asynchrony.fixed_lag is not None
+
+
+def as_given(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``async`` of a run's config.yaml, which has the values in force, without those that its mode set."""
+    mode = recorded.get("mode")
+    return {key: value if SETTABLE.get(key, mode) == mode else None for key, value in recorded.items()}
 
 
 def _known(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:

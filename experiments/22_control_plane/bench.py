@@ -273,7 +273,7 @@ async def _measured(replicas: int, batches: float, limit: float, folder: Path) -
     generator = GeneratorConfig(engine="fake", replicas=replicas, slots=SLOTS)
     config = RunConfig(
         runtime="local", batch_size=batch, num_generations=SIZE, steps=10**6, generator=generator,
-        stall_timeout_seconds=1e9,
+        stall_timeout_seconds=2e6,
     )  # fmt: skip
     runtime: Any = TimerRuntime(replicas, meter)
     sampling = SamplingParams(16)

@@ -32,7 +32,13 @@ from asyncrlhf.orchestrator.run import prepare
 from asyncrlhf.records.recorder import RunRecorder, read_metrics
 from asyncrlhf.types import Annotation, GenerationRequest, Rollout, WeightManifest
 
-QUIET = ("runtime=local", "logging.wandb=disabled", "logging.progress=none", "logging.report=false")
+QUIET = (
+    "runtime=local",
+    "logging.wandb=disabled",
+    "logging.progress=none",
+    "logging.report=false",
+    "checkpoint.at_end=false",
+)
 FAKE = ("generator.engine=fake", "task.heldout_size=8", "fusion.max_wait_ms=0", "learner.virtual_step_seconds=0")
 ONE = np.zeros(1, np.float32)
 

@@ -67,11 +67,13 @@ def names(folder: Path) -> list[str]:
 
 
 def contents(checkpoint: Path) -> tuple[Any, Any]:
-    """Size and digest of each file, and the controller's part, which names the folder of its run and is read for it."""
+    """Size and digest of each file, and the controller's part, which is read because it names the folder of its run and
+    seals metrics, of which some are real seconds."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     del manifest["files"]["controller.json"]
     controller = json.loads((checkpoint / "controller.json").read_text())
     del controller["config"]["run_dir"]
+    del controller["marker"]["seals"]["metrics.jsonl"]
     return manifest, controller
 
 

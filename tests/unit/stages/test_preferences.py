@@ -196,7 +196,7 @@ def test_the_presets_are_labellers(preset: str, expected: PreferencesConfig) -> 
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("preferences.num_prompts=0", "preferences.num_prompts=0 is out of range; allowed: >= 1."),
+        ("preferences.num_prompts=0", "preferences.num_prompts=0 is out of range; allowed: >= 1 and <= 100000000."),
         ("preferences.num_prompts=1000", "num_prompts=1000 is more than the task's training prompts"),
         ("preferences.noise=bradley", "did you mean bradley_terry?"),
         ("preferences.noise=flip preferences.flip_probability=0.5", "flip_probability=0.5 is out of range"),
@@ -204,7 +204,10 @@ def test_the_presets_are_labellers(preset: str, expected: PreferencesConfig) -> 
         ("preferences.temperature=2", "needs preferences.noise=bradley_terry, not none"),
         ("preferences.noise=bradley_terry preferences.temperature=0", "temperature=0.0 is out of range"),
         ("preferences.nois=flip", "did you mean preferences.noise?"),
-        ("preferences.num_generations=1", "preferences.num_generations=1 is out of range; allowed: >= 2."),
+        (
+            "preferences.num_generations=1",
+            "preferences.num_generations=1 is out of range; allowed: >= 2 and <= 100000.",
+        ),
         ("run_dir=/dev/null/here", "cannot be written"),
     ],
 )
