@@ -57,13 +57,18 @@ class GeneratorActor(PartActor):
         self._chunks = spec.chunk_tokens > 0
         # A working replica answers several times before the run counts as stalled.
         self._look_seconds = min(self.COLLECT_SECONDS, spec.stall_seconds / 5)
-        self._result_seconds = min(max(self.RESULT_SECONDS, spec.replicas * self.SHARE_SECONDS), self._look_seconds)
+        self._result_seconds = min(self.result_seconds(spec.replicas), self._look_seconds)
         self._collected_at = -math.inf  # when results were last sent
         self._chunks_due = 0.0
         self._died: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._between_steps(lambda: self._build(spec))
+
+    @classmethod
+    def result_seconds(cls, replicas: int) -> float:
+        """Seconds between two answers with results of one of ``replicas``, while it has more work."""
+        return max(cls.RESULT_SECONDS, replicas * cls.SHARE_SECONDS)
 
     def _build(self, spec: GeneratorSpec) -> None:
         """Runs in the engine's thread: OpenMP has a team for each thread that calls it, and with two of them libgomp

@@ -16,6 +16,7 @@ from asyncrlhf.cli import first_look
 from asyncrlhf.config.compose import check_words, load_config
 from asyncrlhf.config.conversion import from_hydra
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.engines.generator_config import replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.validation import typed_path
@@ -56,7 +57,8 @@ def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
 
     if not costs.message:
         return {}
-    return {"cores": cores_of(config, range(cores)), "linger": GeneratorActor.RESULT_SECONDS}
+    replicas = sum(kind.config.replicas for kind in replica_kinds(config.generator))
+    return {"cores": cores_of(config, range(cores)), "linger": GeneratorActor.result_seconds(replicas)}
 
 
 def check_run(run: Path) -> None:
