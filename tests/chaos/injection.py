@@ -90,7 +90,7 @@ def draw_case(seed: int, runtime: str) -> Case:
         overrides += ["algorithm=ppo", "critic=service"]
     if part == "reference":
         overrides += ["reference=service", "algorithm.kl=loss", "algorithm.beta=0.1"]
-    overrides.append("learner.learning_rate=" + ("1e30" if kind == "nan" else "1e-4"))
+    overrides.append("learner.learning_rate=" + ("1e9" if kind == "nan" else "1e-4"))
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     signals = tuple(int(rng.choice(numbers)) for _ in range(rng.choice((1, 1, 2))))
     at = rng.choice((-1, *range(steps - 3)))

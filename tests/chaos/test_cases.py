@@ -1,0 +1,24 @@
+"""The cases of chaos are runs that start: a case with a refused setting would hold without a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrlhf.config.compose import load_config
+from tests.chaos.injection import SUITS, draw_case
+from tests.chaos.run import true_cause
+
+
+@pytest.mark.parametrize("runtime", ["ray", "local"])
+def test_the_settings_of_every_kind_of_case_are_allowed(runtime: str) -> None:
+    cases = [draw_case(seed, runtime) for seed in range(4 * len(SUITS))]
+    assert {case.kind for case in cases} == set(SUITS)
+    for case in cases:
+        load_config([*case.overrides, "run_dir=unused"])
+
+
+def test_a_refused_setting_is_no_true_cause() -> None:
+    case = next(case for seed in range(len(SUITS)) if (case := draw_case(seed, "ray")).kind == "nan")
+    refused = "failed: learner.learning_rate=1e+30 is out of range; allowed: >= 0 and <= 2147483647."
+    assert not true_cause(case, {}, 2, refused)
+    assert true_cause(case, {}, 1, "failed: The gradient was not finite in 3 learner steps in a row (in learner-0)")
