@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrlhf.errors import AsyncRLHFError
+
 UIntArray = NDArray[np.uint64]
 DoubleArray = NDArray[np.float64]
 
@@ -113,7 +115,8 @@ def sample_tokens(
     probability. At least one and at most ``MAX_KEPT`` tokens are kept in a truncated row; of tokens that tie at the
     limit as many as fit. The kept tokens are renormalised. ``top_k=0``, ``top_p=1`` and ``min_p=0`` are off. The
     settings and ``uniform`` are [n]. A greedy row (``temperature=0``) takes the argmax, with its log-prob at
-    temperature 1 and no filter: a point mass has no useful one.
+    temperature 1 and no filter: a point mass has no useful one. Raises AsyncRLHFError for logits that are not finite
+    in a row without filters.
     """
     logits, plain = logits.float(), logits
     sampled = temperature > 0
@@ -125,10 +128,14 @@ def sample_tokens(
     if truncated.all():
         return _draw_truncated(logits, uniform, top_p, top_k, min_p)
     logprobs = torch.log_softmax(logits, dim=-1)
-    tokens = _inverse_cdf(logprobs.exp(), _column(uniform, logits.device))
+    tokens = _inverse_cdf(logprobs.exp(), _column(uniform, logits.device)).clamp(max=logits.shape[-1] - 1)
     if not sampled.all():
         tokens = torch.where(_column(sampled, logits.device), tokens, plain.argmax(dim=-1, keepdim=True))
     found, counts = logprobs.gather(1, tokens)[:, 0], torch.zeros_like(tokens[:, 0])
+    if not torch.isfinite(found).all():
+        raise AsyncRLHFError(
+            "The model's logits are not finite, so that no token can be sampled: its weights are broken."
+        )
     if not truncated.any():
         return Draws(tokens[:, 0], found, tokens.new_empty(0), counts)
     rows = np.flatnonzero(truncated)

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from asyncrlhf.engines.sampling import MAX_KEPT, Draws, penalise_repetition, sample_tokens, seed_state, uniforms
+from asyncrlhf.errors import AsyncRLHFError
 from tests.numeric import assert_close
 from tests.truncated import kept_count
 
@@ -188,6 +189,16 @@ def test_greedy_takes_the_argmax_and_reports_the_plain_logprob() -> None:
     tokens, logprobs = sample_tokens(logits, np.full(8, 0.999), *rows(8, 0.0, 0.5, 3, 0.2))[:2]
     assert torch.equal(tokens, logits.argmax(-1))
     assert_close(logprobs, logits.log_softmax(-1).max(-1).values, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logits_that_are_not_finite_are_named(bad: float, temperature: float) -> None:
+    logits = torch.zeros(3, 19)
+    logits[1, 4] = bad
+    one, off = np.ones(3), np.zeros(3)
+    with pytest.raises(AsyncRLHFError, match="logits are not finite"):
+        sample_tokens(logits, one * 0.5, one * temperature, one, off.astype(np.int64), off)
 
 
 def test_the_repetition_penalty_is_transformers() -> None:
