@@ -37,6 +37,12 @@ def load_object(key: str, target: str) -> Any:
     module_name, _, name = target.partition(":")
     if not module_name or not name or " " in target:
         raise ConfigError(f"{where} is not of the form package.module:function.")
+    if "/" in module_name or module_name.endswith(".py"):
+        file = Path(module_name)
+        raise ConfigError(
+            f"{where} names a file; allowed: its module, {file.stem}:{name}, with {file.parent}/ as the working directory "
+            "or in PYTHONPATH."
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

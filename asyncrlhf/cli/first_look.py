@@ -24,7 +24,8 @@ def first_look(config: RunConfig) -> None:
     check_model_path(config)
     for name, part in config.reward.sources.items():
         if part.kind == "python":
-            load_function(f"{config.reward.key(name)}.target", part.target)
+            funcs = config.reward.reward_funcs
+            load_function("reward.reward_funcs" if funcs else f"{config.reward.key(name)}.target", part.target)
     if config.algorithm.loss.target:
         load_function("algorithm.loss.target", config.algorithm.loss.target)
     if config.task.kind == "prompts":

@@ -46,6 +46,8 @@ THEN = tuple(f"asyncrlhf.actors.{name}" for name in ("generator", "learner", "an
 # variables and becomes the worker. A fork sets them as well, but EARLY ones need a new process.
 CONTEXT = "--serialized-runtime-env-context="
 EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MKL_")
+# The first call's job is not that of later forks: with this, a worker learns of its job with its first task.
+NO_JOB = {"RAY_JOB_ID": "ffffffff"}
 # Isolated and without site-packages, so that it takes milliseconds.
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
@@ -167,7 +169,7 @@ class Call:
 
 def _import_rest(environment: dict[str, str]) -> None:
     assert "ray" not in sys.modules
-    os.environ.update(environment)
+    os.environ.update({**environment, **NO_JOB})
     with rare_collections():
         for name in THEN:
             importlib.import_module(name)
@@ -179,15 +181,18 @@ def work(call: Call) -> None:
     """Become the process that Ray asked for, in a fork of the server."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.setpgid(0, call.group)
+    try:
+        os.setpgid(0, call.group)
+        call.caller.sendall(b"forked\n")
+    except OSError:  # Ray has ended the command that asked, and its process group with it
+        os._exit(0)
+    call.caller.close()
     for number, file in enumerate(call.files):
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
     os.environ.update(call.environment)
     os.chdir(call.folder)
-    call.caller.sendall(b"forked\n")
-    call.caller.close()
     random.seed()
     script = next(number for number, word in enumerate(call.words) if word.endswith(WORKER))
     for context in [word.removeprefix(CONTEXT) for word in call.words if word.startswith(CONTEXT)]:

@@ -32,6 +32,9 @@ MALLOC = {
 END_WITH_ACTORS = ("RAY_process_group_cleanup_enabled", "1")
 # Ray's control store would keep an event of each of the last 100,000 calls, for a dashboard that this Ray lacks.
 NO_TASK_EVENTS = ("RAY_task_events_report_interval_ms", "0")
+# Ray would start workers ahead, and ray.init would wait for them to register: without end if one never does (measured:
+# a fork that failed under load). So each actor starts its own, within cluster.start_timeout_seconds.
+NO_WORKERS_AHEAD = ("RAY_prestart_worker_first_driver", "0")
 
 
 def init(**options: Any) -> None:
@@ -64,7 +67,7 @@ class OwnRay:
     others of ``ray.init``."""
 
     def __init__(self, cpus: int, store: int, forks: bool = True, **options: Any) -> None:
-        for name, value in (END_WITH_ACTORS, NO_TASK_EVENTS, *MALLOC.items()):
+        for name, value in (END_WITH_ACTORS, NO_TASK_EVENTS, NO_WORKERS_AHEAD, *MALLOC.items()):
             os.environ.setdefault(name, value)  # inherited by Ray's processes
         self.size = (cpus, store, forks)
         self._workers = ForkedWorkers() if forks else None

@@ -126,6 +126,9 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
         ) from error
 
 
+LARGEST_SCORE = 1e9  # the learner computes in float32, where the squares of weighted sums have to be finite
+
+
 def checked_scores(values: Any, count: int, who: str, *, may_abstain: bool = False) -> list[float | RewardError | None]:
     """``values`` as ``count`` scores; a value that is not a finite number is a single failure, None with
     ``may_abstain`` no score. Raises WrongCountError, with ``who`` as subject, for anything but a list of that
@@ -143,7 +146,11 @@ def _score(value: Any, who: str) -> float | RewardError:
         score = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
         score = math.nan
-    return score if math.isfinite(score) else RewardError(f"{who} returned {value!r}, which is not a finite number.")
+    if not math.isfinite(score):
+        return RewardError(f"{who} returned {value!r}, which is not a finite number.")
+    if abs(score) > LARGEST_SCORE:
+        return RewardError(f"{who} returned {value!r}; allowed: numbers from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}.")
+    return score
 
 
 def load_target(target: str, key: str = "reward.target") -> Callable[..., Any]:

@@ -65,6 +65,7 @@ class Case:
     lasts: float
     signals: tuple[int, ...]
     overrides: tuple[str, ...]
+    moment: str = ""  # instead of ``at``, by name (tests/chaos/moments.py)
 
 
 def draw_case(seed: int, runtime: str) -> Case:
@@ -112,6 +113,10 @@ def child(case: Case, run_dir: str, told_to: str, address: str, limit: float, fa
             overrides.append(f"ray.address={address}")
         if faulty and case.runtime == "local":
             inject_locally(case, told)
+        elif faulty and case.moment:
+            from tests.chaos.moments import inject_at_moment
+
+            inject_at_moment(case, told)
         elif faulty:
             inject_on_ray(case, told)
         try:

@@ -2,6 +2,7 @@
 
     make chaos SEEDS=0-199                  on Ray: one Ray for all seeds, each run a process of its own
     make chaos RUNTIME=local SEEDS=0-499    in one process a run, whose calls of parts meet the fault
+    make chaos RUNTIME=moments SEEDS=0-143  on Ray: every part struck at every moment (tests/chaos/moments.py)
     make chaos SIMULATED=0-1999 SEEDS=      schedules of faults on the virtual clock (tests/chaos/simulation.py)
 
 One row a seed in experiments/24_chaos/<runtime>.jsonl. Rows of this commit are kept, so that what was cut off goes on
@@ -38,6 +39,7 @@ from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.records.checkpoint import list_checkpoints
 from asyncrlhf.records.journal import JOURNAL_FILE
 from tests.chaos.injection import STALL_SECONDS, Case, child, draw_case
+from tests.chaos.moments import moment_cases
 from tests.chaos.promises import broken_promises, figures
 from tests.chaos.simulation import main as simulate
 from tests.chaos.simulation import seeds_of
@@ -51,12 +53,12 @@ SCAN_SECONDS = 0.5  # between two looks at the processes, each of which costs so
 
 
 @contextmanager
-def one_ray() -> Iterator[tuple[str, psutil.Process]]:
+def one_ray(cpus: int) -> Iterator[tuple[str, psutil.Process]]:
     """A Ray that outlives the runs: its address, and this process, which all of its processes descend from."""
     folder = tempfile.mkdtemp(prefix="ray-")
     for tries_left in reversed(range(RAY_STARTS)):  # Ray gives its node 30 s, which a crowded machine exceeds
         try:
-            own = OwnRay(4, 256 * 2**20, _temp_dir=folder)
+            own = OwnRay(cpus, 256 * 2**20, _temp_dir=folder)
             break
         except Exception as error:
             print(f"Ray did not start: {error}", flush=True)
@@ -219,9 +221,9 @@ def strike_driver(case: Case, number: int, told: Path) -> None:
             os.kill(number, signal.SIGCONT)
 
 
-def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None, limit: float) -> dict[str, Any]:
-    """One seed: the run under its fault, again by the same command until it is done, and what it left."""
-    case, began, cpu_before = draw_case(seed, runtime), time.monotonic(), PROCESSOR.total
+def examine(case: Case, address: str, keeper: psutil.Process | None, limit: float) -> dict[str, Any]:
+    """One case: the run under its fault, again by the same command until it is done, and what it left."""
+    began, cpu_before = time.monotonic(), PROCESSOR.total
     with folder_of(case) as place:
         run_dir, told = place / "run", Path(tempfile.gettempdir()) / f"chaos-{os.getpid()}.json"
         told.unlink(missing_ok=True)
@@ -246,7 +248,8 @@ def examine(seed: int, runtime: str, address: str, keeper: psutil.Process | None
         output = told.with_suffix(".txt").read_text(errors="replace") if told.with_suffix(".txt").exists() else ""
     again = codes[-1] == 0 or case.kind in ("disk full", "nan")
     row = {
-        "seed": seed, "runtime": runtime, "kind": case.kind, "part": case.part, "struck": struck.get("struck", []),
+        "seed": case.seed, "runtime": case.runtime, "kind": case.kind, "part": case.part, "moment": case.moment,
+        "struck": struck.get("struck", []),
         "exit": codes, "reasons": reasons, "cause_true": not untrue, "finished": again, "verify": broken[:3], **found,
         "hung": hung, "orphans": orphans, "longest_stall": round(stall, 1),
         "runs_seconds": lasted, "seconds": round(time.monotonic() - began, 1),
@@ -335,7 +338,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0-199")
-    parser.add_argument("--runtime", default="ray", choices=("ray", "local"))
+    parser.add_argument("--runtime", default="ray", choices=("ray", "local", "moments"))
     parser.add_argument("--simulated", default="", help="seeds of the simulation to run first")
     parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds of a free machine after which a process hangs"
@@ -349,21 +352,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path, version = ROWS / f"{given.runtime}.jsonl", commit()
     kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     rows = {row["seed"]: row for row in kept if row["commit"] == version}
-    wanted = list(seeds_of(given.seeds))
+    moments = moment_cases() if given.runtime == "moments" else []
+    wanted = [seed for seed in seeds_of(given.seeds) if not moments or seed < len(moments)]
 
     def work(address: str = "", keeper: psutil.Process | None = None) -> None:
         for seed in wanted:
             if seed in rows:
                 continue
-            row = rows[seed] = {"commit": version, **examine(seed, given.runtime, address, keeper, given.limit)}
+            case = moments[seed] if moments else draw_case(seed, given.runtime)
+            row = rows[seed] = {"commit": version, **examine(case, address, keeper, given.limit)}
             path.write_text("".join(json.dumps(rows[s]) + "\n" for s in sorted(rows)))
             mark = "held" if row["held"] else "BROKEN"
-            print(
-                f"seed {seed}: {row['kind']} of {row['part']}: {row['reasons']} {mark} {row['seconds']} s", flush=True
-            )
+            what = " at: ".join(filter(None, (f"{row['kind']} of {row['part']}", case.moment)))
+            print(f"seed {seed}: {what}: {row['reasons']} {mark} {row['seconds']} s", flush=True)
 
-    if given.runtime == "ray":
-        with one_ray() as (address, keeper):
+    if given.runtime != "local":
+        with one_ray(8 if moments else 4) as (address, keeper):
             work(address, keeper)
     else:
         work()

@@ -6,6 +6,7 @@ import pytest
 
 from asyncrlhf.config.compose import load_config
 from tests.chaos.injection import SUITS, draw_case
+from tests.chaos.moments import BUILDING, MOMENTS, SENT, moment_cases
 from tests.chaos.run import true_cause
 
 
@@ -15,6 +16,16 @@ def test_the_settings_of_every_kind_of_case_are_allowed(runtime: str) -> None:
     assert {case.kind for case in cases} == set(SUITS)
     for case in cases:
         load_config([*case.overrides, "run_dir=unused"])
+
+
+def test_every_part_is_struck_at_every_moment_in_both_ways() -> None:
+    cases = moment_cases()
+    struck = {(case.moment, case.part, case.kind) for case in cases}
+    assert len(struck) == len(cases) == (1 + len(MOMENTS)) * 6 * len(SENT)
+    assert {case.moment for case in cases} == {BUILDING, *MOMENTS}
+    for case in cases[:10]:
+        load_config([*case.overrides, "run_dir=unused"])
+    assert all(hasattr(kind, method) for kind, method, _ in MOMENTS.values()), "a moment whose method was renamed"
 
 
 def test_a_refused_setting_is_no_true_cause() -> None:

@@ -55,6 +55,25 @@ def call(workers: ForkedWorkers, folder: Path, script: str = WORKER, **context: 
     return {**json.loads(out), "started": process.pid}
 
 
+def test_a_worker_whose_command_ray_has_ended_ends_without_a_word(
+    workers: ForkedWorkers, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call(workers, folder)  # the imports are done
+    server = psutil.Process(workers.server.pid)
+    server.suspend()
+    with workers.serving():
+        line = [sys.executable, str(folder / WORKER)]
+    waiting = subprocess.Popen(line, process_group=0)
+    # It has called once it waits for the answer: the kernel takes the call while the server stands still.
+    wait_until(lambda: "poll" in Path(f"/proc/{waiting.pid}/wchan").read_text(), "the command's call")
+    waiting.kill()
+    waiting.wait(30)
+    server.resume()
+    call(workers, folder)
+    wait_until(lambda: not server.children(), "the end of the fork that nobody waits for")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_worker_is_a_fork_that_has_the_imports_and_all_that_ray_gave_it(workers: ForkedWorkers, folder: Path) -> None:
     first, second = call(workers, folder), call(workers, folder)
     for facts in (first, second):

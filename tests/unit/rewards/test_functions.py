@@ -42,6 +42,7 @@ def test_a_function_of_the_working_directory_loads() -> None:
         ("unit_test_reward", "not of the form package.module:function"),
         (":good", "not of the form package.module:function"),
         ("unit_test_reward:", "not of the form package.module:function"),
+        ("/some/where/mine.py:good", r"names a file; allowed: its module, mine:good, with /some/where/ as the working"),
         ("unit_test_no_such_file:good", "cannot be imported: ModuleNotFoundError"),
         ("unit_test_broken_reward:good", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module"),
         ("unit_test_reward:goood", "has no 'goood'"),

@@ -227,6 +227,7 @@ def test_the_task_rule_is_a_reward_function_like_any_other() -> None:
     ("function", "message"),
     [
         (lambda **_: [float("nan")] * 2, "returned nan, which is not a finite number"),
+        (lambda **_: [1e300] * 2, r"returned 1e\+300; allowed: numbers from -1e\+09 to 1e\+09"),  # inf in float32
         (lambda **_: 1 / 0, "raised ZeroDivisionError: division by zero"),
         (lambda **_: [1.0], "returned 1 scores for 2 completions"),
         (lambda **_: 1.0, "returned float, not a list of numbers"),

@@ -1,0 +1,68 @@
+"""Workers of a Ray that this project starts: each driver gets its own, and a start in which none comes up ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrlhf.cluster.own_ray import OwnRay
+from tests.loop import FAKE, QUIET
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120  # many times what the run takes
+# Workers that never register with Ray, which once waited for them in ray.init without a limit.
+SILENT = """
+import sys
+from asyncrlhf.cluster import forked_workers
+from asyncrlhf.cli.main import main
+
+forked_workers.COMMAND = '''#!/bin/sh
+case "$*" in *default_worker.py*) exec sleep 300;; esac
+exec {python} "$@"
+'''
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+DRIVER = """
+import sys
+import ray
+from asyncrlhf.cluster.own_ray import init
+
+init(address=sys.argv[1], log_to_driver=False)
+job = ray.remote(lambda: ray.get_runtime_context().get_job_id())
+print(ray.get_runtime_context().get_job_id(), *ray.get([job.remote() for _ in range(2)], timeout=60))
+"""
+
+
+def test_each_driver_of_one_ray_gets_workers_of_its_own_job() -> None:
+    own = OwnRay(2, 100 * 2**20)
+    try:
+        command = [sys.executable, "-c", DRIVER, own.address]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        seen = [
+            subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS) for _ in range(2)
+        ]
+    finally:
+        own.stop()
+    jobs = [done.stdout.split() for done in seen]
+    assert [len(set(job)) for job in jobs] == [1, 1], [done.stderr[-1500:] for done in seen]
+    assert jobs[0] != jobs[1]
+
+
+@pytest.mark.thorough
+def test_workers_that_never_come_up_end_the_start_within_its_limit(tmp_path: Path) -> None:
+    words = [f"run_dir={tmp_path}", *FAKE, *QUIET, "cluster.start_timeout_seconds=3"]
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 1 and "did not start within 3 s" in done.stderr.splitlines()[-1], done.stderr
+    assert "did not start within 3 s" in json.loads((tmp_path / "summary.json").read_text())["exit_reason"]
