@@ -53,7 +53,8 @@ def _case(number: int, moment: str, part: str, kind: str) -> Case:
         "num_generations=4", "generator.slots=16", "generator.replicas=2", "generator.threads=0", "reward.workers=2",
         "generator.max_completion_length=12", "checkpoint.every=3", "checkpoint.resume=auto", "eval_every=5",
         "task.heldout_size=8", "stall_timeout_seconds=10", "weights.timeout_seconds=5", "logging.wandb=disabled",
-        "logging.progress=plain", "logging.report=false", "logging.flush_every=16", "learner.learning_rate=1e-4",
+        "cluster.start_timeout_seconds=20", "logging.progress=plain", "logging.report=false", "logging.flush_every=16",
+        "learner.learning_rate=1e-4",
     )  # fmt: skip
     return Case(number, "ray", kind, part, -1, 0.0, 0.0, (), overrides, moment)
 
