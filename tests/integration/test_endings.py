@@ -153,45 +153,30 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(tmp_path: Path
     assert run(tmp_path, *FAKE, "steps=1").summary["exit_reason"] == "done"
 
 
-def test_the_first_cause_is_told_and_every_trace_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finish = RunRecorder.finish
-
-    async def broken(*_: Any) -> None:
-        raise ZeroDivisionError("first")
-
-    def failing(self: RunRecorder, summary: dict[str, Any]) -> None:
-        finish(self, summary)
-        raise KeyError("second")
-
-    monkeypatch.setattr(LearnLoop, "_step", broken)
-    monkeypatch.setattr(RunRecorder, "finish", failing)
-    words = [*FAKE, f"run_dir={tmp_path}", "runtime=local", "logging.wandb=disabled", "logging.progress=none"]
-    assert main(["train", *words]) == 1
-    trace = tmp_path / "error.txt"
-    assert capsys.readouterr().err == f"asyncrlhf: ZeroDivisionError: first. The trace is in {trace}.\n"
-    assert summary_of(tmp_path)["exit_reason"] == "failed: ZeroDivisionError: first"
-    text = trace.read_text()
-    assert text.index("ZeroDivisionError: first") < text.index("KeyError: 'second'") and "in broken" in text
-    monkeypatch.undo()
-    assert run(tmp_path, *FAKE, "steps=1").summary["exit_reason"] == "done"
-    assert not trace.exists(), "a run that is done shows no error of the attempt before"
-
-
 CLOSES = {
     "the loops": (Controller, "close"),
     "the parts": (LocalRuntime, "close"),
     "the summary": (run_module, "attempts"),
+    "the records": (RunRecorder, "finish"),
 }
 
 
-@pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
-@pytest.mark.parametrize("what", CLOSES)
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        *((what, KeyError) for what in CLOSES),
+        ("the loops", asyncio.CancelledError),
+        ("the parts", asyncio.CancelledError),
+    ],
+)
 def test_clean_up_that_fails_or_is_cancelled_hides_no_cause(
     what: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def failing(*_: Any) -> None:
+    finish = RunRecorder.finish
+
+    def failing(*given: Any) -> Any:
+        if what == "the records":
+            finish(*given)  # the summary is written, and then
         raise error("second")
 
     async def breaking(*_: Any) -> None:
@@ -201,19 +186,19 @@ def test_clean_up_that_fails_or_is_cancelled_hides_no_cause(
         raise ZeroDivisionError("first")
 
     monkeypatch.setattr(LearnLoop, "_step", broken)
-    if what == "the summary":
-        monkeypatch.setattr(*CLOSES[what], lambda folder: {}["second"])
-    else:
-        monkeypatch.setattr(*CLOSES[what], breaking)
+    monkeypatch.setattr(*CLOSES[what], failing if what in ("the summary", "the records") else breaking)
     words = [*FAKE, f"run_dir={tmp_path}", "runtime=local", "logging.wandb=disabled", "logging.progress=none"]
     assert main(["train", *words]) == 1
     trace = tmp_path / "error.txt"
     assert capsys.readouterr().err == f"asyncrlhf: ZeroDivisionError: first. The trace is in {trace}.\n"
     assert summary_of(tmp_path)["exit_reason"] == "failed: ZeroDivisionError: first"
     text = trace.read_text()
-    assert text.index("ZeroDivisionError: first") < text.index("second")
+    assert text.index("ZeroDivisionError: first") < text.index("second") and "in broken" in text
     monkeypatch.undo()
     assert main(["status", str(tmp_path)]) == 0 and "ZeroDivisionError: first" in capsys.readouterr().out
+    if what == "the records":
+        assert run(tmp_path, *FAKE, "steps=1").summary["exit_reason"] == "done"
+        assert not trace.exists(), "a run that is done shows no error of the attempt before"
 
 
 def test_traces_of_errors_outside_a_run_stay_few(
