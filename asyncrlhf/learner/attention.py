@@ -17,11 +17,10 @@ import torch
 import transformers
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.varlen import flash_calls, masked_calls, varlen_kernel
+from asyncrlhf.learner.varlen import flash_calls, masked_calls, varlen_kernel, varlen_takes
 from asyncrlhf.types import IntArray
 
 IMPLEMENTATION = "asyncrlhf_packed"
-VARLEN_TYPES = (torch.bfloat16, torch.float16)  # of torch's varlen kernel
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class PackedLayout(Layout):
             return flash_calls(query, key, value, self.spans, scale), None
         if self.key_rows is not None:
             key, value = key.index_select(2, self.key_rows), value.index_select(2, self.key_rows)
-        if query.is_cuda and value.dtype in VARLEN_TYPES:
+        if query.is_cuda and varlen_takes(query, value):
             return varlen_kernel(query, key, value, (*self.bounds, *self.most), scale, window), None
         own, shared = self.spans[:, 1], self.spans[:, 3]
         return masked_calls(query, key, value, (own.tolist(), (own + shared).tolist()), scale, window), None

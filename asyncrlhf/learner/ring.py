@@ -17,10 +17,16 @@ import torch.distributed as dist
 
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.ring_plan import Rectangles, RingPlan
-from asyncrlhf.learner.varlen import attention_op, attention_op_backward, flash_op, flash_op_backward, kernel_type
+from asyncrlhf.learner.varlen import (
+    attention_op,
+    attention_op_backward,
+    flash_op,
+    flash_op_backward,
+    kernel_type,
+    varlen_takes,
+)
 
 Rows = slice | torch.Tensor  # of a packed tensor
-VARLEN_TYPES = (torch.bfloat16, torch.float16)  # of torch's varlen kernel
 
 
 @dataclass
@@ -186,7 +192,7 @@ class _Varlen(_Kernel):
 
 class _Written(_Kernel):
     """An explicit softmax, one rectangle at a time: for sliding windows, heads whose values have another size, and
-    float32 on GPUs."""
+    on GPUs what torch's varlen kernel does not take."""
 
     def type(self, value: torch.Tensor) -> torch.dtype:
         return torch.promote_types(value.dtype, torch.float32)
@@ -237,7 +243,7 @@ def _kernel(plan: RingPlan, query: torch.Tensor, value: torch.Tensor, scale: flo
     alike = window is None and query.shape[-1] == value.shape[-1]
     if alike and query.device.type == "cpu":
         return _FlashCalls(plan, scale, None)
-    if alike and value.dtype in VARLEN_TYPES:
+    if alike and varlen_takes(query, value):
         return _Varlen(plan, scale, None)
     return _Written(plan, scale, window)
 

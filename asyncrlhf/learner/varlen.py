@@ -292,6 +292,16 @@ def flash_calls(
     return attention_op(query, key, value, spans, scale)[0]
 
 
+VARLEN_TYPES = (torch.bfloat16, torch.float16)
+
+
+def varlen_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's varlen kernel, which is FlashAttention's, computes heads [.., D] of this type and size: half
+    precision, D a multiple of 8 and at most 256 (``mha_varlen_fwd`` in torch's flash_api.cpp), values as wide as keys."""
+    size = query.shape[-1]
+    return value.dtype in VARLEN_TYPES and size % 8 == 0 and size <= 256 and size == value.shape[-1]
+
+
 def varlen_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -323,8 +333,8 @@ def masked_calls(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """As :func:`varlen_kernel`, by one call of torch's attention per sequence: for sliding windows on CPUs, and for
-    float32 on GPUs, where torch's memory-efficient kernel takes it. ``lengths``: queries and keys of each sequence."""
+    """As :func:`varlen_kernel`, by one call of torch's attention per sequence: for sliding windows on CPUs, and
+    on GPUs for what :func:`varlen_takes` excludes: torch's memory-efficient kernel takes float32. ``lengths``: queries and keys of each sequence."""
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
     queries, every = lengths

@@ -16,6 +16,7 @@ from asyncrlhf.learner import ring
 from asyncrlhf.learner.attention import PackedLayout
 from asyncrlhf.learner.distributed import Peers
 from asyncrlhf.learner.ring_plan import RingPlan, plan_ring
+from asyncrlhf.learner.varlen import varlen_takes
 from tests.numeric import assert_close
 from tests.unit.learner.test_varlen import SHAPES, SIZE, Layouts, alone, one_at_a_time, outcome, siblings, tensors
 
@@ -189,3 +190,22 @@ def test_each_rank_has_as_much_to_do(world: str, ranks: int) -> None:
     if world == "one long":
         pairs = [int((torch.from_numpy(plan.rows) + 1).sum()) for plan in found]
         assert max(pairs) <= 1.02 * np.mean(pairs)
+
+
+@pytest.mark.parametrize(
+    ("size", "values", "dtype", "kernel"),
+    [
+        (64, 64, torch.bfloat16, ring._Varlen),
+        (256, 256, torch.float16, ring._Varlen),
+        (20, 20, torch.bfloat16, ring._Written),  # no multiple of 8
+        (264, 264, torch.bfloat16, ring._Written),
+        (192, 128, torch.bfloat16, ring._Written),
+        (64, 64, torch.float32, ring._Written),
+    ],
+)
+def test_a_gpu_gets_the_kernel_that_takes_its_heads(size: int, values: int, dtype: torch.dtype, kernel: type) -> None:
+    """``meta`` stands for a device that is no CPU."""
+    plan = plans(PackedLayout.build(*SHAPES["short siblings"]), 2)[0]
+    query, value = (torch.empty(1, 2, 8, width, dtype=dtype, device="meta") for width in (size, values))
+    assert type(ring._kernel(plan, query, value, 1.0, None)) is kernel
+    assert varlen_takes(query, value) == (kernel is ring._Varlen)
