@@ -40,8 +40,8 @@ def load_object(key: str, target: str) -> Any:
     if "/" in module_name or module_name.endswith(".py"):
         file = Path(module_name)
         raise ConfigError(
-            f"{where} names a file; allowed: its module, {file.stem}:{name}, with {file.parent}/ as the working directory "
-            "or in PYTHONPATH."
+            f"{where} names a file; allowed: its module, {file.stem}:{name}, with {file.parent}/ as the working "
+            "directory or in PYTHONPATH."
         )
     here = str(Path.cwd())
     if here not in sys.path:

@@ -292,14 +292,10 @@ def flash_calls(
     return attention_op(query, key, value, spans, scale)[0]
 
 
-VARLEN_TYPES = (torch.bfloat16, torch.float16)
-
-
 def varlen_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's varlen kernel, which is FlashAttention's, computes heads [.., D] of this type and size: half
-    precision, D a multiple of 8 and at most 256 (``mha_varlen_fwd`` in torch's flash_api.cpp), values as wide as keys."""
-    size = query.shape[-1]
-    return value.dtype in VARLEN_TYPES and size % 8 == 0 and size <= 256 and size == value.shape[-1]
+    """Whether torch's varlen kernel computes heads of this type and size (``mha_varlen_fwd`` in its flash_api.cpp)."""
+    size, half = query.shape[-1], value.dtype in (torch.bfloat16, torch.float16)
+    return half and size % 8 == 0 and size <= 256 and size == value.shape[-1]
 
 
 def varlen_kernel(
@@ -334,7 +330,7 @@ def masked_calls(
     window: int | None,
 ) -> torch.Tensor:
     """As :func:`varlen_kernel`, by one call of torch's attention per sequence: for sliding windows on CPUs, and
-    on GPUs for what :func:`varlen_takes` excludes: torch's memory-efficient kernel takes float32. ``lengths``: queries and keys of each sequence."""
+    on GPUs for what :func:`varlen_takes` excludes. ``lengths``: queries and keys of each sequence."""
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (key, value))
     queries, every = lengths
