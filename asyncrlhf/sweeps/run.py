@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -13,26 +12,16 @@ from typing import Any
 
 from asyncrlhf.config.compose import quoted
 from asyncrlhf.config.environment_config import MAX_TAG
-from asyncrlhf.config.run_config import RunConfig
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.sweeps.devices import Devices, needs
 from asyncrlhf.sweeps.plan import Job, SweepPlan
-from asyncrlhf.sweeps.record import JobRecord, SweepRecord
+from asyncrlhf.sweeps.record import SweepRecord
 from asyncrlhf.sweeps.table import SweepTable
 from asyncrlhf.sweeps.worker import END_SECONDS, LOG_FILE, Answer, Order, Worker
 from asyncrlhf.validation import check_package
 
+CLOSE_SECONDS = 5.0  # for an idle worker to end
 LOOK_SECONDS = 1.0  # between two readings of the jobs' metrics, for the table
 QUIET = ("logging.progress=plain", "logging.report=false")
-
-
-def needs(config: RunConfig) -> tuple[float, float]:
-    """(CPUs, GPUs) that a job occupies: the sum of its parts' on Ray, one core for a local run."""
-    if config.runtime == "local" and not (config.learner.gpus or config.generator.gpus):
-        return 1.0, 0.0
-    from asyncrlhf.cluster.parts import placement_plan  # some seconds of imports
-
-    plan = placement_plan(config)
-    return max(plan.total("CPU"), 1.0), plan.total("GPU")
 
 
 class Sweeper:
@@ -43,7 +32,7 @@ class Sweeper:
         jobs = plan.jobs if plan.search is None else plan.search.jobs
         self._left = deque(job for job in jobs if record.jobs[job.hash].state != "done")
         self._cores = float(len(os.sched_getaffinity(0)))
-        self._gpus = _gpus(plan.configs)
+        self._devices = Devices.of(plan.configs)
         self._workers: list[Worker] = []
         self._ray: Any = None
         self._config_dir = str(plan.config_dir) if plan.config_dir else None
@@ -61,7 +50,7 @@ class Sweeper:
             raise
         finally:
             for worker in self._workers:
-                worker.close(5.0)
+                worker.close(CLOSE_SECONDS)
             self._stop_ray()
             self._table.show(self._record)
 
@@ -71,7 +60,7 @@ class Sweeper:
         if search is None:
             return False
         cores, gpus = needs(self._plan.configs[0])
-        fitting = min(self._cores / cores, self._gpus / gpus if gpus else math.inf)
+        fitting = min(self._cores / cores, self._devices.count / gpus if gpus else math.inf)
         fitting = 1 if self._plan.settings.timing == "exclusive" else self._plan.settings.jobs or int(fitting)
         jobs = search.more(self._record.jobs, self._record.folder, max(1, fitting // self._plan.settings.seeds))
         self._record.add(jobs)
@@ -94,7 +83,8 @@ class Sweeper:
             address = self._ray_address() if shared else ""
             threads = int(self._cores) if job.exclusive else 1
             order = Order((*job.overrides, *QUIET, *extra), self._config_dir, str(log), address, threads)
-            self._idle_worker().give(order, job)
+            devices = self._devices.take(needs(job.config)[1]) if job.config.runtime == "local" else ()
+            self._idle_worker(devices).give(order, job)
 
     def _grouped(self, job: Job) -> list[str]:
         """Let W&B show the jobs of a sweep as one group, each named by its choices, unless the user set other names."""
@@ -109,7 +99,8 @@ class Sweeper:
         return [f"logging.{name}={value}" for name, value in own.items() if not getattr(logging, name)]
 
     def _fits(self, job: Job) -> bool:
-        """Whether the job may start now. An exclusive job waits for all others to end, and all others wait for it."""
+        """Whether the job may start now. An exclusive job waits for all others to end, and all others wait for it. Ray
+        chooses GPUs without regard to the local jobs', so jobs of the two kinds do not use GPUs at the same time."""
         under_way: list[Job] = [worker.busy_with for worker in self._running()]
         if not under_way:
             return True
@@ -117,13 +108,17 @@ class Sweeper:
             return False
         most = self._plan.settings.jobs or len(under_way) + 1
         cores, gpus = (sum(column) for column in zip(*(needs(j.config) for j in [*under_way, job]), strict=True))
-        return len(under_way) < most and cores <= self._cores and gpus <= self._gpus
+        own = needs(job.config)[1]
+        kinds = {other.config.runtime for other in [*under_way, job] if needs(other.config)[1]}
+        there = self._devices.fit(own) if kinds == {"local"} else len(kinds) < 2 and gpus <= self._devices.count
+        return len(under_way) < most and cores <= self._cores and (there or not own)
 
-    def _idle_worker(self) -> Worker:
+    def _idle_worker(self, devices: tuple[str, ...]) -> Worker:
+        """A worker for one job; one with devices of its own is a new one, and serves no other job."""
         for worker in self._workers:
-            if worker.busy_with is None and worker.process.is_alive():
+            if not devices and worker.busy_with is None and worker.process.is_alive():
                 return worker
-        self._workers.append(Worker())
+        self._workers.append(Worker(devices))
         return self._workers[-1]
 
     def _collect(self) -> None:
@@ -133,8 +128,12 @@ class Sweeper:
                 self._file(worker, answer)
 
     def _file(self, worker: Worker, answer: Answer) -> None:
-        record: JobRecord = self._record.jobs[worker.busy_with.hash]
-        worker.busy_with = None
+        job: Job = worker.busy_with
+        record, worker.busy_with = self._record.jobs[job.hash], None
+        if worker.devices:  # they are free when the process that holds their memory has ended
+            worker.close(CLOSE_SECONDS)
+            self._workers.remove(worker)
+            self._devices.free(worker.devices, needs(job.config)[1])
         self._record.end(record, answer.state, answer.seconds, answer.note)
         self._table.ended(record)
 
@@ -146,8 +145,9 @@ class Sweeper:
         for worker in self._running():
             with suppress(KeyboardInterrupt):
                 wait(worker.waits, timeout=END_SECONDS)
-            self._file(worker, worker.answer() or Answer("interrupted", 0.0, "it was stopped before it finished"))
+            answer = worker.answer() or Answer("interrupted", 0.0, "it was stopped before it finished")
             worker.close(0.0)
+            self._file(worker, answer)
 
     def _ray_address(self) -> str:
         """The address of one Ray for all jobs that run in parallel, started with the first of them. An exclusive job
@@ -156,7 +156,7 @@ class Sweeper:
             from asyncrlhf.cluster.own_ray import OwnRay
 
             store = max(config.ray.object_store_mb for config in self._plan.configs) * 2**20
-            forks = not self._gpus and all(config.ray.fork_workers for config in self._plan.configs)
+            forks = not self._devices.count and all(config.ray.fork_workers for config in self._plan.configs)
             self._ray = OwnRay(math.ceil(self._cores), store, forks=forks)
         return self._ray.address
 
@@ -164,19 +164,6 @@ class Sweeper:
         if self._ray is not None:
             self._ray.stop()
             self._ray = None
-
-
-def _gpus(configs: Sequence[RunConfig]) -> float:
-    """The number of this machine's GPUs, read only if a job asks for one."""
-    most = max((needs(config)[1] for config in configs), default=0.0)
-    if not most:
-        return 0.0
-    import torch
-
-    found = torch.cuda.device_count()
-    if most > found and not any(config.ray.cluster for config in configs):
-        raise ConfigError(f"a job of the sweep asks for {most:g} GPUs; torch sees {found} on this machine.")
-    return float(max(found, most))
 
 
 def open_sweep(plan: SweepPlan, runs: Path, accept_changed: bool) -> SweepRecord:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.redaction import redact
+from asyncrlhf.sweeps.devices import VISIBLE
 
 LOG_FILE = "output.log"
 END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
@@ -45,12 +46,14 @@ class Answer:
 
 
 class Worker:
-    """The driver's end. ``busy_with``: the driver's object for the order under way, None for an idle worker."""
+    """The driver's end. ``busy_with``: the driver's object for the order under way, None for an idle worker.
+    ``devices``: the only GPUs that the process sees, by name; all that the driver sees if empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: tuple[str, ...] = ()) -> None:
+        self.devices = devices
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         self._pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=False)
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, list(sys.path), devices), daemon=False)
         self.process.start()
         theirs.close()
         self.busy_with: Any = None
@@ -100,9 +103,11 @@ class Worker:
                 os.kill(self.process.pid, number)
 
 
-def _serve(pipe: Connection, path: Sequence[str]) -> None:
+def _serve(pipe: Connection, path: Sequence[str], devices: Sequence[str]) -> None:
     """The worker process. Only the driver receives Ctrl-C, and passes it on."""
     os.setsid()
+    if devices:
+        os.environ[VISIBLE] = ",".join(devices)  # read by CUDA at its first use
     sys.path[:] = path
     threading.Thread(target=_end_with_the_driver, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between two jobs
