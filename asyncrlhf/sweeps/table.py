@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ class SweepTable:
     def __init__(self, total: int, done: int, console: Console | None = None):
         self._console = console if console is not None else Console()
         self._total, self._done_before, self._began = total, done, time.monotonic()
+        self._ended = 0  # jobs of this command; one that failed in an earlier command runs again
+        self._at_first: dict[str, float] = {}  # by hash: the finished share of a job when it began, above 0 if resumed
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=2)
@@ -37,7 +40,8 @@ class SweepTable:
             self._live.update(self._render(record))
 
     def ended(self, job: JobRecord) -> None:
-        """Print one job's end, unless a table shows it."""
+        """Count one job's end, and print it unless a table shows it."""
+        self._ended += 1
         if self._live is None:
             note = f": {job.note}" if job.note else ""
             self.message(f"{job.name}: {job.state} after {duration(job.seconds)}{note}")
@@ -52,24 +56,39 @@ class SweepTable:
 
     def _render(self, record: SweepRecord) -> RenderableType:
         jobs = list(record.jobs.values())
-        ended = sum(job.state in ("done", "failed") for job in jobs)
-        table = Table(title=f"{ended} of {self._total} jobs ended, ETA {self._eta(ended)}", title_justify="left")
+        shown = sorted(jobs, key=lambda job: _ORDER[job.state])[:SHOWN_JOBS]
+        read = [job for job in jobs if job.state == "running" or (job.folder and job in shown)]
+        latest = {job.hash: last_metrics(record.folder / job.folder) for job in read}
+        running = {job.hash: _share(latest[job.hash], job) for job in jobs if job.state == "running"}
+        ended, left = self._done_before + self._ended, self._left(running)
+        title = f"{ended} of {self._total} jobs ended, ETA {'?' if left is None else duration(left)}"
+        table = Table(title=title, title_justify="left")
         for heading in ("job", "state", "step", "reward", "staleness"):
             table.add_column(heading, justify="left" if heading in ("job", "state") else "right", overflow="fold")
-        shown = sorted(jobs, key=lambda job: _ORDER[job.state])[:SHOWN_JOBS]
         for job in shown:
-            latest = last_metrics(record.folder / job.folder) if job.folder else {}
-            step = f"{latest['step']}/{job.config.get('steps', '?')}" if latest else ""
+            last = latest.get(job.hash, {})
+            step = f"{last['step']}/{job.config.get('steps', '?')}" if last else ""
             table.add_row(
-                job.name, job.state, step, _number(latest.get("reward_mean")), _number(latest.get("staleness_mean"))
+                job.name, job.state, step, _number(last.get("reward_mean")), _number(last.get("staleness_mean"))
             )
         if len(jobs) > len(shown):
             table.caption = f"{len(jobs) - len(shown)} more: {', '.join(_counts(jobs, shown))}"
         return table
 
-    def _eta(self, ended: int) -> str:
-        new = ended - self._done_before
-        return "?" if new <= 0 else duration((time.monotonic() - self._began) / new * (self._total - ended))
+    def _left(self, running: Mapping[str, float]) -> float | None:
+        """Seconds until all jobs have ended, at the pace of the shares finished since this command began; None before
+        the first step. ``running``: the finished share of each job under way, by its hash."""
+        for job, share in running.items():
+            self._at_first.setdefault(job, share)
+        finished = self._ended + sum(running.values()) - sum(self._at_first.values())
+        left = self._total - self._done_before - self._ended - sum(running.values())
+        return (time.monotonic() - self._began) / finished * left if finished > 0 else None
+
+
+def _share(latest: Mapping[str, Any], job: JobRecord) -> float:
+    """The finished share of a job's steps."""
+    step, steps = latest.get("step", 0), job.config.get("steps")
+    return min(1.0, step / steps) if isinstance(step, int) and isinstance(steps, int) and steps > 0 else 0.0
 
 
 def _counts(jobs: list[JobRecord], shown: list[JobRecord]) -> list[str]:
