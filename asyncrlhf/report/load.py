@@ -1,7 +1,4 @@
-"""Reads run directories for the report: metrics as columns, config, summary, and which runs differ only by seed.
-
-For a folder that Hydra wrote (``train -m``, with ``multirun.yaml``), it knows which jobs should be there.
-"""
+"""Reads run directories for the report: metrics as columns, config, summary, and which runs differ only by seed."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ _WITHOUT_CURVES = {"preferences.jsonl": "preference data", "evaluation.json": "a
 # Metrics that identify the stage, for runs without a summary.
 _OF_STAGE = {"mean_token_accuracy": "sft", "min_reward": "reward-model"}
 TRAIN = "train"
-MULTIRUN_FILE = "multirun.yaml"
 # Totals since the run's beginning, which no line of the metrics holds: the metric that each sums up.
 SAMPLES: Final = "samples_trained"
 TOKENS: Final = "tokens_trained"
@@ -96,7 +92,7 @@ def load_run(path: Path) -> Run:
         raise ConfigError(f"{metrics} has no complete learner step yet; there is nothing to report.")
     if not all(_is_number(row["step"]) for row in rows):
         raise ConfigError(f"{metrics} has a line whose step is not a number; was it edited by hand?")
-    config = _read(path / CONFIG_FILE, _yaml, yaml.YAMLError) or {}
+    config = read_yaml(path / CONFIG_FILE) or {}
     summary = _read(path / SUMMARY_FILE, json.loads, json.JSONDecodeError)
     for key in _MAPPINGS:
         if not isinstance((summary or {}).get(key) or {}, dict):
@@ -130,38 +126,6 @@ def load_runs(paths: Sequence[Path], unread: dict[str, str] | None = None) -> li
     if not runs:
         raise ConfigError(next(iter((unread or {}).values()), "no run was named; give one or several run directories."))
     return runs
-
-
-def is_multirun(path: Path) -> bool:
-    return (Path(path) / MULTIRUN_FILE).is_file()
-
-
-def missing_jobs(paths: Sequence[Path]) -> dict[str, str]:
-    """The jobs of every ``multirun.yaml`` below the paths that left no run: one sentence each, by the job's folder."""
-    found: dict[str, str] = {}
-    for file in sorted({file.resolve() for path in map(Path, paths) for file in path.rglob(MULTIRUN_FILE)}):
-        for number, choices in enumerate(_multirun_jobs(file)):
-            job = file.parent / str(number)
-            if not (job / METRICS_FILE).is_file():
-                found[str(job)] = f"{job} left no run ({choices or 'the only job'})."
-    return found
-
-
-def _multirun_jobs(file: Path) -> list[str]:
-    """The choices of each job, in Hydra's order; empty if its folders have other names, or for a sweeper's choices."""
-    from asyncrlhf.config.compose import sweep_jobs
-
-    try:
-        settings = (_read(file, _yaml, yaml.YAMLError) or {})["hydra"]
-        overrides = [str(override) for override in settings["overrides"]["task"]]
-        plain = settings["sweep"]["subdir"] == "${hydra.job.num}" and "BasicSweeper" in settings["sweeper"]["_target_"]
-        if not plain or any(override.startswith("run_dir=") for override in overrides):
-            return []
-        jobs = sweep_jobs(overrides)
-    except (ConfigError, LookupError, TypeError):
-        return []
-    same = set(jobs[0]).intersection(*jobs)
-    return [" ".join(choice for choice in job if choice not in same) for job in jobs]
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -252,6 +216,11 @@ def _said(key: str, value: Any) -> str:
     if key.endswith(".name"):
         return str(value)
     return f"{key.removeprefix('async.')}={f'{value:g}' if isinstance(value, float) else value}"
+
+
+def read_yaml(path: Path) -> Any:
+    """The mapping in the file, None without one; raises ConfigError if it cannot be parsed."""
+    return _read(path, _yaml, yaml.YAMLError)
 
 
 def _yaml(text: str) -> Any:

@@ -26,7 +26,7 @@ from asyncrlhf.sweeps.space import Axis, split_space
 from asyncrlhf.validation import check
 
 # Settings that do not change what a job computes, so that no sweep can compare them.
-_NOT_IN_HASH = ("run_dir", "name", "logging", "checkpoint", "sweep")
+WITHOUT_EFFECT = ("run_dir", "name", "logging", "checkpoint", "sweep")
 _MAX_NAME = 120
 
 
@@ -181,9 +181,9 @@ def _grid(
 def _refuse_without_effect(key: str) -> None:
     """Raise ConfigError for several values of a setting that does not change what a job computes."""
     check(
-        key.partition(".")[0] not in _NOT_IN_HASH,
+        key.partition(".")[0] not in WITHOUT_EFFECT,
         f"{key} has several values and does not change what a job computes, so a sweep has nothing to compare; "
-        f"give one value. The same holds for all settings of {', '.join(_NOT_IN_HASH)}.",
+        f"give one value. The same holds for all settings of {', '.join(WITHOUT_EFFECT)}.",
     )
 
 
@@ -244,7 +244,7 @@ def _job_name(part: str, choices: dict[str, str], seed: int) -> str:
 
 def config_hash(config: RunConfig, timing: str) -> str:
     """A hash of all that affects a job's result: its resolved settings, and whether it runs alone on the machine."""
-    kept = {key: value for key, value in to_plain(config, whole=True).items() if key not in _NOT_IN_HASH}
+    kept = {key: value for key, value in to_plain(config, whole=True).items() if key not in WITHOUT_EFFECT}
     return _digest([timing, kept])[:16]
 
 

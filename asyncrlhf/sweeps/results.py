@@ -108,13 +108,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Results:
-    """``left_out``: jobs without a result, with their state. ``what``: the name of the quality."""
+    """``left_out``: jobs without a result, with their state. ``what``: the name of the quality. ``pair``: the name of
+    two timed jobs of one seed."""
 
     name: str
     cells: tuple[Cell, ...]
     left_out: dict[str, str]
     what: str
     search: str = ""  # the sentence about a search's best trial
+    pair: str = "alternated pair"
 
     @property
     def runs(self) -> list[Path]:
@@ -128,7 +130,11 @@ class Results:
 
 def read_results(folder: Path) -> Results:
     """Raises ConfigError for a folder without a readable ``sweep.json``."""
-    document = read_sweep(folder)
+    return results_of(folder, read_sweep(folder))
+
+
+def results_of(folder: Path, document: dict[str, Any]) -> Results:
+    """The results of jobs in ``folder``, from a document such as ``sweep.json`` holds."""
     rows = [row for row in document["jobs"] if row["state"] == "done"]
     left_out = {row["name"]: row["state"] for row in document["jobs"] if row["state"] != "done"}
     several = any("algorithm" in row["choices"] for row in rows)

@@ -26,17 +26,17 @@ def sentences(results: Results) -> list[str]:
     for method in results.methods:
         joined = join(results, method)
         if joined:
-            said.append(_headline(joined, quality, results.what))
+            said.append(_headline(joined, quality, results))
             told += [speed for _, speed in joined]
     said += filter(None, (_kept(quality, results.what, s) for s in dict.fromkeys(c.setting for c in quality)))
     if quality and not results.search:
         said.append(_ranking(quality, results.what))
     timed = [cell for cell in results.cells if cell.speedup is not None]
-    said += [_speed(cell) for cell in timed if cell not in told]
+    said += [_speed(cell, results.pair) for cell in timed if cell not in told]
     alone = [cell for cell in results.cells if cell.exclusive]
     if not timed:
         said.append(
-            _fastest(alone)
+            _fastest(alone, results.pair)
             if len(alone) > 1
             else "No speed is reported: no two jobs ran on Ray and alone on the machine (sweep.timing=exclusive)."
         )
@@ -58,7 +58,7 @@ def join(results: Results, method: str) -> list[tuple[Cell, Cell]]:
     return sorted(found, key=lambda pair: pair[0].staleness.mean)
 
 
-def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], what: str) -> str:
+def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], results: Results) -> str:
     """``lag 4 with tis keeps 99 ± 2% of the reward at 1.6 ± 0.1 times the speed of sync; at lag 16 it loses ...``"""
     first = joined[0][0]
     of_method = "" if first.method == ONLY_METHOD else f" with {first.method}"
@@ -66,7 +66,7 @@ def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], what
     for cell, speed in joined:
         assert speed.speedup is not None
         whole = cell is first
-        words = f"{_place(cell)}{of_method if whole else ''} {_share(cell)}{f' of the {what}' if whole else ''}"
+        words = f"{_place(cell)}{of_method if whole else ''} {_share(cell)}{f' of the {results.what}' if whole else ''}"
         parts.append(f"{words} at {speed.speedup.text(digits=2)} times the speed{' of sync' if whole else ''}")
     stale = max(
         (c for c in quality if c.method == first.method and c.kept), key=lambda c: c.staleness.mean, default=first
@@ -80,7 +80,7 @@ def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], what
     seeds = min(cell.kept.count for cell, _ in joined if cell.kept is not None)
     return (
         f"{'; '.join(parts)} (quality: {_count(seeds, 'seed')}; speed: async at that bound, "
-        f"{_count(pairs, 'alternated pair')}, each alone on the machine)."
+        f"{_count(pairs, results.pair)}, each alone on the machine)."
     )
 
 
@@ -116,12 +116,12 @@ def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
     )
 
 
-def _speed(cell: Cell) -> str:
+def _speed(cell: Cell, pair: str) -> str:
     assert cell.speedup is not None
     of_method = "" if cell.method == ONLY_METHOD else f" ({cell.method})"
     return (
         f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
-        f"sync ({_count(cell.speedup.count, 'alternated pair')}, each alone on the machine)."
+        f"sync ({_count(cell.speedup.count, pair)}, each alone on the machine)."
     )
 
 
@@ -143,7 +143,7 @@ def _ranking(cells: Sequence[Cell], what: str) -> str:
     return f"{what.capitalize()}, the best first: {', '.join(listed)}{more}. The best is {_name(best, cells)}; {clear}."
 
 
-def _fastest(cells: Sequence[Cell]) -> str:
+def _fastest(cells: Sequence[Cell], pair: str) -> str:
     """The training time of configurations that ran alone, without one in sync mode to compare with."""
     best, second, *_ = ordered = sorted(cells, key=lambda cell: cell.seconds.mean)
     listed = [f"{_name(cell, cells)} {cell.seconds.text(digits=1)} s" for cell in ordered[:LISTED]]
@@ -151,7 +151,7 @@ def _fastest(cells: Sequence[Cell]) -> str:
     pairs = paired(best, second, lambda point: point.train_seconds)
     share = Estimate.of([own / other for other, own in pairs]) if pairs else None
     needs = f"needs {share.text(100, 0, '%')} of the time of" if share else "has no seed in common with"
-    ran = f" ({_count(share.count, 'alternated pair')}, each alone on the machine)" if share else ""
+    ran = f" ({_count(share.count, pair)}, each alone on the machine)" if share else ""
     return (
         f"Training time, the fastest first: {', '.join(listed)}{more}. {_name(best, cells)} {needs} "
         f"{_name(second, cells)}{ran}. Speed relative to sync is not reported: no job with async.mode=sync ran alone."

@@ -326,7 +326,9 @@ def test_a_multirun_ends_in_one_report_of_all_and_its_folder_can_be_reported(
     quiet = ("logging.wandb=disabled", "steps=1", "generator.engine=fake", "name=two")
     assert main(["train", "-m", *TINY, *quiet, "seed=0,1"]) == 0
     (sweep,) = (here / "runs" / "two").iterdir()
-    assert f"Report: {sweep}/report/index.html" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"Report: {sweep}/report/index.html" in out
+    assert "(2 seeds)." in out and "No speed is reported" in out
     assert "2 runs, drawn" in (sweep / "report" / "index.html").read_text()
     assert main(["report", str(sweep.parent), "--out", "all"]) == 0
     assert "2 runs, drawn" in (here / "all" / "index.html").read_text()
