@@ -187,7 +187,7 @@ def _in_parts(settings: Mapping[str, Any]) -> bool:
 def _replaced(key: str, was: str, now: str) -> Change:
     """The change of a setting that kept its value but names a file with another content."""
     decision, reason = rule(key)
-    if key.rpartition(".")[2] in ("target", "reward_funcs"):
+    if key.rpartition(".")[2] in ("target", "reward_funcs", "optim", "sinks"):
         decision, reason = NOTE, "its code has changed since the start of the run"
     return Change(f"content of {key}", was, now, decision, reason)
 

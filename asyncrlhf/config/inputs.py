@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.config.source_files import source_files
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.plugins import PICKLED
 
 SAMPLES, SAMPLE_BYTES = 32, 2**20  # of a larger file
 NOTHING = Path(".nothing")
@@ -20,14 +21,20 @@ def digests(config: RunConfig) -> dict[str, str]:
 
     Of a large file its size and 32 samples of 1 MiB are read, spread evenly.
     """
-    return {key: digest for key, path in named_files(config) if (digest := digest_of(path))}
+    found: dict[str, list[str]] = {}
+    for key, path in named_files(config):
+        if digest := digest_of(path):
+            found.setdefault(key, []).append(digest)
+    return {key: of[0] if len(of) == 1 else _short("/".join(of).encode()) for key, of in found.items()}
 
 
 def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """The settings that may name local files, data or code, with their paths, which may not exist."""
+    """The settings that may name local files, data or code, with their paths, which may not exist. Code has a path for
+    its file and one for each module beside it that it imports, directly or not."""
     yield "model.path", _model(config.model.path)
     if config.task.kind == "prompts":
         yield "task.path", Path(config.task.path or NOTHING).expanduser()
+        yield from _code("task.path", config.task.path)
         for name, entry in (config.task.mixture if isinstance(config.task.mixture, Mapping) else {}).items():
             yield f"task.mixture.{name}.path", Path(str(entry.get("path", NOTHING))).expanduser()
     if config.reward.kind == "model":
@@ -36,8 +43,11 @@ def named_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield "reward.judge.model", _model(config.reward.judge.model)
     for name, part in config.reward.sources.items():
         key = config.reward.key(name)
-        yield key if config.reward.reward_funcs else f"{key}.target", _source(part.target)
-    yield "algorithm.loss.target", _source(config.algorithm.loss.target)
+        yield from _code(key if config.reward.reward_funcs else f"{key}.target", part.target)
+    yield from _code("algorithm.loss.target", config.algorithm.loss.target)
+    yield from _code("learner.optim", config.learner.optim)
+    for sink in config.logging.active_sinks:
+        yield from _code("logging.sinks", sink)
 
 
 def _model(path: str) -> Path:
@@ -49,10 +59,12 @@ def _model(path: str) -> Path:
         return NOTHING
 
 
-def _source(target: str) -> Path:
-    """The file of ``package.module:name``, which was imported when the settings were checked."""
-    module = sys.modules.get(target.partition(":")[0])
-    return Path(getattr(module, "__file__", None) or NOTHING)
+def _code(key: str, target: str) -> Iterator[tuple[str, Path]]:
+    if target.startswith(PICKLED):
+        yield key, Path(target.removeprefix(PICKLED))
+    elif ":" in target:
+        for path in source_files(target.partition(":")[0]):
+            yield key, path
 
 
 def digest_of(path: Path) -> str:
@@ -69,6 +81,10 @@ def digest_of(path: Path) -> str:
     except (OSError, ValueError):  # the code that uses it reports the error
         return ""
     return whole.hexdigest()[:16]
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _samples(file: Path) -> Iterator[bytes]:

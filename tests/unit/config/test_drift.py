@@ -14,6 +14,7 @@ from asyncrlhf.config.drift import RULES, Change, drift, rule, shown, told
 from asyncrlhf.config.inputs import SAMPLE_BYTES, SAMPLES, digests
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.settings_list import every_setting
+from asyncrlhf.config.source_files import source_files
 from asyncrlhf.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,3 +146,40 @@ def test_of_a_large_file_samples_are_read(tmp_path: Path) -> None:
         opened.seek(-1, 2)
         opened.write(b"x")
     assert digests(config)["task.path"] != before
+
+
+def test_code_is_compared_with_the_modules_beside_it_that_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    installed = tmp_path / ".venv" / "lib" / "site-packages"
+    for folder in (tmp_path / "drift_parts", installed):
+        folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(installed)
+    files = {
+        "drift_reward.py": "import json, numpy, drift_installed\nfrom drift_parts.used import ONE\ndef f(): ...\n",
+        "drift_parts/__init__.py": "",
+        "drift_parts/used.py": "from . import deeper\nONE = 1\n",
+        "drift_parts/deeper.py": "import drift_reward  # a circle\n",
+        "drift_parts/unused.py": "",
+        ".venv/lib/site-packages/drift_installed.py": "import drift_neighbour\n",
+        ".venv/lib/site-packages/drift_neighbour.py": "",
+        "drift_optim.py": "class Mine: ...\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    config = load_config(["reward.kind=python", "reward.target=drift_reward:f", "learner.optim=drift_optim:Mine"])
+    held = digests(config)
+    changed = {}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "# more\n")
+        found = digests(config)
+        changed[name] = {key for key in found if found[key] != held[key]}
+        held = found
+    noticed = {"drift_reward.py", "drift_parts/__init__.py", "drift_parts/used.py", "drift_parts/deeper.py"}
+    assert {name for name, keys in changed.items() if keys == {"reward.target"}} == noticed
+    assert changed["drift_optim.py"] == {"learner.optim"}
+    assert changed["drift_parts/unused.py"] == changed[".venv/lib/site-packages/drift_installed.py"] == set()
+    assert source_files("drift_installed") == [installed / "drift_installed.py"]
+    (change,) = drift(to_plain(config), config, held={"reward.target": "before"}, found=held)
+    assert change.decision == "note"

@@ -135,19 +135,32 @@ def test_a_sweep_takes_up_what_was_done_and_names_what_changed(tmp_path: Path) -
     assert read_sweep(tmp_path)["jobs"][1]["state"] == "interrupted"
 
 
-@pytest.mark.parametrize("changed", ["mixture", "nested", "reward", "source", "version", "commit"])
+CODE = ("reward", "helper", "deep", "sink", "sink_helper")
+
+
+@pytest.mark.parametrize("changed", ["mixture", "nested", *CODE, "source", "version", "commit"])
 def test_each_change_of_code_or_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "saved" / "train").mkdir(parents=True)
     files = {"mixture": "mixed.jsonl", "nested": "saved/train/rows.txt", "reward": "sweep_reward.py"}
+    files |= {"helper": "reward_parts/units.py", "deep": "reward_parts/tables.py"}
+    files |= {"sink": "sweep_sink.py", "sink_helper": "sink_format.py"}
+    (tmp_path / "reward_parts").mkdir()
+    (tmp_path / files["helper"]).write_text("def one():\n    from .tables import ONE\n    return ONE\n")
+    (tmp_path / files["deep"]).write_text("ONE = 1.0\n")
+    (tmp_path / files["sink"]).write_text("import sink_format\nclass Mine:\n    ...\n")
+    (tmp_path / files["sink_helper"]).write_text("")
     (tmp_path / files["mixture"]).write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / files["nested"]).write_text("rows")
-    (tmp_path / files["reward"]).write_text("def f(completions, **columns):\n    return [0.0]\n")
+    (tmp_path / files["reward"]).write_text(
+        "from reward_parts import units\ndef f(completions, **columns):\n    return [units.one()]\n"
+    )
     monkeypatch.delitem(sys.modules, "sweep_reward", raising=False)
     importlib.import_module("sweep_reward")  # as first_look does
     parts = f"{{a:{{path:{files['mixture']},weight:1}},b:{{path:saved,weight:1}}}}"
     overrides = ["task=prompts", f"task.mixture={parts}", "reward.kind=python", "reward.target=sweep_reward:f"]
+    overrides.append("logging.sinks=[sweep_sink:Mine]")
     before = SweepRecord(tmp_path / "sweep", plan_sweep(overrides))
     before.folder.mkdir()
     before.join(accept_changed=False)
@@ -161,7 +174,8 @@ def test_each_change_of_code_or_data_is_named(tmp_path: Path, monkeypatch: pytes
     if changed in files:
         with (tmp_path / files[changed]).open("a") as file:
             file.write("\n")
-        words = f"another content of .*{changed if changed == 'reward' else 'mixture'}"
+        setting = "logging.sinks" if "sink" in changed else "reward.target"
+        words = f"another content of .*{f'{setting}={tmp_path / files[changed]}' if changed in CODE else 'mixture'}"
     else:
         words = "another state of the code"
         if changed == "version":
