@@ -25,6 +25,7 @@ from asyncrlhf.sweeps.record import SWEEP_FILE, is_sweep
 from asyncrlhf.sweeps.results import Results, read_results
 from asyncrlhf.sweeps.sentences import sentences
 
+FOLD = '<details{} ontoggle="self.unfold?.(this)"><summary>show</summary>{}</details>'
 FEW = 8  # series: with more, raw values and seeds behind the lines would hide them
 
 
@@ -136,13 +137,14 @@ def _run_by_run(runs: Sequence[Run]) -> list[Section]:
     """The timelines, then the rollouts, of each run that recorded them; unfolded if there are few."""
     bars, room = timeline.MAX_BARS // min(len(runs), 10), rollouts.MAX_BYTES // len(runs)
     found = [(f"Timeline of {run.label}", timeline.section(run, bars)) for run in runs]
+    charts = sum(bool(html) for _, html in found)
     found += [(f"Rollouts of {run.label}", rollouts.section(run, room)) for run in runs]
     found = [(heading, html) for heading, html in found if html]
-    opened = " open" if len(found) <= 4 else ""
-    # A chart that was drawn in a closed fold has no width.
-    resized = "this.querySelectorAll('.js-plotly-plot').forEach((chart) => Plotly.Plots.resize(chart))"
-    fold = '<details{} ontoggle="{}"><summary>show</summary>{}</details>'
-    return [Section(heading, html=fold.format(opened, resized, html)) for heading, html in found]
+    if len(found) <= 4:
+        return [Section(heading, html=FOLD.format(" open", html)) for heading, html in found]
+    # A closed timeline is drawn when it is opened: all of them at once take longer than the curves.
+    closed = [f"<template>{html}</template>" if n < charts else html for n, (_, html) in enumerate(found)]
+    return [Section(heading, html=FOLD.format("", html)) for (heading, _), html in zip(found, closed, strict=True)]
 
 
 def _findings(sweeps: Sequence[Results]) -> list[str]:

@@ -119,3 +119,12 @@ document.querySelector("nav").addEventListener("dblclick", event => {
   filter();
 });
 drawAll();
+
+// A fold's content that was kept as a template is drawn now: its scripts run as it is inserted.
+function unfold(fold) {
+  const kept = fold.querySelector("template");
+  if (kept) kept.replaceWith(document.importNode(kept.content, true));
+  // A chart that was drawn in a closed fold has no width.
+  for (const chart of fold.querySelectorAll(".js-plotly-plot")) Plotly.Plots.resize(chart);
+}
+for (const fold of document.querySelectorAll("details[open]")) unfold(fold); // opened before this script was read

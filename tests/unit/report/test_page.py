@@ -161,3 +161,19 @@ def test_the_axis_switch_changes_every_curve(browser: Browser, pages: dict[str, 
     assert len(seen[0]) > 20
     assert [title for title in seen[0] if len({round(ends[title], 3) for ends in seen}) < len(seen)] == []
     assert browser.errors == []
+
+
+def test_a_closed_timeline_is_drawn_when_it_is_opened(browser: Browser, tmp_path: Path) -> None:
+    runs = [full_run(tmp_path / f"r{seed}", seed=seed) for seed in range(5)]
+    for run in runs:
+        write_timeline(run, 12)
+    opened(browser, build_report(runs, tmp_path / "out"))
+    bars = "[...document.querySelectorAll('.timeline .js-plotly-plot .bars path')].length"
+    assert browser.evaluate("document.querySelectorAll('details').length") == 5
+    assert browser.evaluate("document.querySelectorAll('.timeline').length") == 0
+    browser.evaluate("document.querySelectorAll('summary')[3].click()")
+    browser.wait_for(f"{bars} === 12")
+    assert browser.evaluate("document.querySelector('.timeline .js-plotly-plot').getBoundingClientRect().width") > 600
+    for _ in range(2):  # closed and opened again, it stays
+        browser.evaluate("document.querySelectorAll('summary')[3].click()")
+    assert browser.evaluate(bars) == 12 and browser.errors == []
