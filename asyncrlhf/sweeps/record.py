@@ -100,10 +100,10 @@ class SweepRecord:
 
     def _look_again(self, job: JobRecord) -> None:
         """A command that was killed left the state ``running``: take the state from the job's own summary."""
-        summary = read_summary(self.folder / job.folder) if job.folder else None
         if job.state == "running":
-            done = summary is not None and summary.get("exit_reason") == "done"
-            job.state, job.note = ("done", "") if done else ("interrupted", "the sweep was killed while it ran")
+            job.state = after_a_kill(self.folder / job.folder)
+            job.note = "" if job.state == "done" else "the sweep was killed while it ran"
+        summary = read_summary(self.folder / job.folder) if job.folder else None
         if job.state == "done" and summary is None:
             job.state, job.note = "pending", ""  # its folder was removed
 
@@ -189,6 +189,20 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def after_a_kill(run_dir: Path) -> str:
+    """The state of a job that a killed command left as ``running``."""
+    return "done" if (read_summary(run_dir) or {}).get("exit_reason") == "done" else "interrupted"
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether a command runs the sweep now, or may run it: a folder of another user cannot be locked."""
+    try:
+        with owned(folder):
+            return False
+    except (ConfigError, OSError):
+        return True
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
-from asyncrlhf.sweeps.record import read_summary, read_sweep
+from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_summary, read_sweep
 from asyncrlhf.sweeps.search import objective
 
 # Settings that affect staleness. All other choices are the method, which is compared.
@@ -130,7 +130,12 @@ class Results:
 
 def read_results(folder: Path) -> Results:
     """Raises ConfigError for a folder without a readable ``sweep.json``."""
-    return results_of(folder, read_sweep(folder))
+    document = read_sweep(folder)
+    left = [row for row in document["jobs"] if row["state"] == "running"]
+    if left and not is_owned(folder):
+        for row in left:
+            row["state"] = after_a_kill(folder / row["folder"])
+    return results_of(folder, document)
 
 
 def results_of(folder: Path, document: dict[str, Any]) -> Results:

@@ -151,7 +151,7 @@ def _run(order: Order) -> Answer:
     try:
         state, note = _train(order)
     except KeyboardInterrupt:
-        state, note = "interrupted", ""
+        state, note = "interrupted", "it had not begun to train"
     except Exception as error:  # whatever it is, it is this job's end and no other's
         import traceback
 
@@ -189,4 +189,5 @@ def _train(order: Order) -> tuple[str, str]:
     summary = train(config)
     print(plain_words(summary))
     reason = str(summary["exit_reason"])
-    return ("done", "") if reason == "done" else ("interrupted", "")
+    reached = f"{summary['steps']} of {summary['steps_planned']} steps were done"
+    return ("done", "") if reason == "done" else ("interrupted", reached)

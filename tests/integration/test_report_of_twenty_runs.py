@@ -22,6 +22,7 @@ SMALL = (
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 def test_twenty_configurations_are_drawn_in_ten_seconds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "asyncrlhf", "sweep", *SMALL, "async.lag=range(0,10)", "algorithm=grpo,tis"]

@@ -106,6 +106,7 @@ def headline(folder: Path, jobs: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 def test_the_quick_sweep_ends_in_time_with_the_sentence_of_its_raw_records(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
     watch.start()

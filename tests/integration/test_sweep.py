@@ -110,6 +110,9 @@ def test_jobs_that_fail_die_or_are_interrupted_stop_no_other_and_alone_are_run_a
     states = {name: job["state"] for name, job in by_name.items()}
     assert states == {"length": "done", "fails": "failed", "killed": "interrupted", "interrupted": "interrupted"}
     assert "no such luck" in first.stdout and "signal 9" in first.stdout
+    for job in jobs.values():  # each with its reason, at the end of the output
+        said = f"{job['name']} {job['state']}: {job['note']} (see "
+        assert (said in first.stdout and job["note"] != "") == (job["state"] != "done"), (said, first.stdout)
     kept = (folder / by_name["length"]["folder"] / "metrics.jsonl").stat().st_mtime_ns
 
     (here / "mended").touch()

@@ -16,6 +16,7 @@ from asyncrlhf.report.load import load_runs
 from asyncrlhf.report.page import Canvas, page_axes
 from asyncrlhf.report.series import group_all
 from asyncrlhf.report.sweep import sweep_section, sweep_tables
+from asyncrlhf.sweeps.record import owned
 from asyncrlhf.sweeps.results import Estimate, read_results
 from asyncrlhf.sweeps.sentences import sentences, write_results
 
@@ -323,3 +324,14 @@ def test_several_sweeps_below_a_folder_keep_their_sentences(tmp_path: Path) -> N
     assert "one: lag 4 (staleness 3.6): the run keeps 80% of" in page
     assert "two: lag 4 (staleness 3.6): the run keeps 60% of" in page
     assert "4 runs, drawn" in page and "sweep.json cannot be read" in page
+
+
+def test_jobs_that_a_killed_command_left_running_are_interrupted(tmp_path: Path) -> None:
+    jobs = quality_jobs(tmp_path)
+    for job in jobs[:2]:
+        job["state"] = "running"
+    (tmp_path / jobs[0]["folder"] / "summary.json").unlink()  # the other one ended before the record said so
+    write(tmp_path, jobs)
+    with owned(tmp_path):
+        assert read_results(tmp_path).left_out == dict.fromkeys((job["name"] for job in jobs[:2]), "running")
+    assert read_results(tmp_path).left_out == {jobs[0]["name"]: "interrupted"}
