@@ -21,6 +21,8 @@ from asyncrlhf.redaction import redact
 
 _ID_FILE = "run-id.txt"
 _QUIET: dict[str, Any] = {"silent": True, "console": "off", "save_code": False}
+INIT_TIMEOUT = 20.0  # seconds that it may try to reach its server at a run's start
+FINISH_TIMEOUT = 60.0  # seconds that W&B's own process may send after a run's end
 _TRYING_AGAIN = (b"retrying", b"giving up")  # of W&B's own log, when it does not reach its server
 COMPLETION_COLUMNS = ("prompt", "response", "reward", "staleness", "consumed_at_version", "state", "extra")
 
@@ -43,24 +45,28 @@ class WandbSink:
     def start(self, run: RunFacts) -> None:
         import wandb  # a second of imports that a run without W&B need not pay
 
-        self._wandb, self._table, self._facts = wandb, wandb.Table, run
+        self._wandb, self._table, self._error, self._facts = wandb, wandb.Table, wandb.Error, run
         self._tables = _NewParts(run.run_dir / ROLLOUTS_FOLDER, self._logging.wandb_completions)
         mode = self._logging.wandb
         wandb.setup(wandb.Settings(**{**_QUIET, "mode": mode}))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             mode = "offline"
             run.say("logging.wandb=online, but no W&B login was found: this run is recorded offline.")
+        cause = ""
         try:
             self._run = self._init(mode)
         except wandb.Error as error:
             if mode == "offline":
                 raise
             cause = " ".join(str(error).split())
-            run.say(f"W&B could not be reached ({cause}): this run is recorded offline; {self._how_to_send()}")
             wandb.teardown()  # its process holds the run's id until it ends
             mode = "offline"
             self._run = self._init(mode)
         self._online = mode == "online"
+        # Without its option, `wandb sync` passes over what was begun online.
+        self._sync = f"wandb sync {'--include-online ' * self._online}{self._run.settings.sync_dir}"
+        if cause:
+            run.say(f"W&B could not be reached ({cause}): this run is recorded offline; {self._how_to_send()}")
         self._run.define_metric("step", hidden=True)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -68,18 +74,19 @@ class WandbSink:
         for name in row.keys() - self._defined:
             self._run.define_metric(name, step_metric="step")
             self._defined.add(name)
-        self._run.log(row | self._completions(), step=int(metrics["step"]))
+        self._run.log(row, step=int(metrics["step"]))
         self._look_at_the_network()
+        self._log_completions(self._run, int(metrics["step"]))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary, last completions and model, then end the run and W&B's own process."""
         run, wandb, self._run, self._wandb = self._run, self._wandb, None, None
         try:
             if run is not None:
-                run.log(self._completions())
-                self._hand_in_model(run, wandb)
                 run.summary.update(dict(summary))
                 self._look_at_the_network(run)
+                self._log_completions(run)
+                self._hand_in_model(run, wandb)
                 run.finish(exit_code=0 if summary.get("exit_reason") == "done" else 1)
         except TimeoutError:
             self._facts.say(f"W&B's server had not received everything at the run's end; {self._how_to_send()}")
@@ -102,7 +109,8 @@ class WandbSink:
         # W&B notes the command line beside the machine's facts; one that holds a secret is not for it.
         command = " ".join(sys.argv)
         private = redact(command) != command
-        run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:8]
+        resumed = id_file.exists()
+        run_id = id_file.read_text().strip() if resumed else uuid.uuid4().hex[:8]
         id_file.write_text(run_id + "\n")
         return self._wandb.init(
             entity=logging.wandb_entity or None,
@@ -113,22 +121,36 @@ class WandbSink:
             tags=logging.wandb_tags or None,
             notes=logging.wandb_notes or None,
             id=run_id,
-            resume="allow" if mode == "online" else None,
+            resume="allow" if resumed else None,  # offline, too: else `wandb sync` would replace the parts before
             dir=str(facts.run_dir),
             config=dict(facts.config),
             mode=mode,
             settings=self._wandb.Settings(
-                init_timeout=20, finish_timeout=60, finish_timeout_raises=True, x_disable_meta=private, **_QUIET
+                init_timeout=INIT_TIMEOUT,
+                finish_timeout=FINISH_TIMEOUT,
+                finish_timeout_raises=True,
+                x_disable_meta=private,
+                **_QUIET,
             ),
         )
 
-    def _completions(self) -> dict[str, Any]:
-        """A table of the first rollouts of the newest Parquet file, if there is a new one."""
-        rows = self._tables.newest()
-        return {"completions": self._table(columns=list(COMPLETION_COLUMNS), data=rows)} if rows else {}
+    def _log_completions(self, run: Any, step: int | None = None) -> None:
+        """A table of the first rollouts of the newest Parquet file, if there is a new one. W&B asks its server about a
+        table, and waits or fails without one: the metrics are logged before, and no table while it is not reached."""
+        if self._unreached or not (rows := self._tables.newest()):
+            return
+        try:
+            run.log({"completions": self._table(columns=list(COMPLETION_COLUMNS), data=rows)}, step=step)
+        except self._error:
+            self._tell_unreached()
 
     def _hand_in_model(self, run: Any, wandb: Any) -> None:
         if not self._logging.wandb_model:
+            return
+        if self._unreached:
+            self._facts.say(
+                "logging.wandb_model=true, but W&B's server is not reached: the model stays in checkpoints/."
+            )
             return
         found = list_checkpoints(self._facts.run_dir)
         if not found:
@@ -154,11 +176,14 @@ class WandbSink:
             new = file.read().lower()
             self._log_read = file.tell()
         if any(word in new for word in _TRYING_AGAIN):
-            self._unreached = True
-            self._facts.say(f"W&B's server is not reached; the run continues recording, and {self._how_to_send()}")
+            self._tell_unreached()
+
+    def _tell_unreached(self) -> None:
+        self._unreached = True
+        self._facts.say(f"W&B's server is not reached; the run continues recording, and {self._how_to_send()}")
 
     def _how_to_send(self) -> str:
-        return f"nothing is lost: wandb sync --append {self._facts.run_dir}/wandb/*run-* sends it later."
+        return f"nothing is lost: {self._sync} sends it later."
 
 
 class _NewParts:

@@ -7,19 +7,25 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from asyncrlhf.config.environment_config import LoggingConfig
+from asyncrlhf.records import wandb_sink
 from asyncrlhf.records.metric_names import OF_THE_ALGORITHM, section_of, titled
 from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.records.sinks import Sinks
 from tests.loop import FAKE, Finished, run
 from tests.processes import lives
 from tests.wandb_file import axes, history, records, run_of
+from tests.wandb_server import WandbServer
 
 ROOT = Path(__file__).resolve().parents[3]
 LOGGED = (
@@ -144,6 +150,7 @@ def test_trouble_with_wandb_never_reaches_the_run(tmp_path: Path, monkeypatch: p
         raise ConnectionError("no route to host")
 
     class Run:
+        settings = wandb.Settings()
         summary: dict[str, Any] = {}  # noqa: RUF012
 
         def define_metric(self, *_: Any, **__: Any) -> None: ...
@@ -211,6 +218,7 @@ def test_a_server_that_is_not_reached_is_told_of_once(tmp_path: Path, monkeypatc
 
     class Settings:
         log_internal = str(log)
+        sync_dir = "run/wandb/run-1"
 
     class Run:
         settings = Settings()
@@ -234,8 +242,91 @@ def test_a_server_that_is_not_reached_is_told_of_once(tmp_path: Path, monkeypatc
         sinks.log({"step": step})
     said = sinks.finish({})["wandb"]
     assert len(said) == 2 and "is not reached" in said[0] and "had not received everything" in said[1]
-    assert all("nothing is lost: wandb sync --append" in sentence for sentence in said)
+    assert all("nothing is lost: wandb sync --include-online run/wandb/run-1 " in sentence for sentence in said)
 
 
 def test_metrics_of_the_resumed_run_are_whole(logged: Finished) -> None:
     assert [row["step"] for row in read_metrics(logged.folder / "metrics.jsonl")] == list(range(1, 9))
+
+
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    found = WandbServer()
+    yield found
+    found.kill()
+
+
+def synced(command: list[str], server: WandbServer) -> None:
+    """Run W&B's own command, which reads the files with W&B's own reader."""
+    words = [str(Path(sys.executable).with_name("wandb")), *command[1:]]
+    done = subprocess.run(words, env={**os.environ, **server.environment}, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wandb_itself_sends_every_metric_of_a_resumed_run(logged: Finished, server: WandbServer) -> None:
+    """The documented command; the second part must not replace the first one's lines."""
+    parts = [str(path.parent) for path in files(logged.folder)]
+    synced(["wandb", "sync", "--include-synced", "--entity", "me", *parts], server)
+    ((run_id, sent),) = server.history.items()
+    assert [row["step"] for _, row in sorted(sent.items())] == list(range(9))
+    for line in logged.metrics:
+        row = next(row for row in sent.values() if row["step"] == line["step"])
+        for name, value in line.items():
+            assert value is None or row[titled(name)] == pytest.approx(value), name
+    made = server.runs[run_id]
+    assert (made["groupName"], made["jobType"], made["notes"]) == ("study", "quality", "a, b")
+    assert made["tags"] == ["lag=2", "seed=0"] and made["displayName"].endswith("/lag-2")
+
+
+@pytest.mark.thorough
+def test_nothing_is_lost_if_the_network_fails_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: WandbServer
+) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(wandb_sink, "FINISH_TIMEOUT", 2.0)
+    monkeypatch.setattr(wandb_sink, "_TRYING_AGAIN", ())  # a table is tried before W&B's own log tells of the network
+    table = pa.Table.from_pylist([dict.fromkeys(wandb_sink.COMPLETION_COLUMNS)])
+    rollouts = tmp_path / "run" / "rollouts"
+    rollouts.mkdir(parents=True)
+    sinks = Sinks(tmp_path / "run", {}, LoggingConfig(wandb="online"))
+    sinks.log({"step": 1, "loss": 0.5})
+    limit = time.monotonic() + 60
+    while not server.runs:
+        assert time.monotonic() < limit, "W&B has not begun"
+        time.sleep(0.05)
+    server.kill()
+    pq.write_table(table, rollouts / "part-000.parquet")
+    for step in range(2, 5):
+        sinks.log({"step": step, "loss": 0.5 / step})
+    said = sinks.finish({"exit_reason": "done"})["wandb"]
+    assert "W&B's server is not reached" in said[0] and not any("stopped recording" in sentence for sentence in said)
+    command = said[0].split("nothing is lost: ")[1].removesuffix(" sends it later.").split()
+    back = WandbServer()
+    try:
+        synced(command, back)
+        (sent,) = back.history.values()
+    finally:
+        back.kill()
+    assert {row["step"]: row["policy/loss"] for row in sent.values()} == {s: 0.5 / s for s in range(1, 5)}
+
+
+def test_a_server_that_is_not_there_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = WandbServer()
+    gone.kill()
+    for name, value in gone.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(wandb_sink, "INIT_TIMEOUT", 3.0)
+    sinks = Sinks(tmp_path / "run", {}, LoggingConfig(wandb="online"))
+    sinks.log({"step": 1, "loss": 0.5})
+    (sentence,) = sinks.finish({"exit_reason": "done"})["wandb"]
+    assert "could not be reached" in sentence and "recorded offline" in sentence
+    (file,) = files(tmp_path / "run")
+    assert f"nothing is lost: wandb sync {file.parent} sends it later." in sentence
+    back = WandbServer()
+    try:
+        synced(["wandb", "sync", str(file.parent)], back)
+        (sent,) = back.history.values()
+    finally:
+        back.kill()
+    assert [row["policy/loss"] for row in sent.values()] == [0.5]
