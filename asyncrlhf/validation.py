@@ -11,8 +11,8 @@ from dataclasses import field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import BooleanNode, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from asyncrlhf.errors import ConfigError
 
@@ -45,6 +45,33 @@ def group(schema: type[Group], about: str) -> Group:
     """A field for a group of settings, all at their defaults."""
     made: Any = field(default_factory=schema, metadata={"about": about})
     return cast(Group, made)
+
+
+class _Boolean(BooleanNode):
+    """A true-or-false setting that takes 0 and 1, and no other number, which OmegaConf takes for true."""
+
+    def _validate_and_convert_impl(self, value: Any) -> bool:
+        number = str(value).strip().lstrip("+-")
+        if not isinstance(value, bool) and number.isdecimal() and str(value).strip() not in ("0", "1"):
+            raise ValidationError(f"Value '{value}' is not a valid bool (type {type(value).__name__})")
+        return super()._validate_and_convert_impl(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Boolean:
+        copied = super().__deepcopy__(memo)
+        copied.__class__ = _Boolean
+        return cast(_Boolean, copied)
+
+
+def editable(config: DictConfig) -> DictConfig:
+    """``config``, made by OmegaConf of frozen dataclasses and thus read-only, as one that overrides may change and
+    whose booleans are :class:`_Boolean`."""
+    OmegaConf.set_readonly(config, False)
+    for child in [config._get_node(key) for key in config] if not config._is_none() else []:
+        if isinstance(child, DictConfig):
+            editable(child)
+        elif type(child) is BooleanNode:
+            child.__class__ = _Boolean
+    return config
 
 
 def check_settings(where: str, settings: object) -> None:
@@ -168,8 +195,7 @@ def overlay(base: Settings, changes: Mapping[str, Any], where: str) -> Settings:
         if is_dataclass(own) and isinstance(value, Mapping):
             base = replace(base, **{key: overlay(own, value, f"{where}.{key}")})  # type: ignore[type-var]
             continue
-        node = OmegaConf.structured(base)
-        OmegaConf.set_readonly(node, False)
+        node = editable(OmegaConf.structured(base))
         try:
             base = OmegaConf.to_object(OmegaConf.merge(node, {key: value}))  # type: ignore[assignment]
         except OmegaConfBaseException as error:

@@ -29,6 +29,9 @@ USAGE = {
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, usage=USAGE[prog.split()[-1]])
+
     def error(self, message: str) -> NoReturn:
         """Print one sentence about the error instead of a usage text."""
         raise ConfigError(f"{self.prog.split()[-1]}: {message}; write {USAGE[self.prog.split()[-1]]}.")

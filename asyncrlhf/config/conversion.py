@@ -16,6 +16,7 @@ from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.config.sentences import omegaconf_sentence, unknown_key
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.redaction import learn_secrets, redacted
+from asyncrlhf.validation import editable
 
 
 @cache
@@ -27,17 +28,8 @@ def register_schema() -> None:
 
 @cache
 def _schema() -> DictConfig:
-    """The typed defaults, to be copied and not changed (building them takes a quarter of composing a config).
-
-    From frozen dataclasses OmegaConf would make a read-only config, which no override could change.
-    """
-    schema: DictConfig = OmegaConf.structured(RunConfig)
-    pending: list[Any] = [schema]
-    while pending:
-        node = pending.pop()
-        OmegaConf.set_readonly(node, False)
-        pending.extend(child for child in node.values() if isinstance(child, DictConfig))
-    return schema
+    """The typed defaults, to be copied and not changed (building them takes a quarter of composing a config)."""
+    return editable(OmegaConf.structured(RunConfig))
 
 
 def _yaml_name(name: str) -> str:
@@ -76,8 +68,7 @@ def _plain_schema() -> DictConfig:
     types = get_type_hints(RunConfig)
     plain = [f for f in fields(RunConfig) if not is_dataclass(types[f.name])]
     alone = [(f.name, types[f.name], field(default=f.default)) for f in plain]
-    schema: DictConfig = OmegaConf.structured(make_dataclass("PlainSettings", alone))
-    return schema
+    return editable(OmegaConf.structured(make_dataclass("PlainSettings", alone)))
 
 
 def to_plain(config: RunConfig, *, whole: bool = False) -> dict[str, Any]:

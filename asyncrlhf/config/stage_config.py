@@ -84,7 +84,9 @@ NOISES = ("none", "bradley_terry", "flip")
 class PreferencesConfig:
     """Pairs of the model's own answers; an answer is in at most one pair, and pairs of equal reward are dropped."""
 
-    num_prompts: int = setting(512, "Number of training prompts to answer.", low=1, high=10**8)
+    num_prompts: int | None = setting(
+        None, "Number of training prompts to answer; null: 512, or all of them if there are fewer.", low=1, high=10**8
+    )
     num_generations: int = setting(4, "Answers a prompt.", low=2, high=10**5)
     noise: str = setting(
         "none",

@@ -26,7 +26,10 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
     spans = _columns(run_dir, "spans", "timeline (logging.spans)")
     metrics = [row for row in _metrics(run_dir) if row["step"] > WARM_UP]
     if len(metrics) < WARM_UP:
-        raise ValueError(f"{run_dir} has {len(metrics)} steps after the first {WARM_UP}; {WARM_UP} are needed.")
+        raise ValueError(
+            f"{run_dir} is too short: costs need at least {WARM_UP} steps after the first {WARM_UP}, and it "
+            f"has {len(metrics)}; train for steps={2 * WARM_UP} or more."
+        )
     began = metrics[0]["wall_time"]
     late = spans["start"] >= began
     kinds, parts, passed = spans["kind"], spans["part"].astype(str), spans["end"] - spans["start"]

@@ -27,6 +27,7 @@ from asyncrlhf.types import Prompt, Rollout
 
 PREFERENCES_FILE = "preferences.jsonl"
 LABEL_STREAM = 1  # added to the seed, so that labels and answers share no random draws
+MOST_PROMPTS = 512  # without preferences.num_prompts
 DRAWS_A_PROMPT = 50  # after so many repeated prompts the task has no more
 
 
@@ -93,15 +94,16 @@ def run_preferences(config: RunConfig) -> dict[str, Any]:
     return summary
 
 
-def draw_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """``count`` prompts with different texts; raises ConfigError for a source that has fewer."""
+def draw_prompts(source: PromptSource, given: int | None) -> list[Prompt]:
+    """``given`` prompts with different texts, or ConfigError for a source that has fewer. None: up to 512."""
+    count = MOST_PROMPTS if given is None else given
     found: dict[str, Prompt] = {}
     repeats = 0
     while len(found) < count and repeats < DRAWS_A_PROMPT * (len(found) + 1):
         prompt = source.next()
         repeats += prompt.text in found
         found.setdefault(prompt.text, prompt)
-    if len(found) < count:
+    if len(found) < count and given is not None:
         raise ConfigError(
             f"preferences.num_prompts={count} is more than the task's training prompts; allowed: at most {len(found)}."
         )

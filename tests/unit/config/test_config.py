@@ -6,8 +6,10 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -25,6 +27,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # What is typed after `asyncrlhf train`, and the words that the one sentence must have.
 NONSENSE = [
+    ("learner.gradient_checkpointing=3", ["learner.gradient_checkpointing=3 is of the wrong kind; allowed: true or"]),
+    ("checkpoint.at_end=-1", ["checkpoint.at_end=-1 is of the wrong kind; allowed: true or false."]),
+    ("async.adaptive='2'", ["async.adaptive=2 is of the wrong kind; allowed: true or false."]),
+    ("generator.groups={a:{vllm:{enable_lora:3}}}", ["generator.groups.a.vllm.enable_lora=3 is of the wrong kind"]),
     ("stpes=5", ["stpes is not a setting", "did you mean steps?", "batch_size"]),
     ("async.max_stalenes=1", ["did you mean async.max_staleness?", "allowed in async: adapt_every, "]),
     ("generator.fake.latency_sgma=1", ["did you mean generator.fake.latency_sigma?"]),
@@ -320,3 +326,23 @@ def test_a_tilde_in_run_dir_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, 
     """Otherwise libraries that write the records would expand it, and the run's other files would lie elsewhere."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_config(["run_dir='~/a/run'"]).run_dir == str(tmp_path / "a" / "run")
+
+
+def booleans(part: Any, prefix: str = "") -> Iterator[str]:
+    hints = get_type_hints(type(part))
+    for declared in fields(part):
+        name, value = f"{prefix}{declared.name.removesuffix('_')}", getattr(part, declared.name)
+        if is_dataclass(value):
+            yield from booleans(value, f"{name}.")
+        elif hints[declared.name] in (bool, bool | None):
+            yield name
+
+
+def test_no_true_or_false_setting_takes_a_number_besides_0_and_1() -> None:
+    names = list(booleans(RunConfig()))
+    assert len(names) > 30
+    for name in names:
+        with pytest.raises(ConfigError, match=f"{name}=3 is of the wrong kind; allowed: true or false."):
+            load_config([f"{name}=3"])
+    assert load_config(["checkpoint.at_end=0"]).checkpoint.at_end is False
+    assert load_config(["checkpoint.at_end=1"]).checkpoint.at_end is True

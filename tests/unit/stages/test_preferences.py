@@ -100,6 +100,7 @@ def test_prompts_are_all_different_and_a_task_that_has_fewer_says_so() -> None:
     assert not set(texts) & {prompt.text for prompt in task.heldout()}
     with pytest.raises(ConfigError, match=rf"num_prompts={everything + 1} .*at most {everything}\.$"):
         draw_prompts(task.train_source(0), everything + 1)
+    assert len(draw_prompts(task.train_source(0), None)) == everything
 
 
 def test_the_stage_leaves_pairs_that_trl_reads_and_a_summary(tmp_path: Path) -> None:
