@@ -29,7 +29,6 @@ from asyncrlhf.records.rollout_tokens import TokenRecord, sampled
 from asyncrlhf.records.spans import SHORT_WAIT, Lane, SpanBatch
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.build_transport import build_sender, lay_out
-from asyncrlhf.transport.manifest import ShardedParams, take_part
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.transport.sender import WeightSender
 from asyncrlhf.transport.weights_config import WeightsConfig
@@ -85,9 +84,10 @@ class LearnerWorker:
         from asyncrlhf.learner.asleep import RankSleep
         from asyncrlhf.learner.distributed import init_process_group
         from asyncrlhf.learner.torch_backend import TorchBackend
+        from asyncrlhf.transport.shard_snapshot import ShardSnapshot
 
         self.rank = rank
-        self._model, self._weights = spec.model, spec.weights
+        self._model = spec.model
         # Fields that an empty share would otherwise lack.
         self._no_share = empty_batch(reference=spec.reference_served, values=spec.critic_served)
         device = "cuda" if spec.learner.gpus > 0 else "cpu"
@@ -96,6 +96,10 @@ class LearnerWorker:
         torch.manual_seed(spec.seed)
         self.backend = TorchBackend(spec=spec, **load_models(spec, device), rank=rank, ranks=ranks, device=device)
         self._sleep = RankSleep(self.backend)
+        self._sharded: ShardSnapshot | None = None  # how weights are published that no rank holds whole
+        if (shards := self.backend.shards) is not None:
+            manifest, seconds = lay_out(spec.weights, shards.layout()), spec.weights.timeout_seconds
+            self._sharded = ShardSnapshot(shards, manifest, device, rank=rank, ranks=ranks, seconds=seconds)
         self.sender: WeightSender | None = None
         self._critic_sender: WeightSender | None = None
         if rank == 0:
@@ -147,8 +151,8 @@ class LearnerWorker:
     def snapshot(self, probe: Sequence[np.ndarray] | None) -> Offer:
         """Copy the present weights for publishing, while the next step's passes run; its update waits for the copy.
 
-        Only rank 0 is asked, or all ranks together if they hold shards (``learner.sharded``): then the copy gathers
-        bucket by bucket and is complete when this returns.
+        Only rank 0 is asked, or all ranks together if they hold shards (``learner.sharded``): then each rank has copied
+        its own parts when this returns, and rank 0 gathers them later, during the next steps.
         """
         started = time.monotonic()
         with self._awake():
@@ -157,13 +161,12 @@ class LearnerWorker:
             return Offer(seconds, None if probe is None else self.backend.score(probe))
 
     def _copy(self) -> None:
-        params = self._offered()
         if self.sender is not None:
-            self.sender.begin_snapshot(self.backend.policy_version, params)
+            self.sender.begin_snapshot(self.backend.policy_version, self._offered())
+        elif self._sharded is not None:
+            self._sharded.take()
         if self._critic_sender is not None:
             self._critic_sender.begin_snapshot(self.backend.policy_version, self.backend.critic_parameters())
-        if isinstance(params, ShardedParams):
-            take_part(lay_out(self._weights, params), params) if self.sender is None else self.sender.fence()
 
     def sleep(self) -> int:
         """End the learner's turn on a shared device and offload its tensors. Returns the
@@ -173,7 +176,8 @@ class LearnerWorker:
             self._fence()
         self._sleep.sleep()
         senders = [sender for sender in (self.sender, self._critic_sender) if sender is not None]
-        return self._sleep.kept_bytes(bucket for sender in senders for bucket in sender.buckets.tensors)
+        kept = [bucket for sender in senders for bucket in sender.buckets.memory]
+        return self._sleep.kept_bytes([*kept, *(() if self._sharded is None else self._sharded.parts)])
 
     def wake(self) -> None:
         """Bring the offloaded tensors back, bit for bit."""
@@ -190,8 +194,7 @@ class LearnerWorker:
                 self.sleep()
 
     def _offered(self) -> Mapping[str, torch.Tensor]:
-        shards = self.backend.shards
-        return self.backend.parameters() if shards is None else ShardedParams(shards)
+        return self.backend.parameters() if self._sharded is None else self._sharded
 
     def _fence(self) -> None:
         """Wait until no transfer or save reads the parameters any more."""
@@ -265,6 +268,8 @@ class LearnerWorker:
         for sender in (self.sender, self._critic_sender):
             if sender is not None:
                 sender.close()
+        if self._sharded is not None:
+            self._sharded.close()
 
 
 class LearnerLanes:

@@ -21,6 +21,7 @@ from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.loading import hold_places, in_turn
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
+from asyncrlhf.learner.spans import Part
 from asyncrlhf.learner.state_file import read_state
 from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.updaters import Updater, clip_gradient
@@ -64,6 +65,20 @@ class _Unpacked:
 
     def __call__(self, inputs: PackedInputs, temperature: float) -> TokenFacts:
         return TokenFacts.unstacked(self.engine(inputs, temperature), inputs.kept is not None)
+
+
+class _ZeroShards(Shards):
+    """ZeRO-3 flattens each tensor and gives each rank one range of it, all of one length; the last are padded."""
+
+    def parts(self) -> dict[str, Part]:
+        found = {}
+        for name, parameter in self._model.named_parameters():
+            own: Any = parameter
+            first = min(own.ds_tensor.ds_numel * torch.distributed.get_rank(own.ds_process_group), own.ds_numel)
+            last = min(first + own.ds_tensor.ds_numel, own.ds_numel)
+            values = own.ds_tensor.detach().flatten()[: last - first]
+            found[name] = Part(values, (own.ds_numel,), [[[first, last]] if last > first else []])
+        return found
 
 
 class _StateFiles:
@@ -141,7 +156,7 @@ class DeepSpeedUpdater(Updater):
 
     @property
     def shards(self) -> Shards | None:
-        return Shards(self.model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
+        return _ZeroShards(self.model, self._deepspeed.zero.GatheredParameters) if self._stage == 3 else None
 
     def frozen(self, module: nn.Module) -> Any:
         if self._stage != 3:

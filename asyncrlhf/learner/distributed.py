@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from asyncrlhf.learner.spans import Part, Spans, local_spans
+
 Item = TypeVar("Item")
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 PIECE_BYTES = 2**27  # of whole tensors that a rank holds at once; a single larger tensor is a separate piece
@@ -109,6 +111,7 @@ class Shards:
     ) -> None:
         """``gathered``: a context that gathers these parameters if they are not DTensors (ZeRO-3)."""
         self._model, self._gathered = model, gathered
+        self._spans: dict[str, Spans] = {}  # of DTensors: they stay where they are
 
     def layout(self) -> Mapping[str, torch.Tensor]:
         """Name, shape and dtype of every tensor, on the device ``meta``; nothing is gathered."""
@@ -123,6 +126,16 @@ class Shards:
         parameters = dict(self._model.named_parameters())
         with self._gathered([parameters[name] for name in names]):
             yield {name: whole(parameters[name]) for name in names}
+
+    def parts(self) -> dict[str, Part]:
+        """The present values of this rank's parts; no communication. Several ranks may have the same part."""
+        found = {}
+        for name, parameter in self._model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            if name not in self._spans:
+                self._spans[name] = local_spans(parameter)
+            found[name] = Part(parameter.to_local().detach(), tuple(parameter.shape), self._spans[name])
+        return found
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.learner.distributed import Peers, Shards
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts
 from asyncrlhf.learner.model_fits import check_layers
+from asyncrlhf.learner.spans import Part
 
 Bounds = tuple[int, int]  # the first layer of a stage, and the one after its last
 
@@ -191,6 +192,12 @@ class StageShards(Shards):
             tensors[name] = own[name].detach() if here else torch.empty_like(self._whole[name], device=device)
             dist.broadcast(tensors[name], group=peers.group, group_src=owner)
         yield tensors
+
+    def parts(self) -> dict[str, Part]:
+        own = dict(self._model.named_parameters())
+        mine = [name for name in self._whole if self._stage.owners[name] == self._stage.peers.rank]
+        shapes = {name: tuple(own[name].shape) for name in mine}
+        return {n: Part(own[n].detach(), shape, [[[0, size]] for size in shape]) for n, shape in shapes.items()}
 
 
 def one_forward_one_backward(stage: Stage, inputs: Sequence[PackedInputs | None]) -> Iterator[int]:

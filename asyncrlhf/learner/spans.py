@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,20 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 Spans = list[list[list[int]]]  # for each dimension the runs of the part, in order
 Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a tensor of ``shape``: the ``values`` that ``spans`` select, in their order."""
+
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    spans: Spans
+
+
+def extent(spans: Spans) -> tuple[int, ...]:
+    """The part's own shape."""
+    return tuple(sum(last - first for first, last in runs) for runs in spans)
 
 
 def local_spans(tensor: DTensor) -> Spans:

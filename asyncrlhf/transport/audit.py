@@ -71,6 +71,7 @@ def tensor_digests(params: Mapping[str, torch.Tensor], dtype: torch.dtype | None
         digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
         digest.update(as_bytes(tensor.detach().cpu()).data)
         digests[name] = f"{str(tensor.dtype).removeprefix('torch.')}:{digest.hexdigest()}"
+        del tensor  # before the next one is fetched, with its bucket
     return digests
 
 

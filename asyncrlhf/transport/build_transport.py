@@ -58,8 +58,8 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     cast = _cast(config)
     wire = Wire(cast, config.verifies, config.delta)
     manifest = lay_out(config, params)
-    # A model that no learner rank holds whole must not be whole on the sender's device either.
-    device = torch.device("cpu") if isinstance(params, ShardedParams) else next(iter(params.values())).device
+    sharded = params if isinstance(params, ShardedParams) else None
+    device = next(iter(params.values())).device if sharded is None else sharded.device
     seconds = config.timeout_seconds
     if kind == "local":
         return LocalSender(manifest, wire=wire)
@@ -68,12 +68,13 @@ def build_sender(config: WeightsConfig, runtime: str, params: Mapping[str, torch
     if kind == "cuda_ipc":
         return CudaIpcSender(manifest, "cuda", wire)
     if kind == "object_store":
-        return ObjectStoreSender(manifest, wire=wire)
+        return ObjectStoreSender(manifest, wire, sharded)
     if kind == "disk":
         check(config.disk_path, "weights.transport=disk needs weights.disk_path here; a run has one of its own.")
-        return DiskSender(manifest, Path(config.disk_path), timeout_seconds=seconds, wire=wire)
+        return DiskSender(manifest, Path(config.disk_path), timeout_seconds=seconds, wire=wire, sharded=sharded)
+    rate = config.slowest_mb_s * 1e6
     return CollectiveSender(
-        manifest, timeout_seconds=seconds, device=device, wire=wire, bytes_per_second=config.slowest_mb_s * 1e6
+        manifest, timeout_seconds=seconds, device=device, wire=wire, bytes_per_second=rate, sharded=sharded
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.errors import LearnerLostError, WeightSyncError
+from asyncrlhf.transport.gathered_buckets import GatheredBuckets
 from asyncrlhf.transport.group import (
     BroadcastGroup,
     Line,
@@ -31,7 +33,7 @@ from asyncrlhf.transport.group import (
     own_host,
     split_endpoint,
 )
-from asyncrlhf.transport.manifest import FlatBuckets, entries_by_bucket, manifest_digest, view_of
+from asyncrlhf.transport.manifest import ShardedParams, entries_by_bucket, manifest_digest, view_of
 from asyncrlhf.transport.members import Members, give_up_if
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
 from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
@@ -50,9 +52,9 @@ class CollectiveSender(WeightSender):
 
     def __init__(
         self, manifest: WeightManifest, *, timeout_seconds: float, device: torch.device | str = "cpu",
-        wire: Wire | None = None, bytes_per_second: float = math.inf,
+        wire: Wire | None = None, bytes_per_second: float = math.inf, sharded: ShardedParams | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(manifest, device, wire)
+        super().__init__(manifest, device, wire, sharded)
         self._device = torch.device(device)
         self._timeout_seconds = timeout_seconds
         self._transfer_seconds = timeout_seconds + sum(manifest.bucket_bytes) / bytes_per_second
@@ -112,24 +114,48 @@ class CollectiveSender(WeightSender):
         with self._giving_up(members):
             members.tell({"version": ticket.version, "epoch": ticket.epoch, "buckets": outgoing}, what)
             members.hear("ready", what)
-            members.group.broadcast([self.buckets.tensors[bucket] for bucket in outgoing])
+            self._broadcast(members, outgoing, what)
             members.hear("done", what, self._transfer_seconds)
             members.group.wait()
 
+    def _broadcast(self, members: Members, outgoing: list[int], what: str) -> None:
+        """Start all broadcasts. Of buckets that are fetched for them one exists at a time: the next one is fetched when
+        the one before has been sent."""
+        group = members.group
+        assert group is not None
+        group.broadcast([])
+        deadline = time.monotonic() + self._transfer_seconds
+        for place, bucket in enumerate(outgoing):
+            if place and isinstance(self.buckets, GatheredBuckets):
+                self._end_first(members, what, deadline)
+            group.begin(self.buckets.tensors[bucket])
+
+    def _end_first(self, members: Members, what: str, deadline: float) -> None:
+        """Wait for the oldest broadcast and release its bucket. Raises LostReceiversError."""
+        group = members.group
+        assert group is not None
+        while not group.completed(0):
+            members.watch(what, POLL_SECONDS)
+            if time.monotonic() > deadline:
+                late = f"did not take all buckets within {self._transfer_seconds:.1f} s"
+                give_up_if(dict.fromkeys(members.abort() or members.lines, late), what)
+        try:
+            group.take_first()
+        except RuntimeError as error:  # a receiver ended; its control line tells which
+            members.hear("done", what)
+            raise LostReceiversError(what, {"group": str(error).splitlines()[0]}) from error
+
     def _move_buckets(self, group: BroadcastGroup) -> None:
         """Keep the snapshot where the group reads it: on the GPU for NCCL, on the host for gloo."""
-        if group.device.type == self.buckets.device.type:
-            return
-        old = self.buckets
-        self.buckets = FlatBuckets(self.manifest, group.device, pin_memory=group.device.type == "cpu")
-        self.buckets.copy_buckets(old.tensors)
+        if group.device.type != self.buckets.device.type:
+            self.buckets = self.buckets.moved(group.device)
 
     @contextmanager
     def _giving_up(self, members: Members) -> Iterator[None]:
-        """Within this context, an error that loses a receiver ends its group."""
+        """Within this context, an error ends the group: its receivers do not wait for the rest."""
         try:
             yield
-        except LostReceiversError:
+        except (WeightSyncError, LearnerLostError):
             self._drop(members)
             raise
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.manifest import FlatBuckets, copy_tensors, entries_by_bucket
+from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, copy_tensors, entries_by_bucket
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.sender import WeightSender, Wire
@@ -147,9 +147,10 @@ class DiskSender(WeightSender):
     """
 
     def __init__(
-        self, manifest: WeightManifest, root: Path, *, timeout_seconds: float, wire: Wire | None = None
-    ) -> None:
-        super().__init__(manifest, wire=wire)
+        self, manifest: WeightManifest, root: Path, *, timeout_seconds: float, wire: Wire | None = None,
+        sharded: ShardedParams | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(manifest, wire=wire, sharded=sharded)
         self._root = root
         self._timeout_seconds = timeout_seconds
         self._newest: Path | None = None  # the newest complete version

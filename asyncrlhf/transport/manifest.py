@@ -1,15 +1,14 @@
 """Flat byte buckets: the place of each tensor, zero-copy views, fast copies into them, and their checksums.
 
-Weights that are sharded over the learner's ranks are given by name and shape, and gathered one bucket at a time.
+Weights that are sharded over the learner's ranks are given by name and shape, and fetched one bucket at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,22 +18,14 @@ from numpy.typing import NDArray
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.types import TensorEntry, WeightManifest
 
-if TYPE_CHECKING:
-    from asyncrlhf.learner.distributed import Shards
 
-Names = tuple[str, ...]
+class ShardedParams(Mapping[str, torch.Tensor], ABC):
+    """Used instead of a sender's parameters where no rank holds them whole: tensors without values (on ``meta``), and
+    copies of their values, which the sender fetches one bucket at a time."""
 
-
-class ShardedParams(Mapping[str, torch.Tensor]):
-    """Used instead of a sender's parameters: tensors without values (on ``meta``), and a function that gathers the
-    values.
-
-    Every rank of the learner must gather what the sender's rank gathers: see :func:`take_part`.
-    """
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
-        self._layout = dict(shards.layout())
+    def __init__(self, layout: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
+        """``device``: that of the copies."""
+        self._layout, self.device = dict(layout), torch.device(device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._layout[name]
@@ -45,6 +36,14 @@ class ShardedParams(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._layout)
 
+    @abstractmethod
+    def take(self) -> None:
+        """Copy the present values; returns when they may change again."""
+
+    @abstractmethod
+    def fetch(self, bucket: int, room: torch.Tensor) -> None:
+        """Write a bucket of the values taken last into ``room``, uint8 [bytes] on any device."""
+
 
 def entries_by_bucket(manifest: WeightManifest) -> list[list[TensorEntry]]:
     """The entries of each bucket, in the manifest's order."""
@@ -52,23 +51,6 @@ def entries_by_bucket(manifest: WeightManifest) -> list[list[TensorEntry]]:
     for entry in manifest.tensors:
         found[entry.bucket].append(entry)
     return found
-
-
-def bucket_names(manifest: WeightManifest) -> list[Names]:
-    """The names of each bucket's tensors, in order."""
-    return [tuple(entry.name for entry in entries) for entries in entries_by_bucket(manifest)]
-
-
-def whole(params: Mapping[str, torch.Tensor], names: Names) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-    """The values of ``names``; gathered ones exist only within this context."""
-    return params.shards.gather(names) if isinstance(params, ShardedParams) else nullcontext(params)
-
-
-def take_part(manifest: WeightManifest, params: ShardedParams) -> None:
-    """Called by the ranks without a sender while the sender copies a snapshot of ``manifest``."""
-    for names in bucket_names(manifest):
-        with params.shards.gather(names):
-            pass
 
 
 ALIGNMENT = 16  # bytes; every dtype of torch can be viewed at such an offset
@@ -146,13 +128,18 @@ class FlatBuckets:
         self.manifest = manifest
         self.device = torch.device(device)
         # Zeroed, not empty: the pages are touched here, so that the first copy is as quick as the later ones.
-        self.tensors = tensors or [
+        self.tensors: Sequence[torch.Tensor] = tensors or [
             torch.zeros(size, dtype=torch.uint8, device=self.device, pin_memory=pin_memory)
             for size in manifest.bucket_bytes
         ]
         self._views = {entry.name: view_of(entry, self.tensors[entry.bucket]) for entry in manifest.tensors}
 
-    def views(self) -> dict[str, torch.Tensor]:
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The tensors that are there between two transfers."""
+        return self.tensors
+
+    def views(self) -> Mapping[str, torch.Tensor]:
         """The tensors by name, as views on the buckets."""
         return dict(self._views)
 
@@ -165,10 +152,17 @@ class FlatBuckets:
         difference = tensor_difference(self.manifest, build_manifest(params, 1, cast))
         if difference is not None:
             raise WeightSyncError(f"The parameters do not fit the manifest: {difference}.")
-        everything = [tuple(entry.name for entry in self.manifest.tensors)]
-        for names in bucket_names(self.manifest) if isinstance(params, ShardedParams) else everything:
-            with whole(params, names) as tensors:
-                copy_tensors({name: self._views[name] for name in names}, tensors)
+        if isinstance(params, ShardedParams):
+            for bucket, memory in enumerate(self.tensors):
+                params.fetch(bucket, memory)
+        else:
+            copy_tensors(self._views, params)
+
+    def moved(self, device: torch.device) -> FlatBuckets:
+        """The same content on another device; on a CPU in page-locked memory."""
+        other = FlatBuckets(self.manifest, device, pin_memory=device.type == "cpu")
+        other.copy_buckets(self.tensors)
+        return other
 
     def copy_buckets(
         self, buckets: Sequence[torch.Tensor | NDArray[np.uint8]], indices: Sequence[int] | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 
-from asyncrlhf.transport.group import BroadcastGroup, Line, LineClosedError, Message, collect
+from asyncrlhf.transport.group import GRACE_SECONDS, BroadcastGroup, Line, LineClosedError, Message, collect
 from asyncrlhf.transport.protocol import LostReceiversError
 
 
@@ -30,6 +33,25 @@ class Members:
     def hear(self, kind: str, what: str, seconds: float = 0.0) -> None:
         """Wait until all have sent a message with the key ``kind``."""
         give_up_if(collect(self.lines, kind, seconds or self._seconds), what)
+
+    def watch(self, what: str, seconds: float) -> None:
+        """Wait so long for a loss: for a receiver that ends, or that reports an error before all has been sent."""
+        waiting = [line for line in self.lines.values() if line.has_message]
+        waiting = waiting or select.select([*self.lines.values()], [], [], seconds)[0]
+        if waiting:
+            give_up_if(collect({n: line for n, line in self.lines.items() if line in waiting}, "done", 1.0), what)
+
+    def abort(self) -> list[str]:
+        """Tell all that no more will be sent; returns those that give no answer in a moment: they hang."""
+        for line in self.lines.values():
+            with suppress(LineClosedError):
+                line.send({"abort": self.epoch})
+        deadline = time.monotonic() + GRACE_SECONDS
+        silent = dict(self.lines)
+        while silent and (left := deadline - time.monotonic()) > 0:
+            answering = select.select([*silent.values()], [], [], left)[0]
+            silent = {name: line for name, line in silent.items() if line not in answering}
+        return list(silent)
 
     def hang_up(self) -> None:
         for line in list(self.lines.values()):

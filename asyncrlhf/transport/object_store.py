@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport.manifest import FlatBuckets
+from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.transport.receiver import WeightReceiver
 from asyncrlhf.transport.sender import WeightSender, Wire
@@ -17,8 +17,10 @@ from asyncrlhf.types import WeightManifest
 class ObjectStoreSender(WeightSender):
     """Needs Ray. ``ticket`` copies the snapshot into the store once, and uses references to unchanged buckets again."""
 
-    def __init__(self, manifest: WeightManifest, wire: Wire | None = None) -> None:
-        super().__init__(manifest, wire=wire)
+    def __init__(
+        self, manifest: WeightManifest, wire: Wire | None = None, sharded: ShardedParams | None = None
+    ) -> None:
+        super().__init__(manifest, wire=wire, sharded=sharded)
         self._references: dict[int, Any] = {}  # by bucket
         self._stored: TransferStats | None = None  # of the newest snapshot
 

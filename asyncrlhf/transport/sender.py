@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.transport.gathered_buckets import GatheredBuckets
 from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, changed_buckets, manifest_checksums
 from asyncrlhf.transport.protocol import Ticket, TransferStats
 from asyncrlhf.types import WeightManifest
@@ -37,8 +38,14 @@ class WeightSender:
     computed after the fence. Another thread calls the other methods.
     """
 
-    def __init__(self, manifest: WeightManifest, device: torch.device | str = "cpu", wire: Wire | None = None) -> None:
-        """``device``: that of the copy."""
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        device: torch.device | str = "cpu",
+        wire: Wire | None = None,
+        sharded: ShardedParams | None = None,
+    ) -> None:
+        """``device``: that of the copy. ``sharded``: weights to fetch when they are sent, in place of a copy."""
         self.manifest = manifest
         self.wire = wire or Wire()
         self.epoch = 0
@@ -50,7 +57,7 @@ class WeightSender:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="weight-snapshot")
         self._copy: Future[None] | None = None
         self._begun: list[Future[None]] = []
-        self.buckets = FlatBuckets(manifest, device)
+        self.buckets = FlatBuckets(manifest, device) if sharded is None else GatheredBuckets(sharded, manifest, device)
 
     def listen(self, host: str = "") -> str:
         """Open the rendezvous and return its endpoint, ``host:port``; empty if none is needed."""
@@ -68,10 +75,15 @@ class WeightSender:
         """Begin to copy ``params`` as ``version``. They must not change before ``fence`` has returned."""
         self.fence()
         self.stall_seconds = 0.0
-        # The current entries, independent of later changes of the mapping.
-        offered = params if isinstance(params, ShardedParams) else dict(params)
-        self._copy = self._copier.submit(self._take, version, offered)
-        self._begun = [self._copy, self._copier.submit(self._complete)]
+        if isinstance(params, ShardedParams):
+            wait(self._begun)  # these still fetch the version before
+            with self.lock:
+                params.take()
+            copy = self._copier.submit(self._take, version, params)
+        else:
+            # The current entries, independent of later changes of the mapping.
+            self._copy = copy = self._copier.submit(self._take, version, dict(params))
+        self._begun = [copy, self._copier.submit(self._complete)]
 
     def fence(self) -> float:
         """Wait until the copy no longer reads the parameters; call it before an optimizer step changes them.
@@ -128,9 +140,9 @@ class WeightSender:
 
     @contextmanager
     def _settled(self) -> Iterator[int]:
-        """The newest version, under the lock, when its copy is complete; the training thread raises the copy's
-        error."""
-        wait(self._begun)
+        """The newest version, under the lock, when its copy is complete; raises the copy's error."""
+        for last in self._begun[-1:]:  # the copy's own error is the fence's
+            last.result()
         with self.lock:
             if self.version is None:
                 raise WeightSyncError("There is no snapshot to publish: call begin_snapshot first.")

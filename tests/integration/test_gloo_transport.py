@@ -23,7 +23,7 @@ from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
 from asyncrlhf.transport.collective import CollectiveSender
 from asyncrlhf.transport.group import own_host
-from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError
 from tests.integration.transport_process import serve
 from tests.processes import forked
@@ -37,11 +37,29 @@ def model(version: int) -> dict[str, torch.Tensor]:
     return {f"layer{i}": torch.full((512, 512), float(version * 10 + i)) for i in range(8)}
 
 
-class Cluster:
-    """A sender here and receivers in processes; ``timeout_seconds`` is the transport's."""
+class Fetched(ShardedParams):
+    """The model as sharded learners give it: a copy, of which the sender fetches one bucket after the other."""
 
-    def __init__(self, names: list[str], timeout_seconds: float) -> None:
-        self.sender = CollectiveSender(build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds)
+    def __init__(self) -> None:
+        super().__init__({name: tensor.to("meta") for name, tensor in model(0).items()})
+        self.version = 0
+        self._copy = FlatBuckets(build_manifest(model(0), 1 << 20))
+
+    def take(self) -> None:
+        self._copy.copy_from(model(self.version))
+
+    def fetch(self, bucket: int, room: torch.Tensor) -> None:
+        room.copy_(self._copy.tensors[bucket])
+
+
+class Cluster:
+    """A sender here and receivers in processes; ``timeout_seconds`` is the transport's. ``fetched``: from shards."""
+
+    def __init__(self, names: list[str], timeout_seconds: float, fetched: bool = False) -> None:
+        self.fetched = Fetched() if fetched else None
+        self.sender = CollectiveSender(
+            build_manifest(model(0), 1 << 20), timeout_seconds=timeout_seconds, sharded=self.fetched
+        )
         self.endpoint = self.sender.listen()
         context = forked()
         self.pipes, self.processes = {}, {}
@@ -68,7 +86,9 @@ class Cluster:
         assert [self.answer(name)[0] for name in names] == [None] * len(names)
 
     def start(self, version: int, names: list[str]) -> Any:
-        self.sender.begin_snapshot(version, model(version))
+        if self.fetched is not None:
+            self.fetched.version = version
+        self.sender.begin_snapshot(version, model(version) if self.fetched is None else self.fetched)
         self.sender.fence()
         ticket = self.sender.ticket()
         for name in names:
@@ -88,8 +108,8 @@ class Cluster:
 def make_cluster() -> Iterator[Any]:
     made: list[Cluster] = []
 
-    def make(names: list[str], timeout_seconds: float = LONG) -> Cluster:
-        made.append(Cluster(names, timeout_seconds))
+    def make(names: list[str], timeout_seconds: float = LONG, fetched: bool = False) -> Cluster:
+        made.append(Cluster(names, timeout_seconds, fetched))
         return made[-1]
 
     yield make
@@ -122,10 +142,11 @@ def test_a_death_between_transfers_is_named_and_the_survivor_goes_on(make_cluste
     check_delivery(cluster, 2, ["g0"])
 
 
-def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any) -> None:
+@pytest.mark.parametrize("fetched", [False, True])
+def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any, fetched: bool) -> None:
     # Gloo relays along a tree, so that one receiver's death starves others.
     names = [f"g{i}" for i in range(8)]
-    cluster = make_cluster(names)
+    cluster = make_cluster(names, fetched=fetched)
     cluster.connect(names, 0)
     cluster.order("g0", "fail", "die")
     cluster.answer("g0")
@@ -147,14 +168,18 @@ def test_one_of_eight_dies_in_the_middle_and_the_others_go_on(make_cluster: Any)
     assert [cluster.answer(name)[0] for name in names[1:]] == [tensor_digests(model(1))] * 7
 
 
-def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any) -> None:
-    cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0)
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_hang_in_the_middle_ends_in_the_time_out(make_cluster: Any, fetched: bool) -> None:
+    cluster = make_cluster(["g0", "g1"], timeout_seconds=4.0, fetched=fetched)
     cluster.connect(["g0", "g1"], 0)
     cluster.order("g1", "fail", "stop")
     cluster.answer("g1")
     ticket = cluster.start(1, ["g0", "g1"])
-    with pytest.raises(LostReceiversError, match="g1 gave no answer within 4 s"):
+    sentence = "g1 did not take all buckets within 4.0 s" if fetched else "g1 gave no answer within 4 s"
+    with pytest.raises(LostReceiversError, match=sentence) as caught:
         cluster.sender.transfer(ticket)
+    if fetched:  # one bucket after the other, so that all others wait with the one that hangs
+        assert list(caught.value.receivers) == ["g1"]
     cluster.answer("g0")
     os.kill(cluster.processes["g1"].pid, signal.SIGKILL)
     cluster.connect(["g0"], 1)

@@ -1,93 +1,120 @@
-"""Sharded weights reach a sender's buckets bit for bit, and no more than one bucket of them is whole at any time."""
+"""Sharded weights reach receivers bit for bit; a sender fetches bucket by bucket, and holds one of them at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
-from asyncrlhf.errors import WeightSyncError
+from asyncrlhf.errors import LearnerLostError
 from asyncrlhf.transport.audit import differing_tensors, tensor_digests
-from asyncrlhf.transport.build_transport import build_sender, lay_out
-from asyncrlhf.transport.manifest import ShardedParams, bucket_names, take_part
-from asyncrlhf.transport.sender import WeightSender
+from asyncrlhf.transport.build_transport import build_receiver, build_sender, lay_out
+from asyncrlhf.transport.collective import CollectiveSender
+from asyncrlhf.transport.manifest import FlatBuckets, ShardedParams, build_manifest
 from asyncrlhf.transport.weights_config import WeightsConfig
 
-SIZES = {"embed": (50, 4), "a.weight": (8, 8), "a.bias": (8,), "b.weight": (30, 8), "counts": (5,)}
+SIZES = {"embed": (50, 4), "a.weight": (8, 8), "a.bias": (8,), "b.weight": (30, 8), "c.weight": (31, 8), "counts": (5,)}
 BUCKET_BYTES = 1024
 
 
-class Parts:
-    """Weights that count how much of them was whole at once."""
+class Parts(ShardedParams):
+    """Weights that count how many buckets exist at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: WeightsConfig) -> None:
         torch.manual_seed(0)
         self.tensors = {name: torch.randn(shape) for name, shape in SIZES.items()}
         self.tensors["counts"] = torch.arange(5)
-        self.asked: list[tuple[str, ...]] = []
-        self.largest = 0
-        self._open = 0
+        super().__init__({name: tensor.to("meta") for name, tensor in self.tensors.items()})
+        cast = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        self._copy = FlatBuckets(lay_out(config, self))
+        self._cast = cast
+        self.taken = self.most = 0
+        self.fails = False
+        self._live: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def layout(self) -> Mapping[str, torch.Tensor]:
-        return {name: tensor.to("meta") for name, tensor in self.tensors.items()}
+    def take(self) -> None:
+        self._copy.copy_from(self.tensors, self._cast)
+        self.taken += 1
 
-    @contextmanager
-    def gather(self, names: tuple[str, ...]) -> Iterator[Mapping[str, torch.Tensor]]:
-        self.asked.append(names)
-        self._open += sum(self.tensors[name].nbytes for name in names)
-        self.largest = max(self.largest, self._open)
-        copies = {name: self.tensors[name].clone() for name in names}
-        yield copies
-        for tensor in copies.values():
-            tensor.fill_(-1)  # whoever reads it now reads what is no weight any more
-        self._open -= sum(self.tensors[name].nbytes for name in names)
+    def fetch(self, bucket: int, room: torch.Tensor) -> None:
+        if self.fails:
+            raise LearnerLostError("Learner rank 1 did not send its part of the weights")
+        self._live.add(room.untyped_storage())
+        gc.collect()
+        self.most = max(self.most, len(self._live))
+        room.copy_(self._copy.tensors[bucket])
 
-
-def holder(config: WeightsConfig, params: ShardedParams) -> WeightSender:
-    sender = build_sender(config, "local", params)
-    assert isinstance(sender, WeightSender)
-    return sender
+    def expected(self) -> dict[str, str]:
+        floats = self._cast or torch.float32
+        return tensor_digests({n: t.to(floats) if t.is_floating_point() else t for n, t in self.tensors.items()})
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_a_snapshot_gathers_bucket_by_bucket(dtype: str) -> None:
-    parts = Parts()
-    config = WeightsConfig(bucket_mb=BUCKET_BYTES / 2**20, dtype=dtype)
-    sender = holder(config, ShardedParams(parts))
-    sender.snapshot(3, ShardedParams(parts))
-    cast = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    expected = {n: t.to(cast) if t.is_floating_point() else t for n, t in parts.tensors.items()}
-    assert differing_tensors(tensor_digests(expected), tensor_digests(sender.tensors())) == []
-    assert parts.asked == bucket_names(sender.manifest) and len(parts.asked) > 1
-    # In memory a bucket may be larger than on the wire, by the ratio of the types.
-    limit = BUCKET_BYTES * 4 // cast.itemsize
-    assert 0 < parts.largest <= limit < sum(tensor.nbytes for tensor in parts.tensors.values())
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_transfer_fetches_each_bucket_when_the_one_before_has_been_sent(dtype: str, checksum: bool) -> None:
+    config = WeightsConfig(transport="collective", bucket_mb=BUCKET_BYTES / 2**20, dtype=dtype, checksum=checksum)
+    params, pool = Parts(config), ThreadPoolExecutor(2)
+    sender, receiver = build_sender(config, "ray", params), build_receiver(config, "ray")
+    endpoint = sender.listen("127.0.0.1")
+    joining = pool.submit(receiver.connect, endpoint, 1, 2, 1, "g")
+    sender.connect(endpoint, ["g"], 1)
+    joining.result(timeout=60)
+    for version in (3, 4):
+        assert sender.snapshot(version, params) == 0.0
+        expected = params.expected()
+        ticket = sender.ticket()
+        params.tensors["b.weight"] += 1  # the next step does not wait for the transfer
+        receiving = pool.submit(receiver.receive, ticket)
+        sender.transfer(ticket)
+        assert differing_tensors(expected, tensor_digests(receiving.result(timeout=60))) == []
+        assert differing_tensors(expected, tensor_digests(sender.tensors())) == []
+    assert params.taken == 2 and len(ticket.manifest.bucket_bytes) > (2 if dtype == "auto" else 1)
+    assert params.most == 1, f"{params.most} buckets existed at once"
+    sender.close()
+    receiver.close()
+    pool.shutdown()
 
 
-def test_ranks_without_a_sender_gather_the_same_in_the_same_order() -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_the_other_transports_send_what_was_taken(transport: str, tmp_path: Path) -> None:
+    config = WeightsConfig(
+        transport=transport,
+        bucket_mb=BUCKET_BYTES / 2**20,
+        checksum=True,
+        disk_path=str(tmp_path) if transport == "disk" else "",
+    )
+    params = Parts(config)
+    sender, receiver = build_sender(config, "ray", params), build_receiver(config, "ray")
+    endpoint = sender.listen("127.0.0.1")
+    receiver.connect(endpoint, 1, 2, 1, "g")
+    sender.connect(endpoint, ["g"], 1)
+    sender.snapshot(3, params)
+    ticket = sender.ticket()
+    expected = params.expected()
+    sender.transfer(ticket)
+    assert differing_tensors(expected, tensor_digests(receiver.receive(ticket))) == []
+    receiver.close()
+    sender.close()
+
+
+def test_a_rank_that_dies_during_a_fetch_is_reported_and_no_ticket_is_given() -> None:
+    config = WeightsConfig(transport="collective", bucket_mb=BUCKET_BYTES / 2**20, checksum=True)
+    params = Parts(config)
+    sender = build_sender(config, "ray", params)
+    assert isinstance(sender, CollectiveSender)
+    params.fails = True
+    sender.begin_snapshot(3, params)
+    with pytest.raises(LearnerLostError, match="rank 1"):
+        sender.ticket()
+    sender.close()
+
+
+def test_a_moved_set_of_fetched_buckets_holds_no_memory() -> None:
     config = WeightsConfig(bucket_mb=BUCKET_BYTES / 2**20)
-    first, other = Parts(), Parts()
-    sender = holder(config, ShardedParams(first))
-    sender.snapshot(1, ShardedParams(first))
-    take_part(lay_out(config, ShardedParams(other)), ShardedParams(other))
-    assert first.asked == other.asked
-
-
-def _missing(parts: Parts) -> None:
-    del parts.tensors["a.bias"]
-
-
-def _other_shape(parts: Parts) -> None:
-    parts.tensors["a.bias"] = torch.zeros(9)
-
-
-@pytest.mark.parametrize(("change", "sentence"), [(_missing, "'a.bias' is missing"), (_other_shape, r"\[9\], not")])
-def test_weights_that_changed_their_layout_are_refused(change: Callable[[Parts], None], sentence: str) -> None:
-    parts = Parts()
-    sender = holder(WeightsConfig(), ShardedParams(parts))
-    change(parts)
-    with pytest.raises(WeightSyncError, match=sentence):
-        sender.snapshot(1, ShardedParams(parts))
-    assert not parts.asked, "nothing is gathered for weights that do not fit"
+    params = Parts(config)
+    sender = CollectiveSender(build_manifest(params, BUCKET_BYTES), timeout_seconds=1.0, sharded=params)
+    assert not sender.buckets.memory and not sender.buckets.moved(torch.device("cpu")).memory
