@@ -22,11 +22,13 @@ from typing import Any
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import CheckpointError
+from asyncrlhf.redaction import redact
 
 JOURNAL_FILE = "journal.jsonl"
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 FULL_LINES = 4096  # noted since the last write: a long step does not keep more in memory
 MAX_IDS = 1024  # in one line
+WITH_ERRORS = ("died", "end")  # their reasons are sentences of errors, also of libraries
 
 EVENTS = {
     "undone": "the lines from `line` to this one do not count: the run continues from a checkpoint before them",
@@ -97,6 +99,8 @@ class Journal:
     def note(self, event: str, *, ids: Sequence[int] = (), **facts: Any) -> None:
         """Append one event of :data:`EVENTS`. Values are JSON's and must not change afterwards. ``ids`` are added to
         the previous line if event and facts are the same."""
+        if event in WITH_ERRORS:
+            facts["reason"] = redact(facts["reason"])
         line = self._open
         if line is not None:
             if ids and line.event == event and line.facts == facts and 0 < len(line.ids) < MAX_IDS:

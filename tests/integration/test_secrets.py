@@ -17,6 +17,7 @@ from asyncrlhf.config.compose import load_config, quoted
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator import run as run_module
+from asyncrlhf.orchestrator.learn import LearnLoop
 from asyncrlhf.redaction import HIDDEN, hide, redact, redacted
 from asyncrlhf.sweeps.plan import plan_sweep
 from asyncrlhf.sweeps.record import SweepRecord
@@ -82,6 +83,24 @@ def test_no_file_of_a_run_and_no_line_shows_a_planted_secret(
     assert "401 Unauthorized" in said.err, "the cause is told"
     http = yaml.safe_load(files["config.yaml"])["reward"]["http"]
     assert http["url"].endswith("/${oc.env:PLANTED_PATH}/score?api_key=***") and http["token_env"] == "PLANTED_TOKEN"
+
+
+def test_the_trace_of_an_error_shows_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries put the addresses that they were given into their errors."""
+
+    async def refused(*_: Any) -> None:
+        raise OSError(f"no answer from https://me:{PASSWORD}@store.example/{PATH_PART}?sig={QUERY}")
+
+    hide(PATH_PART)
+    monkeypatch.setattr(LearnLoop, "_step", refused)
+    words = [*FAKE, *QUIET, "runtime=local", f"run_dir={tmp_path}"]
+    assert main(["train", *words]) == 1
+    trace, said = (tmp_path / "error.txt").read_text(), capsys.readouterr()
+    assert "OSError" in trace and "store.example" in trace
+    shown = {**everything(tmp_path), "stdout": said.out.encode(), "stderr": said.err.encode()}
+    assert {name for name, data in shown.items() for secret in PLANTED if secret.encode() in data} == set()
 
 
 def test_a_config_that_is_shown_hides_what_is_secret_and_nothing_else() -> None:
