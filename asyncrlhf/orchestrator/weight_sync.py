@@ -302,13 +302,7 @@ class WeightPublisher:
                     return  # its death is reported
 
     async def _rejoin(self, replica: Replica) -> None:
-        await self._state.changed.wait_for(lambda: not self._publishing and not self._down)
-        self.raise_if_failed()
-        # A snapshot newer than the last publish goes to all together first: no replica may get ahead of a schedule.
-        while not await self._published_newest():
-            await self._state.changed.wait_for(lambda: self._publishing)
-            await self._state.changed.wait_for(lambda: not self._publishing)
-            self.raise_if_failed()
+        await self._until_newest_is_published()
         self._rejoining += 1
         try:
             async with self._lock:
@@ -319,9 +313,15 @@ class WeightPublisher:
             self._rejoining -= 1
             self._state.progressed()
 
-    async def _published_newest(self) -> bool:
-        ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
-        return ticket.version == self._state.published_version
+    async def _until_newest_is_published(self) -> None:
+        """A snapshot that is newer goes to all replicas together first: none may get ahead of a schedule."""
+        while True:
+            await self._state.changed.wait_for(lambda: not self._publishing and not self._down)
+            self.raise_if_failed()
+            ticket = await self._runtime.learner.call(LONG_SECONDS, LearnerWorker.ticket)
+            if ticket.version <= self._state.published_version and not (self._publishing or self._ready):
+                return  # else a publish may have begun during the call
+            await self._state.changed.wait_for(lambda: self._publishing)
 
     async def _audit(self, members: list[Replica], version: int, expected: list[FloatArray]) -> None:
         """Compare the log-probs that engines and learner give the probe texts; stop the run if they differ by more than

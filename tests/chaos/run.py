@@ -39,7 +39,7 @@ from asyncrlhf.cluster.own_ray import OwnRay
 from asyncrlhf.records.checkpoint import list_checkpoints
 from asyncrlhf.records.journal import JOURNAL_FILE
 from tests.chaos.injection import STALL_SECONDS, Case, child, draw_case
-from tests.chaos.moments import moment_cases
+from tests.chaos.moments import BUILDING, moment_cases
 from tests.chaos.promises import broken_promises, figures
 from tests.chaos.simulation import main as simulate
 from tests.chaos.simulation import seeds_of
@@ -294,6 +294,9 @@ def true_cause(case: Case, struck: dict[str, Any], code: int, reason: str) -> bo
         return False  # the case's own settings: nothing was tried
     if case.part == "driver":
         return (case.kind, code) in (("kill", -9), ("interrupt", 130))
+    started = case.moment != BUILDING if case.moment else case.at >= 0
+    if case.runtime == "ray" and started and case.kind in ("kill", "freeze", "freeze a while", "slow"):
+        return False  # every part but the driver is replaced
     words = {"disk full": ["space", "disk"], "nan": ["finite", "nan"], "memory": ["memory", "alloc"]}.get(case.kind, [])
     if (case.runtime, case.part) == ("local", "record writer"):
         words += ["disk"]  # its planned fault there, whatever kind was drawn, is a full one

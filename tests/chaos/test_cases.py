@@ -33,3 +33,11 @@ def test_a_refused_setting_is_no_true_cause() -> None:
     refused = "failed: learner.learning_rate=1e+30 is out of range; allowed: >= 0 and <= 2147483647."
     assert not true_cause(case, {}, 2, refused)
     assert true_cause(case, {}, 1, "failed: The gradient was not finite in 3 learner steps in a row (in learner-0)")
+
+
+def test_the_end_of_a_run_is_no_true_cause_where_the_part_is_replaced() -> None:
+    case = next(case for seed in range(100) if (case := draw_case(seed, "ray")).kind == "kill" and case.at >= 0)
+    assert case.part != "driver"
+    said = f"failed: {case.part}-0 was asked to load version 7 but received 8."
+    assert not true_cause(case, {"part": f"{case.part}-0"}, 1, said)
+    assert true_cause(case, {"part": f"{case.part}-0"}, 0, "done")

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
+from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ReplicaError
 from asyncrlhf.orchestrator.controller import build_state
@@ -56,6 +58,61 @@ async def test_the_snapshot_is_ordered_before_publish_returns() -> None:
         await publisher.idle()
         assert state.published_version == version and publisher.snapshot_seconds == 0.5
         learner.ready.clear()
+
+
+class Joining:
+    """A restarted replica, which loads nothing but what it has received."""
+
+    name, workers = "generator-0", 0
+
+    def __init__(self) -> None:
+        self.staged = -1
+
+    async def call(self, seconds: float, method: Any, *given: Any) -> None:
+        if method is GeneratorWorker.receive:
+            self.staged = given[0].version
+        else:
+            assert method is GeneratorWorker.load and given[0] == self.staged, (given[0], self.staged)
+
+
+class Publishing(Learner):
+    """Whose first ticket is asked for before the next snapshot and arrives after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.tickets = asyncio.Event(), 0
+
+    async def call(self, seconds: float, method: Any, *given: Any) -> Any:
+        if method is LearnerWorker.ticket:
+            self.tickets += 1
+            version = len(self.asked) - 1
+            if self.tickets == 1:
+                await self.late.wait()
+            return SimpleNamespace(version=version, manifest=SimpleNamespace(bucket_bytes=(8,)))
+        return None
+
+
+async def test_a_replica_that_rejoins_while_a_publish_begins_loads_what_it_receives() -> None:
+    state, _, publisher = made()
+    learner = Publishing()
+    publisher._runtime = SimpleNamespace(learner=learner, connect=lambda handles: nothing_else(), sharing=())
+    learner.ready.set()
+    publisher.publish(0)
+    await publisher.idle()
+    replica = Replica(Joining())  # type: ignore[arg-type]
+    replica.alive = False
+    rejoin = asyncio.create_task(publisher.rejoin(replica))
+    while not learner.tickets:
+        await asyncio.sleep(0)
+    learner.ready.clear()
+    publisher.publish(1)
+    learner.late.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    learner.ready.set()
+    await publisher.idle()
+    await asyncio.wait_for(rejoin, 10)
+    assert replica.version == state.published_version == 1
 
 
 async def test_a_death_is_filed_once() -> None:
