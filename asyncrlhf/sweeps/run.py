@@ -33,6 +33,8 @@ class Sweeper:
         self._left = deque(job for job in jobs if record.jobs[job.hash].state != "done")
         self._cores = float(len(os.sched_getaffinity(0)))
         self._devices = Devices.of(plan.configs)
+        # A library that touches CUDA while it is imported makes it unusable in forks.
+        self._forks = not self._devices.count and all(config.ray.fork_workers for config in plan.configs)
         self._workers: list[Worker] = []
         self._ray: Any = None
         self._config_dir = str(plan.config_dir) if plan.config_dir else None
@@ -118,7 +120,7 @@ class Sweeper:
         for worker in self._workers:
             if not devices and worker.busy_with is None and worker.process.is_alive():
                 return worker
-        self._workers.append(Worker(devices))
+        self._workers.append(Worker(devices, forks=self._forks))
         return self._workers[-1]
 
     def _collect(self) -> None:
@@ -156,8 +158,7 @@ class Sweeper:
             from asyncrlhf.cluster.own_ray import OwnRay
 
             store = max(config.ray.object_store_mb for config in self._plan.configs) * 2**20
-            forks = not self._devices.count and all(config.ray.fork_workers for config in self._plan.configs)
-            self._ray = OwnRay(math.ceil(self._cores), store, forks=forks)
+            self._ray = OwnRay(math.ceil(self._cores), store, forks=self._forks)
         return self._ray.address
 
     def _stop_ray(self) -> None:

@@ -17,10 +17,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.cluster.forked_workers import FIRST, THEN
 from asyncrlhf.redaction import redact
 from asyncrlhf.sweeps.devices import VISIBLE
 
 LOG_FILE = "output.log"
+OF_A_RUN = tuple(
+    f"asyncrlhf.{name}" for name in ("orchestrator.run", "learner.torch_backend", "engines.hf", "records.history")
+)
 END_SECONDS = 90.0  # for a run that was interrupted to write its checkpoint
 
 
@@ -47,11 +51,15 @@ class Answer:
 
 class Worker:
     """The driver's end. ``busy_with``: the driver's object for the order under way, None for an idle worker.
-    ``devices``: the only GPUs that the process sees, by name; all that the driver sees if empty."""
+    ``devices``: the only GPUs that the process sees, by name; all that the driver sees if empty. ``forks``: it is
+    forked from a process that has imported what every job needs, so that the workers of a sweep import it once."""
 
-    def __init__(self, devices: tuple[str, ...] = ()) -> None:
+    def __init__(self, devices: tuple[str, ...] = (), forks: bool = False) -> None:
         self.devices = devices
-        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        # Never of this process: the fork of a process with threads may hang.
+        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            context.set_forkserver_preload([*FIRST, "ray", *THEN, *OF_A_RUN])
         self._pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, list(sys.path), devices), daemon=False)
         self.process.start()

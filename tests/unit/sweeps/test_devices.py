@@ -77,7 +77,8 @@ class Pretend:
     seen: ClassVar[list[dict[str, tuple[str, ...]]]] = []  # at each start: the jobs under way with their devices
     ending: ClassVar[Pretend | None] = None
 
-    def __init__(self, devices: tuple[str, ...] = ()) -> None:
+    def __init__(self, devices: tuple[str, ...], forks: bool) -> None:
+        assert not forks, "the sweep's jobs may use a GPU"
         self.devices, self.busy_with, self.waits, self.process, self.jobs = devices, None, (), self, 0
         self.made.append(self)
 

@@ -16,21 +16,30 @@ import time
 from asyncrlhf.sweeps.worker import Worker
 
 if __name__ == "__main__":
-    print(Worker().process.pid, flush=True)
+    workers = [Worker(forks={forks}) for _ in range(2)]
+    print(*(worker.process.pid for worker in workers), flush=True)
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_ends_with_its_driver_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "forks"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)]
+)
+def test_a_worker_ends_with_its_driver_however_that_ends(tmp_path: Path, number: signal.Signals, forks: bool) -> None:
     """A second command would run the job again beside an orphan, in the same folder."""
-    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "driver.py").write_text(DRIVER.format(forks=forks))
     driver = subprocess.Popen(
         [sys.executable, tmp_path / "driver.py"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
     )
     assert driver.stdout is not None
-    worker = psutil.Process(int(driver.stdout.readline()))
+    workers = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+    if forks:
+        servers = {worker.ppid() for worker in workers}
+        assert len(servers) == 1 and driver.pid not in servers, "a fork of a process with threads may hang"
+        for worker in workers:
+            assert any("libtorch" in part.path for part in worker.memory_maps()), "it would import torch itself"
+        workers += map(psutil.Process, servers)
     driver.send_signal(number)
     driver.wait(30)
-    _, alive = psutil.wait_procs([worker], timeout=30)
-    assert not alive or alive[0].status() == psutil.STATUS_ZOMBIE, "the worker outlived its driver by 30 s"
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert all(p.status() == psutil.STATUS_ZOMBIE for p in alive), "a process outlived its driver by 30 s"
