@@ -48,12 +48,17 @@ def with_hydra(flags: Sequence[str], overrides: Sequence[str], folder: Path | No
     current one, which all of them can reach.
     """
     register_schema()
+    each = [set(job) for job in sweep_jobs(overrides)] if jobs else [set[str]()]
+    varied = {override.partition("=")[0] for override in each[0].union(*each) - each[0].intersection(*each)}
     ends = tempfile.mkdtemp(prefix=".multirun-", dir=Path.cwd()) if jobs is not None else ""
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=CONFIG_NAME)
     def job(config: DictConfig) -> int:
         context = HydraConfig.get()
         end: dict[str, Any] = {"name": context.job.override_dirname, "sweep": context.sweep.dir, "code": 1, "run": ""}
+        if jobs is not None:
+            own = " ".join(o for o in context.overrides.task if not jobs or o.partition("=")[0] in varied)
+            print(f"\nJob {int(context.job.num) + 1}{f' of {jobs}' if jobs else ''}: {own}", flush=True)
         try:
             _one_job(config, Path(context.runtime.output_dir), end)
         finally:
