@@ -42,7 +42,8 @@ def once(name, number):
     command = next(i for i, process in enumerate(chain) if "sweep" in process.cmdline())
     if not (HERE / name).exists():
         (HERE / name).touch()
-        (chain[command] if number == signal.SIGINT else chain[command - 1]).send_signal(number)
+        # The job's process is a fork of a server below the command.
+        (chain[command] if number == signal.SIGINT else chain[command - 2]).send_signal(number)
         time.sleep(600)
 
 def killed(completions, **columns):
