@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncrlhf.cluster.own_ray import OwnRay
 from tests.loop import FAKE, QUIET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,18 +38,23 @@ print(ray.get_runtime_context().get_job_id(), *ray.get([job.remote() for _ in ra
 """
 
 
+KEEPER = """
+import subprocess, sys
+from asyncrlhf.cluster.own_ray import OwnRay
+
+own = OwnRay(2, 100 * 2**20)
+for _ in range(2):
+    subprocess.run([sys.executable, "-c", sys.argv[1], own.address], check=True)
+own.stop()
+"""
+
+
 def test_each_driver_of_one_ray_gets_workers_of_its_own_job() -> None:
-    own = OwnRay(2, 100 * 2**20)
-    try:
-        command = [sys.executable, "-c", DRIVER, own.address]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        seen = [
-            subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS) for _ in range(2)
-        ]
-    finally:
-        own.stop()
-    jobs = [done.stdout.split() for done in seen]
-    assert [len(set(job)) for job in jobs] == [1, 1], [done.stderr[-1500:] for done in seen]
+    command = [sys.executable, "-c", KEEPER, DRIVER]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    jobs = [line.split() for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and [len(set(job)) for job in jobs] == [1, 1], done.stderr[-1500:]
     assert jobs[0] != jobs[1]
 
 
