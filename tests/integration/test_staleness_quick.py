@@ -19,7 +19,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12 * 60.0  # seconds for the whole sweep on two cores
 BESIDE = 10.0  # seconds of a job beside its training
-FIRST = 30.0  # the same for the first job of a process, which imports all libraries, or starts the sweep's own Ray
 METHOD, OTHER = "decoupled_grpo", "grpo_mu"
 
 
@@ -133,5 +132,4 @@ def test_the_quick_sweep_ends_in_time_with_the_sentence_of_its_raw_records(tmp_p
         assert title in page
 
     assert took < LIMIT, f"{took:.0f} s"
-    slow = sorted((name for name in beside if beside[name] >= BESIDE), key=lambda name: -beside[name])
-    assert len(slow) <= 1 + len(os.sched_getaffinity(0)) and all(beside[name] < FIRST for name in slow), beside
+    assert max(beside.values()) < BESIDE, beside
