@@ -306,6 +306,8 @@ def true_cause(case: Case, struck: dict[str, Any], code: int, reason: str) -> bo
     words = {"disk full": ["space", "disk"], "nan": ["finite", "nan"], "memory": ["memory", "alloc"]}.get(case.kind, [])
     if (case.runtime, case.part) == ("local", "record writer"):
         words += ["disk"]  # its planned fault there, whatever kind was drawn, is a full one
+    if case.moment == BUILDING and case.part in ("reward", "reference", "critic"):
+        words += ["reward", "reference", "critic"]  # which of them it is, no title tells while they are built
     part = str(struck.get("part", case.part))
     words += [part, case.part, *(f"fault {n}" for n in range(3))]
     return reason.startswith("failed") and any(word.lower() in reason.lower() for word in words)
