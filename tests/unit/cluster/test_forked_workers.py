@@ -70,7 +70,7 @@ def test_a_worker_whose_command_ray_has_ended_ends_without_a_word(
     waiting.wait(30)
     server.resume()
     call(workers, folder)
-    wait_until(lambda: not server.children(), "the end of the fork that nobody waits for")
+    wait_until(lambda: not server.children(), "the end of the fork whose command has ended")
     assert capfd.readouterr() == ("", "")
 
 
