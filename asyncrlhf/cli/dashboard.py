@@ -18,10 +18,10 @@ from asyncrlhf.sweeps.record import is_sweep, read_sweep
 
 CURVES = (
     ("reward_mean", "reward"),
-    ("heldout_accuracy", "held-out accuracy"),
+    ("heldout_accuracy", "held-out"),
     ("staleness_mean", "staleness"),
-    ("ess_fraction", "effective sample size"),
-    ("behavior_kl", "KL of policy and data"),
+    ("ess_fraction", "ESS"),
+    ("behavior_kl", "behavior KL"),
     ("loss", "loss"),
     ("samples_per_second", "samples/s"),
     ("entropy", "entropy"),
@@ -168,6 +168,7 @@ class Dashboard(App[None]):
     #progress { padding: 0 1; }
     #curves { grid-size: 2; grid-gutter: 1 2; grid-rows: 4; height: auto; padding: 1; }
     .curve { height: 4; }
+    .curve .title { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     .curve Sparkline { height: 3; }
     #gauges { padding: 0 1 1 1; }
     #replicas, #rollouts { height: auto; max-height: 20; margin: 0 1 1 1; }

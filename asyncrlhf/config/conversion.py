@@ -23,7 +23,9 @@ from asyncrlhf.validation import editable
 def register_schema() -> None:
     """Give Hydra the typed defaults, once; ``conf/config.yaml`` starts from them."""
     schema = _schema()
-    ConfigStore.instance().store(name="schema", node={_yaml_name(f.name): schema[f.name] for f in fields(RunConfig)})
+    node = {_yaml_name(f.name): schema[f.name] for f in fields(RunConfig)}
+    node["name"] = "${task.kind}"  # what RunConfig makes of an empty name; Hydra puts it into a multirun's folder
+    ConfigStore.instance().store(name="schema", node=node)
 
 
 @cache

@@ -43,7 +43,7 @@ class CheckpointConfig:
 class RunConfig:
     """All settings of one run. Written ``async`` in YAML and on the command line, ``async_`` here (a keyword)."""
 
-    name: str = setting("arithmetic", "Name of the run's folder, below runs/.")
+    name: str = setting("", "Name of the run's folder, below runs/; empty: as task.kind.")
     run_dir: str = setting("", "The run's own folder; empty is runs/NAME/TIME.")
     seed: int = setting(0, "Seed of prompts, sampling and the learner's draws.", low=0, high=2**31 - 1)
     steps: int = setting(500, "Learner steps of the run.", low=1, high=10**9)
@@ -93,6 +93,7 @@ class RunConfig:
     sweep: SweepConfig = group(SweepConfig, "`asyncrlhf sweep`: a grid of runs; a single run ignores it.")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.task.kind)
         check_folder_name("name", self.name)
         check_path("run_dir", self.run_dir)
         object.__setattr__(self, "run_dir", os.path.expanduser(self.run_dir))
@@ -103,6 +104,12 @@ class RunConfig:
     def saves_at_end(self) -> bool:
         """Whether a finished run leaves a checkpoint of its last step."""
         return self.checkpoint.every > 0 or self.checkpoint.at_end is not False
+
+    @property
+    def heldout_word(self) -> str:
+        """Held-out figures as users read them: accuracy or reward."""
+        reward = self.reward
+        return heldout_word(reward.kind, self.task.kind, reward.missing_eos_penalty or reward.overlong_buffer)
 
     @property
     def just_in_time(self) -> bool:
@@ -265,3 +272,9 @@ def _check_runtime(config: RunConfig) -> None:
         config.weights.transport in ("auto", "local"),
         f"weights.transport={config.weights.transport} needs runtime=ray; allowed with runtime=local: auto, local.",
     )
+
+
+def heldout_word(kind: str, task: str, penalty: float) -> str:
+    """``accuracy`` if held-out rewards are a rule's 0 or 1, else ``reward``. ``kind``, ``task``: the run's reward.kind
+    and task.kind; ``penalty``: not 0 if rewards have one."""
+    return "accuracy" if kind == "task" and task in ("arithmetic", "prompts") and not penalty else "reward"

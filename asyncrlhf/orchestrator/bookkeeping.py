@@ -231,7 +231,7 @@ class Bookkeeping:
 
 def _said(metrics: Mapping[str, float], state: RunState) -> str:
     """One sentence about an evaluation; the sets' figures follow the task's own."""
-    how = "accuracy" if state.config.evaluation.temperature else "greedy accuracy"
+    how = f"{'' if state.config.evaluation.temperature else 'greedy '}{state.config.heldout_word}"
     own = metrics.get("heldout_accuracy")
     rest = {key.removeprefix("heldout_").removeprefix("heldout/"): value for key, value in metrics.items()}
     rest.pop("accuracy", None)

@@ -331,5 +331,6 @@ class _Job:
             exit_reason=reason,
             evaluated=(outcome.before, outcome.after) if outcome is not None else ({}, {}),
             heldout_prompts=len(self._prepared.task.heldout()),
+            heldout_measure=config.heldout_word,
         )
         return summary | {"taking_turns": sorted(self._taking_turns), **attempts(self._prepared.run_dir)}

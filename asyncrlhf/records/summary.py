@@ -38,13 +38,14 @@ def build_summary(
     exit_reason: str,
     evaluated: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
     heldout_prompts: int = 0,
+    heldout_measure: str = "accuracy",
 ) -> dict[str, Any]:
     """The content of summary.json, from ``run_dir``'s metrics.jsonl and the ledger's ``counts()``.
 
     ``exit_reason``: ``done``, ``interrupted`` or ``failed: <one sentence>``. ``evaluated``: the metrics of the first
     and last held-out evaluation; for a missing ``heldout_accuracy`` that of metrics.jsonl is used; ``heldout_prompts``:
-    the number of its prompts. First and last reward are the means of the first and last tenth of the steps (at least
-    one step).
+    the number of its prompts; ``heldout_measure``: accuracy, if rewards are 0 or 1, or reward. First and last reward
+    are the means of the first and last tenth of the steps (at least one step).
     """
     path = run_dir / METRICS_FILE
     rows = read_metrics(path) if path.exists() else []
@@ -63,7 +64,8 @@ def build_summary(
         "heldout_accuracy": {
             "before": before,
             "after": after,
-            "standard_error": _heldout_error(before, after, heldout_prompts),
+            "standard_error": _heldout_error(before, after, heldout_prompts if heldout_measure == "accuracy" else 0),
+            "measure": heldout_measure,
         },
         "evaluations": {
             name: {"before": evaluated[0].get(name), "after": evaluated[1].get(name)}
@@ -118,7 +120,7 @@ def reward_ends(rows: Metrics) -> dict[str, Any]:
 
 def _heldout_error(before: float | None, after: float | None, prompts: int) -> float | None:
     """An upper bound of the standard error of the change: the value for 0/1 answers to different prompts each time.
-    None if rewards are not between 0 and 1."""
+    None without an evaluation, or with no ``prompts``."""
     ends = (before, after)
     if not prompts or any(end is None or not 0 <= end <= 1 for end in ends):
         return None
@@ -219,7 +221,8 @@ def plain_words(summary: Mapping[str, Any]) -> str:
         lines.append(f"Mean reward {_moved(reward, 'first', 'last')} (first and last {steps}).")
     before, after = heldout["before"], heldout["after"]
     if before is not None and after is not None:
-        lines.append(f"Held-out accuracy, on prompts never trained on, {_moved(heldout, 'before', 'after')}.")
+        measure = heldout.get("measure", "accuracy")
+        lines.append(f"Held-out {measure}, on prompts never trained on, {_moved(heldout, 'before', 'after')}.")
     if moved := [
         f"{name.removeprefix('heldout_').removeprefix('heldout/')} {ends['before']:.3f} to {ends['after']:.3f}"
         for name, ends in (summary.get("evaluations") or {}).items()

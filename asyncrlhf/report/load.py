@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import yaml
 
+from asyncrlhf.config.run_config import heldout_word
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics
 
@@ -53,6 +54,13 @@ class Run:
             return str(self.summary.get("stage", TRAIN))
         found = (stage for name, stage in _OF_STAGE.items() if {name, f"heldout_{name}"} & self.columns.keys())
         return next(found, TRAIN)
+
+    @property
+    def heldout_word(self) -> str:
+        """What its held-out figure is: accuracy or reward."""
+        get = self.config.get
+        penalty = get("reward.missing_eos_penalty", 0) or get("reward.overlong_buffer", 0)
+        return heldout_word(get("reward.kind", "task"), get("task.kind", "arithmetic"), penalty)
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
@@ -126,6 +134,11 @@ def load_runs(paths: Sequence[Path], unread: dict[str, str] | None = None) -> li
     if not runs:
         raise ConfigError(next(iter((unread or {}).values()), "no run was named; give one or several run directories."))
     return runs
+
+
+def heldout_measure(runs: Sequence[Run]) -> str:
+    """What the runs' held-out figures are: accuracy, or reward if that of any run is one."""
+    return "reward" if any(run.heldout_word == "reward" for run in runs) else "accuracy"
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

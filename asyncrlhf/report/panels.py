@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrlhf.report.load import TRAIN, Group
+from asyncrlhf.report.load import TRAIN, Group, heldout_measure
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,11 @@ def _age(title: str, name: str, bound: bool = False) -> Panel:
 
 
 _ENTROPY = Panel("Entropy", "nats per token", "entropy", _UPDATES)
+_HELDOUT = Panel("Held-out accuracy", "fraction solved", "heldout_accuracy", _QUALITY, limits=_FRACTION)
+_HELDOUT_REWARD = Panel("Held-out reward", "mean reward of the answers", "heldout_accuracy", _QUALITY)
 PANELS = (
     Panel("Reward", "mean reward of a batch", "reward_mean", _QUALITY),
-    Panel("Held-out accuracy", "fraction solved", "heldout_accuracy", _QUALITY, limits=_FRACTION),
+    _HELDOUT,
     Panel("Response length", "tokens, mean", "response_length_mean", _QUALITY),
     Panel("Loss", "of a step", "loss", _UPDATES),
     Panel("Gradient norm", "before clipping", "grad_norm", _UPDATES),
@@ -146,9 +148,11 @@ BY_LAG = {
 
 
 def shown_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Panels for which at least one run has data."""
+    """Panels for which at least one run has data. Held-out rewards that are no accuracy have no limits."""
     runs = [run for group in groups for run in group.runs]
     panels = STAGE_PANELS.get(runs[0].stage, PANELS)
+    if runs[0].stage == TRAIN and heldout_measure(runs) == "reward":
+        panels = tuple(_HELDOUT_REWARD if panel is _HELDOUT else panel for panel in panels)
 
     def worth(panel: Panel) -> bool:
         columns = [c for run in runs for name in panel.metrics if (c := run.column(name)) is not None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrlhf.report.curves import Axis, axis_points
-from asyncrlhf.report.load import Group, Run
+from asyncrlhf.report.load import Group, Run, heldout_measure
 from asyncrlhf.report.page import PageAxis
 from asyncrlhf.sweeps.results import Cell, Estimate
 
@@ -63,7 +63,7 @@ def reached(cells: Sequence[Cell], groups: Sequence[Group], axes: Sequence[PageA
             if np.isfinite(at_goal).all():
                 goals[found[0][0], axis.name] = Estimate.of(at_goal)
     came = tuple((f[0][0], sum(bool(np.isfinite(first(ways[id(run)], goal))) for _, run in f)) for f in members)
-    what = "held-out accuracy" if heldout else f"reward, mean of the last 1/{WINDOW} of the steps"
+    what = f"held-out {heldout_measure(every)}" if heldout else f"reward, mean of the last 1/{WINDOW} of the steps"
     return Reached(what, levels, goal, tuple(axes), curves, goals, came)
 
 

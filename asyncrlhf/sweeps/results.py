@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.config.run_config import heldout_word
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_summary, read_sweep
@@ -150,7 +151,7 @@ def results_of(folder: Path, document: dict[str, Any]) -> Results:
             points.append(_point(folder, row, heldout, several))
         except (ConfigError, LookupError, ValueError, OSError) as error:
             left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
-    what = "held-out accuracy" if heldout else "reward of the last tenth of the steps"
+    what = f"held-out {_measure(rows)}" if heldout else "reward of the last tenth of the steps"
     cells = _with_speed(_with_kept(_cells(points)))
     return Results(document["name"], tuple(cells), left_out, what, best_trial(folder, document))
 
@@ -177,6 +178,20 @@ def best_trial(folder: Path, document: dict[str, Any]) -> str:
         f"Best of {len(known)} trials: {search['objective']} {known[best].text()} ({count}) with {said} ({best}). "
         "The best of many is partly luck: run it again with other seeds."
     )
+
+
+def _measure(rows: Sequence[dict[str, Any]]) -> str:
+    """What the jobs' held-out figures are: accuracy, or reward if that of any job is one."""
+    configs = [(row["config"].get("reward", {}), row["config"].get("task", {})) for row in rows]
+    words = {
+        heldout_word(
+            reward.get("kind", "task"),
+            task.get("kind", "arithmetic"),
+            reward.get("missing_eos_penalty", 0) or reward.get("overlong_buffer", 0),
+        )
+        for reward, task in configs
+    }
+    return "reward" if "reward" in words else "accuracy"
 
 
 def _heldout(run_dir: Path) -> float | None:

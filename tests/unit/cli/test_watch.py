@@ -107,6 +107,24 @@ async def test_a_sweep_shows_its_jobs_and_each_of_them(tmp_path: Path) -> None:
         assert str(app.screen.query_one(DataTable).get_row_at(1)[2]) == "3/10"
 
 
+async def test_at_80_columns_a_curve_has_one_line_of_text(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    add_steps(run, 1, 9)
+    row = {"step": 10, "ess_fraction": 0.98765, "behavior_kl": -0.00012345, "heldout_accuracy": 0.28515, "loss": -1e-5}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n" + json.dumps(row | {"step": 11, "behavior_kl": -123.456}) + "\n")
+    app = Dashboard(run, NEVER, lambda: 0.0)
+    async with app.run_test(size=(80, 40)) as pilot:
+        await pilot.pause()
+        shown = {
+            name: app.screen.query_one(f"#curve-{name} .title", Static) for name in ("behavior_kl", "ess_fraction")
+        }
+        for name, title in shown.items():
+            assert title.size.height == 1 and title.size.width <= 38, name
+        assert str(shown["behavior_kl"].render()) == "behavior KL -123.5  -123 to -0.000123"
+        assert len(str(shown["behavior_kl"].render())) <= shown["behavior_kl"].size.width
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

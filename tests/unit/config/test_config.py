@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from asyncrlhf.cli import train
 from asyncrlhf.cli.main import main
 from asyncrlhf.config.compose import load_config, sweep_jobs
+from asyncrlhf.config.conversion import conf_folder
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.engines.generator_config import GeneratorConfig
 from asyncrlhf.errors import ConfigError
@@ -346,3 +348,15 @@ def test_no_true_or_false_setting_takes_a_number_besides_0_and_1() -> None:
             load_config([f"{name}=3"])
     assert load_config(["checkpoint.at_end=0"]).checkpoint.at_end is False
     assert load_config(["checkpoint.at_end=1"]).checkpoint.at_end is True
+
+
+def test_a_run_is_named_by_its_task_if_by_nothing_else() -> None:
+    """A user's own prompts do not land among the runs of sums."""
+    assert load_config([]).name == RunConfig().name == "arithmetic"
+    assert load_config(["task=reasoning_gym"]).name == "reasoning_gym"
+    assert load_config(["task=prompts", "task.path=rows.jsonl"]).name == "prompts"
+    assert load_config(["task=prompts", "task.path=rows.jsonl", "name=mine"]).name == "mine"
+    assert load_config(["experiment=vllm_cpu"]).name == "vllm_cpu"
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_folder())):
+        jobs = compose("config", overrides=["task=reasoning_gym"], return_hydra_config=True)
+        assert jobs.hydra.sweep.dir.startswith("runs/reasoning_gym/")

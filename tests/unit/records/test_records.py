@@ -328,7 +328,8 @@ def test_summary_holds_the_sums_by_hand(tmp_path: Path) -> None:
     ends = {"first": 2 / 30, "last": 29 / 30, "window": 3, "standard_error": None}  # three steps are too few for one
     assert summary["reward"] == pytest.approx(ends)
     assert summary["staleness"] == {"mean": 0.5, "max": 2, "bound": 2}
-    assert summary["heldout_accuracy"] == {"before": 0.25, "after": 0.75, "standard_error": None}
+    of_heldout = {"before": 0.25, "after": 0.75, "standard_error": None, "measure": "accuracy"}
+    assert summary["heldout_accuracy"] == of_heldout
     # 12 samples a step, 30 steps, 465 seconds: a rate is total over total, not the mean of rates
     assert summary["timings"]["samples_per_second"] == pytest.approx(360 / 465)  # type: ignore[index]
     assert summary["timings"]["weight_sync_seconds"] == pytest.approx(0.1)  # type: ignore[index]
@@ -385,6 +386,16 @@ def test_held_out_accuracy_has_the_error_of_its_prompts(tmp_path: Path) -> None:
     assert "rose from 0.300 to 0.400" in plain_words(many)
     beyond = summary_of(tmp_path, evaluated=(heldout[0], {"heldout_accuracy": 7.0}), heldout_prompts=1024)
     assert "went from 0.300 to 7.000, a change of +6.700." in plain_words(beyond)
+
+
+def test_a_learned_reward_between_0_and_1_is_no_accuracy(tmp_path: Path) -> None:
+    """The error of 0/1 answers says nothing about scores of any size whose mean is 0.3."""
+    heldout = ({"heldout_accuracy": 0.3}, {"heldout_accuracy": 0.4})
+    learned = summary_of(tmp_path, evaluated=heldout, heldout_prompts=1024, heldout_measure="reward")
+    assert learned["heldout_accuracy"]["standard_error"] is None  # type: ignore[index]
+    said = plain_words(learned)
+    assert "Held-out reward, on prompts never trained on, went from 0.300 to 0.400, a change of +0.100." in said
+    assert "accuracy" not in said
 
 
 def test_plain_words_tell_the_whole_story(tmp_path: Path) -> None:

@@ -242,6 +242,19 @@ def test_only_panels_with_data_are_drawn_and_time_has_a_fitting_unit(tmp_path: P
     assert time_scale([run]) == (60.0, "minutes")
 
 
+def test_learned_rewards_are_called_rewards_and_drawn_whole(tmp_path: Path) -> None:
+    rule = load_run(make_run(tmp_path / "rule", reward={"kind": "task"}, task={"kind": "arithmetic"}))
+    learned = load_run(make_run(tmp_path / "learned", reward={"kind": "model"}, task={"kind": "prompts"}))
+    fined = load_run(make_run(tmp_path / "fined", reward={"kind": "task", "missing_eos_penalty": 0.5}))
+    drawn = {
+        name: next(p for p in shown_panels(group_runs(runs)) if p.metrics[0] == "heldout_accuracy")
+        for name, runs in {"rule": [rule], "learned": [learned], "fined": [fined], "both": [rule, learned]}.items()
+    }
+    assert drawn["rule"].title == "Held-out accuracy" and drawn["rule"].limits == (0.0, 1.0)
+    for name in ("learned", "fined", "both"):
+        assert drawn[name].title == "Held-out reward" and drawn[name].limits is None, name
+
+
 def make_stage(folder: Path, stage: str, *, seed: int = 0, summary: bool = True) -> Path:
     """As TRL's trainers log: a line of training each second step, and evaluations on lines of their own."""
     folder.mkdir(parents=True)
