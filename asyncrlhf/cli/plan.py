@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from asyncrlhf.planner.ranking import Subject
 
 MEASURED_STEPS = 12  # of a simulated run, without its beginning and its end
+SAY_EVERY = 5.0  # seconds between two lines about the progress
 HANDLES = 16  # least number of simulated replicas; each may represent several
 # Overrides of the user that fix a field of the layout.
 DECIDES = {
@@ -171,8 +175,28 @@ def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | 
     return Task(settings, subject, space, costs is None, hiccups, source, interference, options.cores)
 
 
+class Told:
+    """Says on stderr how many simulated runs are done, every SAY_EVERY seconds. ``most``: the largest number there can
+    be; ``clock`` in seconds, a parameter for tests."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock, self._done, self._best, self._said = most, clock, 0, math.inf, clock()
+
+    def __call__(self, figures: Mapping[str, float]) -> None:
+        from asyncrlhf.planner.explain import seconds_in_words
+
+        self._done, self._best = self._done + 1, min(self._best, figures["step_seconds"])
+        if self._clock() - self._said >= SAY_EVERY:
+            self._said = self._clock()
+            step = seconds_in_words(self._best)
+            said = f"{self._done} of at most {self._most} runs are simulated; the shortest step so far takes {step}."
+            print(said, file=sys.stderr, flush=True)
+
+
 def _choose(task: Task, simulated: int) -> Chosen:
-    from asyncrlhf.planner.choose import choose
+    from asyncrlhf.planner.choose import FINALISTS, SEEDS, choose
+
+    told = Told(simulated + FINALISTS * (len(SEEDS) - 1))
 
     def valid(layout: Layout) -> str | None:
         try:
@@ -183,7 +207,9 @@ def _choose(task: Task, simulated: int) -> Chosen:
 
     def run(layout: Layout, seed: int) -> Mapping[str, float]:
         with tempfile.TemporaryDirectory() as folder:
-            return simulated_run(task, layout, seed, Path(folder) / "run")
+            figures = simulated_run(task, layout, seed, Path(folder) / "run")
+        told(figures)
+        return figures
 
     try:
         return choose(task.space, task.subject, valid, run, simulated)

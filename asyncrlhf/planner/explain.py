@@ -35,7 +35,7 @@ def sentences(chosen: Chosen, subject: Subject) -> list[str]:
         f"{figures['learner_idle']:.0%} of the time, the generators {figures['generator_idle']:.0%}."
     ]
     if layout.placement == "flatten":
-        said.append("Generators and learner take turns on the same devices, so nothing overlaps.")
+        said.append("Generators and learner take turns on the same devices: each waits while the other works.")
     else:
         enough = guess.generation <= guess.train
         rate = layout.batch_size / guess.generation / layout.replicas

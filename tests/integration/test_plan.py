@@ -12,7 +12,7 @@ import yaml
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.cli.plan import Task, simulated_run
+from asyncrlhf.cli.plan import Task, Told, simulated_run
 from asyncrlhf.cli.plan_files import experiment
 from asyncrlhf.cli.plan_space import clusters_of
 from asyncrlhf.cli.simulate import changed
@@ -30,7 +30,9 @@ from tests.unit.report.test_page import TOO_WIDE, WIDTHS
 SOURCES = dict.fromkeys(("decode", "train", "submit", "collect", "load"), "fitted")
 
 
-def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_of_a_plan_trains_and_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Costs of the local runtime's own clock: the run does what the plan said, and the files say what it was."""
     Fitted((0.05, 0.0, 0.0), (0.5, 0.0), sources=SOURCES).save(tmp_path / "profile.json", {})
     out = tmp_path / "plans" / "mine"
@@ -38,8 +40,11 @@ def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytes
     clock = ["generator.virtual_step_seconds=0.05", "learner.virtual_step_seconds=0.5", "task.heldout_size=8"]
     given = ["--profile", f"{tmp_path}/profile.json", "--cores", "2", "--mean-length", "4", "--simulate", "2"]
     keep = ["--keep", "slots=16", "--keep", "quality=max_staleness=2", "--keep", "placement=auto"]
+    monkeypatch.setattr("asyncrlhf.cli.plan.SAY_EVERY", 0.0)
     assert main(["plan", *given, *keep, "--out", str(out), "weights.publish_every=1", *words, *clock]) == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    lines = [line for line in progress.splitlines() if "runs are simulated" in line]
+    assert lines and lines[0].startswith("1 of at most") and lines[-1].startswith(f"{len(lines)} of at most")
     assert "predicts staleness, not reward" in said
     plan = json.loads(out.with_suffix(".json").read_text())
     layout = plan["layout"]
@@ -57,6 +62,35 @@ def test_the_file_of_a_plan_trains_and_is_compared(tmp_path: Path, capsys: pytes
     assert main(["plan", "--compare", f"{out}.json", f"{tmp_path}/run"]) == 0
     said = capsys.readouterr().out
     assert "step_seconds" in said and "within 10% of the plan" in said
+
+
+def test_a_long_plan_says_how_far_it_is_and_a_short_one_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    told = Told(40, lambda: now[0])
+    for step_seconds in (0.5, 0.2, 0.3):
+        now[0] += 3.0
+        told({"step_seconds": step_seconds})
+    assert capsys.readouterr().err == "2 of at most 40 runs are simulated; the shortest step so far takes 0.2 s.\n"
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan", "profile"])
+def test_a_run_too_short_for_costs_is_one_sentence(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["runtime=local", "steps=12", "batch_size=16", "num_generations=4", "task.heldout_size=8", "logging=quiet"]
+    train(load_config([*run, f"run_dir={tmp_path}/run"]))
+    assert main([command, "--from", f"{tmp_path}/run"]) == 2
+    said = capsys.readouterr().err
+    needed = "costs need at least 10 steps after the first 10, and it has 2; train for steps=20 or more."
+    assert said == f"asyncrlhf: {tmp_path}/run is too short: {needed}\n"
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan", "profile"])
+def test_help_shows_how_the_command_is_used(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    usage = capsys.readouterr().out.splitlines()[0]
+    assert usage.startswith(f"usage: asyncrlhf {command} ") and usage.endswith(" [overrides]")
+    assert "--from RUN" in usage and "--out" in usage
 
 
 def assert_drawn(page: Path) -> None:
