@@ -90,6 +90,19 @@ def ranks_are_forgotten() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def the_process_is_left_as_it_was() -> Iterator[None]:
+    """A test that lowers its process's priority, or takes cores from it, makes all later ones slow: nothing fails, and
+    a test of 10 s takes two minutes."""
+    before = _of_the_process()
+    yield
+    assert _of_the_process() == before, "(niceness, cores, torch's threads) of the process of the tests"
+
+
+def _of_the_process() -> tuple[int, set[int], int]:
+    return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0), torch.get_num_threads()
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path() -> Path:
     """Folder of the packaged tiny checkpoint: a Llama with a character tokenizer, loaded by ``from_pretrained``."""

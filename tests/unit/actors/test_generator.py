@@ -184,6 +184,7 @@ def test_the_controller_gets_at_most_some_250_messages_with_results_per_second(
     replicas: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From all replicas together, unless a replica would then be silent for too long."""
+    monkeypatch.setattr(os, "nice", lambda increment: 0)
     monkeypatch.setattr(GeneratorActor, "COLLECT_SECONDS", 10.0)
     spec = GeneratorSpec(
         "g", GeneratorConfig(engine="fake"), ModelConfig(), "local", WeightsConfig(), replicas=replicas
