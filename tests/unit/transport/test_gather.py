@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,14 @@ from asyncrlhf.transport.weights_config import WeightsConfig
 
 SIZES = {"embed": (50, 4), "a.weight": (8, 8), "a.bias": (8,), "b.weight": (30, 8), "c.weight": (31, 8), "counts": (5,)}
 BUCKET_BYTES = 1024
+
+
+@pytest.fixture(autouse=True)
+def collections_are_short() -> Iterator[None]:
+    """A collection looks at what the test made, and not at all that the process has imported and earlier tests left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Parts(ShardedParams):
