@@ -86,7 +86,7 @@ class Sweeper:
             threads = int(self._cores) if job.exclusive else 1
             order = Order((*job.overrides, *QUIET, *extra), self._config_dir, str(log), address, threads)
             devices = self._devices.take(needs(job.config)[1]) if job.config.runtime == "local" else ()
-            self._idle_worker(devices).give(order, job)
+            self._worker_for(job, devices).give(order, job)
 
     def _grouped(self, job: Job) -> list[str]:
         """Let W&B show the jobs of a sweep as one group, each named by its choices, unless the user set other names."""
@@ -115,13 +115,18 @@ class Sweeper:
         there = self._devices.fit(own) if kinds == {"local"} else len(kinds) < 2 and gpus <= self._devices.count
         return len(under_way) < most and cores <= self._cores and (there or not own)
 
-    def _idle_worker(self, devices: tuple[str, ...]) -> Worker:
-        """A worker for one job; one with devices of its own is a new one, and serves no other job."""
+    def _worker_for(self, job: Job, devices: tuple[str, ...]) -> Worker:
+        """A worker for this job: a new one where the job itself runs in it, an idle one where the parts are on Ray."""
         for worker in self._workers:
-            if not devices and worker.busy_with is None and worker.process.is_alive():
+            if not self._ends_with(job, devices) and worker.busy_with is None and worker.process.is_alive():
                 return worker
         self._workers.append(Worker(devices, forks=self._forks))
         return self._workers[-1]
+
+    def _ends_with(self, job: Job, devices: tuple[str, ...]) -> bool:
+        """Whether a worker serves this job alone. Losses, rewards and sinks of the user would find what they left in
+        their modules in the job before; a new process costs seconds where it must import, and little as a fork."""
+        return bool(devices) or (self._forks and job.config.runtime == "local")
 
     def _collect(self) -> None:
         for worker in self._running():
@@ -132,9 +137,10 @@ class Sweeper:
     def _file(self, worker: Worker, answer: Answer) -> None:
         job: Job = worker.busy_with
         record, worker.busy_with = self._record.jobs[job.hash], None
-        if worker.devices:  # they are free when the process that holds their memory has ended
+        if self._ends_with(job, worker.devices):
             worker.close(CLOSE_SECONDS)
             self._workers.remove(worker)
+        if worker.devices:  # they are free when the process that holds their memory has ended
             self._devices.free(worker.devices, needs(job.config)[1])
         self._record.end(record, answer.state, answer.seconds, answer.note)
         self._table.ended(record)

@@ -26,6 +26,21 @@ import os, signal, time
 from pathlib import Path
 import psutil
 
+SEEN = []
+
+class Counted:
+    # A sink: it counts the runs that its module has seen.
+
+    def start(self, run):
+        SEEN.append(run.run_dir)
+        (run.run_dir / "seen").write_text(str(len(SEEN)))
+
+    def log(self, metrics):
+        pass
+
+    def finish(self, summary):
+        pass
+
 HERE = Path.cwd()  # of the import; calls have a folder of their own
 
 def length(completions, **columns):
@@ -74,13 +89,15 @@ def record(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def test_two_jobs_end_in_a_report_whose_sentence_is_that_of_the_raw_records(here: Path) -> None:
-    done = sweep(here, "async.lag=0,2", "reward.target=mine:length", "seeds=2", "sweep.jobs=1")
+    counted = 'logging.sinks=["mine:Counted"]'
+    done = sweep(here, "async.lag=0,2", "reward.target=mine:length", "seeds=2", "sweep.jobs=1", counted)
     assert done.returncode == 0, done.stdout + done.stderr
     folder, jobs = record(here)
     assert [job["state"] for job in jobs.values()] == ["done"] * 4
     quality, staleness = {}, {}
     for name, job in jobs.items():
         run = folder / job["folder"]
+        assert (run / "seen").read_text() == "1", "a job begins with the user's modules as they were written"
         quality[name] = json.loads((run / "summary.json").read_text())["heldout_accuracy"]["after"]
         rollouts = pd.concat(pd.read_parquet(part) for part in (run / "rollouts").glob("*.parquet"))
         trained = rollouts[rollouts.state == "trained"]
