@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Reward = str | Callable[..., Sequence[float | None]]
 REWARD_FOLDER, DATA_STEM = "reward", "dataset"
+
+# In a notebook without ipywidgets tqdm and Ray say so in their own words; nothing here draws with widgets.
+warnings.filterwarnings("ignore", message="IProgress not found")
+logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
 
 
 def train(

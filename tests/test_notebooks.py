@@ -47,6 +47,10 @@ def executed(path: Path, kernel: KernelManager, folder: Path) -> Any:
     notebook.cells.insert(0, nbformat.v4.new_code_cell(CLEAN.format(folder=folder)))
     NotebookClient(notebook, timeout=240, km=kernel).execute()
     del notebook.cells[0]
+    said = [
+        output.text for cell in notebook.cells for output in cell.get("outputs", ()) if output.get("name") == "stderr"
+    ]
+    assert not any("ipywidgets" in text for text in said), "a missing package that nothing needs"
     for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), start=1):
         cell.execution_count = number
         cell.metadata.pop("execution", None)
