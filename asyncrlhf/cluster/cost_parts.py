@@ -99,7 +99,7 @@ class CostGenerator:
     def catch_up(self) -> list[Rollout]:
         """Advance the replica to the present; returns the rollouts that ended."""
         now, done = self.clock(), list[Rollout]()
-        while not self._loading:
+        while not (self._loading or self._asleep):
             spent = max(0.0, min(now - self._at, self._debt))  # prefills come before the next token
             self._debt, self._at = self._debt - spent, self._at + spent
             self.busy_seconds += spent

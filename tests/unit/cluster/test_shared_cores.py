@@ -41,9 +41,11 @@ def test_threads_beyond_the_cores_get_equal_shares() -> None:
     assert run_virtual(ends(2)) == pytest.approx([2.0, 3.0, 11.0])
 
 
-def run(folder: Path, costs: Fitted, conditions: Conditions, *overrides: str) -> dict[str, float]:
+def run(
+    folder: Path, costs: Fitted, conditions: Conditions, *overrides: str, take_turns: bool = False
+) -> dict[str, float]:
     config = load_config([*RUN, *overrides])
-    simulate(config, costs, Workload(8, 64, 0.0, 64), folder, conditions)
+    simulate(config, costs, Workload(8, 64, 0.0, 64), folder, conditions, take_turns=take_turns)
     return figures(read_metrics(folder / "metrics.jsonl"), config.async_.bound, warm_up=8)
 
 
@@ -65,6 +67,17 @@ def test_the_controllers_work_takes_time_from_a_generator_on_its_core(tmp_path: 
     assert free < 0.95 * full
     learner = run(tmp_path / "learner", costs, Conditions(cores=Cores(1, learner=1)))
     assert learner["step_seconds"] == pytest.approx(0.64 + 0.192 + 0.1, rel=0.03)
+
+
+@pytest.mark.parametrize("cores", [None, Cores(2), Cores(2, learner=1)])
+def test_parts_that_take_turns_do_not_work_at_the_same_time(tmp_path: Path, cores: Cores | None) -> None:
+    """Per batch 0.64 s of decoding and then 0.5 s of training, which slows nothing down that sleeps."""
+    costs, slowed = Fitted((0.01, 0.0, 0.0), (0.5, 0.0)), Conditions(cores=cores, interference=(1.5, 1.5))
+    turns = run(tmp_path / "turns", costs, slowed, take_turns=True)
+    assert turns["step_seconds"] == pytest.approx(0.64 + 0.5, rel=0.03)
+    assert (1 - turns["generator_idle"]) * turns["step_seconds"] == pytest.approx(0.64, rel=0.03)
+    beside = run(tmp_path / "beside", costs, Conditions(cores=cores))
+    assert beside["step_seconds"] < 0.7, "without turns both sides work at once"
 
 
 def test_a_replica_with_more_work_sends_results_together(tmp_path: Path) -> None:
