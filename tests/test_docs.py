@@ -66,6 +66,14 @@ def test_every_preset_is_in_the_table_of_algorithms() -> None:
     assert set(re.findall(r"^\| `([a-z0-9_]+)` \|", page, re.MULTILINE)) == presets
 
 
+def test_every_event_of_the_journal_is_in_the_table_of_records() -> None:
+    from asyncrlhf.records.journal import EVENTS
+
+    page = (ROOT / "docs" / "records.md").read_text()
+    part = page[page.index("## journal") : page.index("## verify")]
+    assert re.findall(r"^\| `([a-z_]+)` \|", part, re.MULTILINE) == list(EVENTS)
+
+
 def defined(file: Path) -> set[str]:
     """Functions of a module and methods of its classes, as ``f`` and ``Class.f``."""
     found = set()
