@@ -103,8 +103,7 @@ def choose(
 
 
 def _modest(candidate: Candidate) -> tuple[float, ...]:
-    layout = candidate.layout
-    old = round(candidate.figures["staleness"], 1)
+    old, layout = round(candidate.figures["staleness"], 1), candidate.layout
     return old, layout.devices, layout.max_staleness, layout.publish_every, layout.slots
 
 

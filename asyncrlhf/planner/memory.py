@@ -61,13 +61,13 @@ def learner_bytes(
     """One rank with microbatches of ``tokens``; ``frozen``: number of frozen models on it, sharded like the policy."""
     width, own = (2 if dtype == "bfloat16" else 4), tokens / sequence_parallel
     gathered = shape.block_parameters * width if layout in ("3", "fsdp2") else 0.0
-    kept = own * shape.layers * (2 * shape.hidden if checkpointing else 34 * shape.hidden)
-    working = 34 * own * shape.hidden if checkpointing else 0.0
+    layer = 17.0 * width * own * shape.hidden  # 34 bytes per token and channel in bfloat16
+    kept = width * own * shape.layers * shape.hidden if checkpointing else shape.layers * layer
     share = ranks if layout in ("3", "fsdp2") else 1
     return Bytes(
         {
             "weights and optimizer": layout_bytes(shape.parameters, layout, ranks, dtype) + gathered,
-            "activations": kept + working,
+            "activations": kept + (layer if checkpointing else 0.0),
             "logits": 4.0 * min(own * shape.vocabulary, MAX_LOGITS),
             "frozen models": frozen * shape.parameters * width / share,
         }

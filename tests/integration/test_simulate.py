@@ -72,6 +72,14 @@ def test_closed_forms_hold_on_the_real_controller(tmp_path: Path, ratio: float, 
     assert low - 0.1 <= found["staleness"] <= high + 0.1
 
 
+def test_the_gate_admits_what_can_be_trained_within_the_bound_and_no_more(tmp_path: Path) -> None:
+    """Generation is four times as fast as training, so that generators are held back: the bound is used, and nothing is
+    too old when its turn comes. With a gate that is off by one every fourth rollout is."""
+    _, summary = run(tmp_path / "run", costs_of(0.491, 1.964), "num_generations=8", "async.max_staleness=2")
+    assert summary["staleness"]["max"] == 2 and summary["staleness"]["mean"] > 1.9
+    assert summary["ledger"]["dropped"] == {}
+
+
 def test_the_same_seed_gives_the_same_records(tmp_path: Path) -> None:
     for name in ("a", "b"):
         run(tmp_path / name, costs_of(1.0, 0.5), "num_generations=4", "steps=20")

@@ -11,6 +11,7 @@ from asyncrlhf.planner.choose import Chosen, Space, choose
 from asyncrlhf.planner.devices import nodes_for
 from asyncrlhf.planner.explain import reason, sentences, weakest
 from asyncrlhf.planner.layout import Layout, counts, keeps, overrides
+from asyncrlhf.planner.memory import learner_bytes
 from asyncrlhf.planner.queueing import balanced
 from asyncrlhf.planner.ranking import Subject, bytes_of, costs_of, estimate, refusal
 from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload
@@ -91,6 +92,9 @@ def test_the_bound_admits_one_batch_more_than_it_says() -> None:
     assert steps[0] / steps[1] == pytest.approx(2.0) and steps[0] / steps[2] == pytest.approx(5.0)
 
 
+DTYPES = ("bfloat16", "float32")
+
+
 def test_bytes_of_both_sides_are_exact() -> None:
     """bfloat16 weights take 2 bytes, float32 ones 4; a cache of 128 k tokens of Llama-3-8B 16.8 GB."""
     work = Workload(1000.0, 1000.0, 0.0, 1000)
@@ -101,6 +105,14 @@ def test_bytes_of_both_sides_are_exact() -> None:
     assert learner.parts["weights and optimizer"] == LLAMA_8B.parameters * (2 + 16 / 4)
     wide, _ = bytes_of(Layout(slots=64), replace(subject, dtype="float32"))
     assert wide.total == 2 * generator.total
+    checkpointed = {d: learner_bytes(LLAMA_8B, "fsdp2", 8, 1000, dtype=d, frozen=1).parts for d in DTYPES}
+    kept = {d: learner_bytes(LLAMA_8B, "fsdp2", 8, 1000, dtype=d, checkpointing=False).parts for d in DTYPES}
+    assert kept["bfloat16"]["activations"] == 1000 * 32 * 34 * 4096, "34 bytes per token, layer and channel"
+    assert checkpointed["bfloat16"]["activations"] == 1000 * (32 * 2 + 34) * 4096
+    assert checkpointed["bfloat16"]["frozen models"] == 2 * LLAMA_8B.parameters / 8
+    for name in ("activations", "frozen models"):
+        assert checkpointed["float32"][name] == 2 * checkpointed["bfloat16"][name]
+    assert kept["float32"]["activations"] == 2 * kept["bfloat16"]["activations"]
 
 
 def test_what_is_too_large_is_named() -> None:
