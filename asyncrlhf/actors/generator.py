@@ -40,7 +40,8 @@ class GeneratorActor(PartActor):
     COLLECT_SECONDS = 10.0  # the longest wait of a collect for results: an empty answer costs both sides
     # Between two answers with results: a message costs both sides about a millisecond. A lone result is sent at once.
     RESULT_SECONDS = 0.03
-    SHARE_SECONDS = 0.004  # the same per replica of the run, whose answers the controller takes one by one
+    # The same per replica of the run: the controller takes their answers one by one, at most 125 a second.
+    SHARE_SECONDS = 0.008
     LINGER_SECONDS = 0.003  # for results that finish at the same moment
     SPAN_SECONDS = 0.5  # between two answers that include the replica's spans
     CHUNK_SECONDS = 0.1  # between two collections of chunks: a hint may wait, and a message costs both sides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +26,13 @@ from asyncrlhf.types import (
 # The fields of a rollout: its arrays, of which the last four may be missing; its other fields without the prompt.
 ARRAYS = ("response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts")
 FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch")
+# What a replica tells of a finished rollout: its epoch, and the first fields of a RolloutInfo, up to its payload.
+TOLD = (
+    "epoch", "rollout_id", "group_id", "generator_id", "prompt_length", "response_length", "min_version", "max_version",
+    "finish_reason", "generated_at",
+)  # fmt: skip
+_told = attrgetter(*TOLD)
+NO_ARRAYS = dict.fromkeys(ARRAYS)
 _facts = attrgetter(*FACTS)
 R = TypeVar("R")
 
@@ -42,6 +50,16 @@ class Collected:
     chunks: list[ChunkInfo] = field(default_factory=list)
     spans: SpanBatch | None = None  # of the replica, from time to time
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of the rollouts only what the replica knows: an object with all of its fields costs three times as much."""
+        others = (self.failed, self.busy_seconds, self.tokens, self.ages, self.chunks, self.spans)
+        return _collected, (tuple(map(_told, self.finished)), *others)
+
+
+def _collected(told: Iterable[Sequence[Any]], *others: Any) -> Collected:
+    infos = (RolloutInfo(*own, payload=Payload(None, i), epoch=e) for i, (e, *own) in enumerate(told))  # type: ignore[misc]
+    return Collected(list(infos), *others)
+
 
 class RolloutBundle(Sequence[Rollout]):
     """Several rollouts as a few flat arrays, for transport between processes: single small arrays cost more to send
@@ -57,39 +75,69 @@ class RolloutBundle(Sequence[Rollout]):
         return self._rollouts[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        prompts = list({id(r.prompt): r.prompt for r in self._rollouts}.values())
+        rollouts = self._rollouts
+        prompts = list({id(r.prompt): r.prompt for r in rollouts}.values())
         places = {id(prompt): place for place, prompt in enumerate(prompts)}
-        facts = [(places[id(r.prompt)], *_facts(r)) for r in self._rollouts]
-        return _unpack, (prompts, facts, {name: self._flat(name) for name in ARRAYS})
-
-    def _flat(self, name: str) -> tuple[list[int | None], Any] | None:
-        """The length of each rollout's array, None if it has none, and all arrays concatenated; None without arrays."""
-        given = [getattr(r, name) for r in self._rollouts]
-        there = [array for array in given if array is not None]
-        return ([None if a is None else len(a) for a in given], np.concatenate(there)) if there else None
+        facts = tuple(zip(*map(_facts, rollouts), strict=True))
+        arrays = {name: found for name in ARRAYS if (found := _flat([getattr(r, name) for r in rollouts])) is not None}
+        told = [(p.prompt_id, p.text, p.answer, p.metadata, p.messages) for p in prompts]
+        return ArrivedBundle, (
+            told, _flat([p.token_ids for p in prompts]), [places[id(r.prompt)] for r in rollouts], facts, arrays
+        )  # fmt: skip
 
 
-def _unpack(
-    prompts: list[Prompt], facts: list[Any], flat: dict[str, tuple[list[int | None], Any] | None]
-) -> RolloutBundle:
-    arrays = [(name, _cut(*found)) for name, found in flat.items() if found is not None]
-    return RolloutBundle(
-        Rollout(
-            prompt=prompts[place],
-            **dict(zip(FACTS, own, strict=True)),
-            **{name: parts[i] for name, parts in arrays},
-        )
-        for i, (place, *own) in enumerate(facts)
-    )
+Flat = tuple[tuple[int | None, ...], Any]  # the length of each array, None if it is missing, and all concatenated
 
 
-def _cut(lengths: list[int | None], flat: Any) -> list[Any]:
-    """Each rollout's own part of ``flat``, None if it has none."""
-    parts, end = [], 0
-    for length in lengths:
-        end += length or 0
-        parts.append(None if length is None else flat[end - length : end])
-    return parts
+def _flat(arrays: Sequence[Any]) -> Flat | None:
+    """None if there is no array."""
+    there = [array for array in arrays if array is not None]
+    return (tuple(None if a is None else len(a) for a in arrays), np.concatenate(there)) if there else None
+
+
+class ArrivedBundle(Sequence[Rollout]):
+    """A :class:`RolloutBundle` in the process that received it. It creates a rollout each time it is read, and does not
+    check its arrays a second time: several processes receive each bundle, and some read only a part of it."""
+
+    def __init__(
+        self, prompts: list[Any], prompt_ids: Flat | None, places: list[int], facts: Any, arrays: dict[str, Flat]
+    ) -> None:
+        self._packed = prompts, prompt_ids, places, facts, arrays
+        self._prompts = [
+            Prompt(name, text, ids, answer, metadata, messages)
+            for (name, text, answer, metadata, messages), ids in zip(prompts, _cuts(prompt_ids), strict=True)
+        ]
+        self._places, self._facts = places, tuple(zip(FACTS, facts, strict=bool(places)))
+        self._arrays = {name: (lengths, _ends(lengths), flat) for name, (lengths, flat) in arrays.items()}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        place = range(len(self._places))[index]
+        rollout = object.__new__(Rollout)
+        fields = vars(rollout)
+        fields.update(NO_ARRAYS)
+        fields["prompt"] = self._prompts[self._places[place]]
+        for name, column in self._facts:
+            fields[name] = column[place]
+        for name, (lengths, ends, flat) in self._arrays.items():
+            if (length := lengths[place]) is not None:
+                fields[name] = flat[ends[place] - length : ends[place]]
+        return rollout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ArrivedBundle, self._packed
+
+
+def _ends(lengths: Sequence[int | None]) -> list[int]:
+    return list(accumulate(length or 0 for length in lengths))
+
+
+def _cuts(found: Flat | None) -> list[Any]:
+    """Each array's own part, of arrays of which none is missing."""
+    lengths, flat = found or ((), ())
+    return [flat[end - (length or 0) : end] for length, end in zip(lengths, _ends(lengths), strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.actors.messages import Address, RolloutBundle, resolved
+from asyncrlhf.actors.messages import Address, resolved
 from asyncrlhf.actors.where import Where, where
 from asyncrlhf.garbage import keep_existing
 from asyncrlhf.records.rollout_rows import RolloutRow, write_part
@@ -53,12 +53,13 @@ class RecordActor:
         return os.getpid()
 
     def write(
-        self, target: str, rows: Sequence[RolloutRow], places: Sequence[Address | None], *bundles: RolloutBundle
+        self, target: str, rows: Sequence[Sequence[Any]], places: Sequence[Address | None], *bundles: Any
     ) -> None:
-        """``places``: the address of each row's rollout among ``bundles``; None for a row without one."""
+        """``rows``: the ``row_values`` of each. ``places``: the address of each row's rollout among ``bundles``; None
+        for a row without one."""
         found = iter(resolved([place for place in places if place is not None], bundles))
         rollouts = [None if place is None else next(found) for place in places]
-        write_part(Path(target), rows, rollouts)
+        write_part(Path(target), [RolloutRow(*values) for values in rows], rollouts)
 
     def save(self, target: str, addresses: Sequence[Address], *bundles: Any) -> None:
         """Write the rollouts of a checkpoint, joined with their annotations' arrays."""

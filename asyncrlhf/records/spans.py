@@ -97,15 +97,15 @@ class Lane:
         self._lock = threading.RLock()
         self._done: list[Span] = []
         self._lost = 0
-        self._open("wait", clock())
+        self._open("wait", clock(), self._cpu())
         # Within a ``during``: the activity to enter afterwards, and its counts.
         self._covered, self._after, self._later = False, "wait", [0, 0, 0, 0]
 
-    def _open(self, kind: str, since: float) -> None:
+    def _open(self, kind: str, since: float, cpu: float) -> None:
         self._kind, self._since = kind, since
         self._counts = [0, 0, 0, 0]
         self._busy, self._paused = 0.0, 0.0
-        self._cpu_since = self._cpu()
+        self._cpu_since = cpu
 
     def enter(self, kind: str, version: int | None = None) -> None:
         """From now on the part's activity is ``kind``, with the weights of ``version`` (None: unchanged)."""
@@ -119,16 +119,14 @@ class Lane:
             last, pause = self._done[-1] if self._done else None, now - self._since
             short = self._kind == "wait" and pause < self._short_wait
             if short and last and last.kind == kind and last.version == (self.version if version is None else version):
-                cpu_since = self._cpu_since - last.cpu_seconds
-                self._open(kind, last.start)
-                self._cpu_since = cpu_since
+                self._open(kind, last.start, self._cpu_since - last.cpu_seconds)
                 self._counts = list(last[4:8])
                 self._done.pop()
                 self._paused = last.end - last.start - last.busy_seconds + pause
                 self._busy = last.busy_seconds if kind == "decode" else 0.0
                 return
             self._cut(now, over=True)
-            self._open(kind, now)
+            self._open(kind, now, self._cpu_since)
             if kind != "wait":
                 self._counts, self._later = self._later, [0, 0, 0, 0]
             self.version = self.version if version is None else version
@@ -173,18 +171,19 @@ class Lane:
     def _cut(self, now: float, over: bool) -> None:
         """End the present span and begin another of its kind. Drop a span without duration unless it counted
         something."""
+        cpu = self._cpu()  # read once: the system adds up the times of all threads
         if now > self._since or (over and self._kind not in ("wait", "decode")) or any(self._counts):
             if len(self._done) < LANE_LIMIT:
-                self._done.append(self._span(now))
+                self._done.append(self._span(now, cpu))
             else:
                 self._lost += 1
-        self._open(self._kind, now)
+        self._open(self._kind, now, cpu)
 
-    def _span(self, now: float) -> Span:
+    def _span(self, now: float, cpu: float) -> Span:
         seconds = now - self._since
         busy = 0.0 if self._kind == "wait" else min(self._busy or seconds - self._paused, seconds)
-        counts, cpu = self._counts, self._cpu() - self._cpu_since
-        return Span(self._kind, self._since, now, self.version, *counts, max(0.0, busy), cpu)  # type: ignore[call-arg]
+        counts, used = self._counts, cpu - self._cpu_since
+        return Span(self._kind, self._since, now, self.version, *counts, max(0.0, busy), used)  # type: ignore[call-arg]
 
 
 class SpanRow(NamedTuple):

@@ -1,0 +1,118 @@
+"""What travels between the processes of a run arrives whole."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrlhf.actors.messages import Collected, RolloutBundle
+from asyncrlhf.actors.part import RecordActor
+from asyncrlhf.actors.worker import describe
+from asyncrlhf.readahead.owners import ChunkInfo
+from asyncrlhf.records.rollout_rows import RolloutRow, row_values, write_part
+from asyncrlhf.records.spans import SpanBatch
+from asyncrlhf.types import GenerationFailure, Payload, Prompt, Rollout
+
+
+def prompt(number: int) -> Prompt:
+    ids = np.arange(number, 2 * number + 3)
+    return Prompt(f"p{number}", f"text {number}", ids, str(number), {"level": number}, [{"role": "user"}])
+
+
+def rollout(number: int, of: Prompt) -> Rollout:
+    length = 1 + number % 4
+    return Rollout(
+        number,
+        number // 2,
+        of,
+        np.arange(length),
+        np.linspace(-1.0, 0.0, length, dtype=np.float32),
+        np.full(length, 40 + number),
+        "stop" if number % 2 else "length",
+        response_text=f"answer {number}",
+        generator_id="generator-1",
+        epoch=number % 3,
+    )
+
+
+def rollouts() -> list[Rollout]:
+    prompts = [prompt(number) for number in range(3)]
+    return [rollout(number, prompts[number // 2]) for number in range(6)]
+
+
+def travelled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Of every field, and of the prompt's."""
+    for name in (own.name for own in fields(one)):
+        a, b = getattr(one, name), getattr(other, name)
+        if isinstance(a, Prompt):
+            assert_equal(a, b)
+        elif isinstance(a, np.ndarray):
+            assert np.array_equal(a, b) and a.dtype == b.dtype, name
+        else:
+            assert a == b, name
+
+
+def test_a_bundle_brings_every_field_and_any_part_of_it_can_be_read() -> None:
+    given = rollouts()
+    there = travelled(RolloutBundle(given))
+    assert len(there) == len(given)
+    assert_equal(given[4], there[4])  # before any other
+    for one, other in zip(given, there, strict=True):
+        assert_equal(one, other)
+        assert set(vars(other)) == {own.name for own in fields(Rollout)}
+        assert_equal(one, replace(other))  # which checks the arrays
+    assert_equal(given[-1], there[-1])
+    with pytest.raises(IndexError):
+        there[len(given)]
+
+
+def test_siblings_of_a_bundle_share_their_prompt_and_a_bundle_can_go_on() -> None:
+    given = rollouts()
+    there = travelled(travelled(RolloutBundle(given)))
+    assert there[0].prompt is there[1].prompt is not there[2].prompt
+    for one, other in zip(given, travelled(RolloutBundle(there)), strict=True):
+        assert_equal(one, other)
+    assert not list(travelled(RolloutBundle([])))
+
+
+def test_what_a_replica_tells_arrives_whole() -> None:
+    given = Collected(
+        describe(rollouts()),
+        [GenerationFailure(9, "No room.", 2)],
+        1.5,
+        70,
+        [0.25 * number for number in range(6)],
+        [ChunkInfo(3, 0, 4, Payload(None, 0))],
+        SpanBatch("generator-1", [], 0.5, 1.0, "here"),
+    )
+    assert travelled(given) == given != Collected()
+    assert [info.epoch for info in travelled(given).finished] == [0, 1, 2, 0, 1, 2]
+    assert travelled(Collected()) == Collected()
+
+
+def test_the_record_writer_writes_what_this_process_would(tmp_path: Path) -> None:
+    given = rollouts()[:2]
+
+    def rows() -> list[RolloutRow]:
+        trained = RolloutRow(0, 0, "", "trained", 1.0, reward=0.5, consumed_at_version=(3, 4), staleness=2, epoch=1)
+        return [
+            trained,
+            RolloutRow(1, 0, "", "dropped", 2.0, drop_reason="stale"),
+            RolloutRow(7, 3, "q", "failed", 3.0),
+        ]
+
+    write_part(tmp_path / "here.parquet", rows(), [*given, None])
+    values, places = travelled([row_values(row) for row in rows()]), [((0, 0),), ((0, 1),), None]
+    RecordActor().write(str(tmp_path / "there.parquet"), values, places, travelled(RolloutBundle(given)))
+    here, there = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("here", "there"))
+    assert here.num_rows == 3 and here.equals(there)
