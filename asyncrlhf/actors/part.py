@@ -52,14 +52,11 @@ class RecordActor:
         """The number of its process; answers even while it is writing, in a separate thread."""
         return os.getpid()
 
-    def write(
-        self, target: str, rows: Sequence[Sequence[Any]], places: Sequence[Address | None], *bundles: Any
-    ) -> None:
-        """``rows``: the ``row_values`` of each. ``places``: the address of each row's rollout among ``bundles``; None
-        for a row without one."""
+    def write(self, target: str, rows: Sequence[RolloutRow], places: Sequence[Address | None], *bundles: Any) -> None:
+        """``places``: the address of each row's rollout among ``bundles``; None for a row without one."""
         found = iter(resolved([place for place in places if place is not None], bundles))
         rollouts = [None if place is None else next(found) for place in places]
-        write_part(Path(target), [RolloutRow(*values) for values in rows], rollouts)
+        write_part(Path(target), rows, rollouts)
 
     def save(self, target: str, addresses: Sequence[Address], *bundles: Any) -> None:
         """Write the rollouts of a checkpoint, joined with their annotations' arrays."""

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from asyncrlhf.actors.annotator import AnnotatorActor, AnnotatorSpec, AnnotatorWorker
 from asyncrlhf.actors.generator import GeneratorActor
 from asyncrlhf.actors.learner import LearnerActor, LearnerSpec, LearnerWorker
-from asyncrlhf.actors.messages import Address, Collected, Offer, Told, placed
+from asyncrlhf.actors.messages import Address, Alike, Collected, Offer, Told, placed
 from asyncrlhf.actors.where import Where
 from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker, located
 from asyncrlhf.cluster.handles import LONG_SECONDS, Hear, P, R, W, WorkerLostError, ignore, within
@@ -111,7 +111,7 @@ class RayGenerator(RayPart[GeneratorWorker]):
 
     async def submit(self, items: Sequence[GenerationRequest]) -> None:
         """Waits for no answer: a replica that hangs must not delay the others. ``collect`` raises its errors."""
-        self._submitted.append(self.send("submit", tuple(items)))
+        self._submitted.append(self.send("submit", Alike(items)))
 
     async def collect(self) -> Collected:
         """The payload is a return value of its own: this process owns it, so that it outlives the replica."""

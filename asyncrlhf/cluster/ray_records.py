@@ -16,12 +16,13 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrlhf.actors.messages import Alike
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.cluster.handles import RECORD_WRITER, within
 from asyncrlhf.cluster.ray_calls import ask_to_start, translated
 from asyncrlhf.cluster.ray_handles import PING, actor_class, addressed
 from asyncrlhf.errors import ReplicaError
-from asyncrlhf.records.rollout_rows import RolloutRow, row_values
+from asyncrlhf.records.rollout_rows import RolloutRow
 from asyncrlhf.types import Payload
 
 RESTARTS = 3  # of one run
@@ -42,8 +43,7 @@ class RayRecords:
         found, references = addressed([Payload(p.ref, p.index) for p in payloads if p is not None])
         order = iter(found)
         places = tuple(None if p is None else next(order) for p in payloads)
-        values = tuple(map(row_values, rows))
-        return self._answer(self._there().write.remote(str(target.resolve()), values, places, *references))
+        return self._answer(self._there().write.remote(str(target.resolve()), Alike(rows), places, *references))
 
     def save_rollouts(self, target: Path, payloads: Sequence[Payload]) -> Future[None]:
         """As :meth:`~asyncrlhf.cluster.handles.Runtime.save_rollouts`."""

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrlhf.actors.messages import Collected, RolloutBundle
+from asyncrlhf.actors.messages import Alike, Collected, RolloutBundle
 from asyncrlhf.actors.part import RecordActor
 from asyncrlhf.actors.worker import describe
 from asyncrlhf.readahead.owners import ChunkInfo
-from asyncrlhf.records.rollout_rows import RolloutRow, row_values, write_part
+from asyncrlhf.records.rollout_rows import RolloutRow, write_part
 from asyncrlhf.records.spans import SpanBatch
-from asyncrlhf.types import GenerationFailure, Payload, Prompt, Rollout
+from asyncrlhf.types import GenerationFailure, GenerationRequest, Payload, Prompt, Rollout, SamplingParams
 
 
 def prompt(number: int) -> Prompt:
@@ -100,6 +100,17 @@ def test_what_a_replica_tells_arrives_whole() -> None:
     assert travelled(Collected()) == Collected()
 
 
+def test_requests_arrive_whole_and_siblings_share_their_prompt() -> None:
+    sampling = SamplingParams(16, stop_token_ids=(3,))
+    prompts = [prompt(0), prompt(1)]
+    given = [GenerationRequest(i, i // 2, prompts[i // 2], 99 - i, sampling, epoch=i) for i in range(4)]
+    there = travelled(Alike(given))
+    for one, other in zip(given, there, strict=True):
+        assert_equal(one, other)
+    assert there[0].prompt is there[1].prompt is not there[2].prompt
+    assert travelled(Alike(())) == ()
+
+
 def test_the_record_writer_writes_what_this_process_would(tmp_path: Path) -> None:
     given = rollouts()[:2]
 
@@ -112,7 +123,7 @@ def test_the_record_writer_writes_what_this_process_would(tmp_path: Path) -> Non
         ]
 
     write_part(tmp_path / "here.parquet", rows(), [*given, None])
-    values, places = travelled([row_values(row) for row in rows()]), [((0, 0),), ((0, 1),), None]
-    RecordActor().write(str(tmp_path / "there.parquet"), values, places, travelled(RolloutBundle(given)))
+    sent, places = travelled(Alike(rows())), [((0, 0),), ((0, 1),), None]
+    RecordActor().write(str(tmp_path / "there.parquet"), sent, places, travelled(RolloutBundle(given)))
     here, there = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("here", "there"))
     assert here.num_rows == 3 and here.equals(there)
