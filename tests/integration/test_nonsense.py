@@ -90,7 +90,7 @@ TRAIN = [
     ("fusion.max_batch=99999999999999", "fusion.max_batch=99999999999999 is out of range"),
     ("name=..", "name='..' must be a folder's name"),
     ("name=.", "name='.' must be a folder's name"),
-    ("name=", "name='' must be a folder's name"),
+    ("name=/", "name='/' must be a folder's name"),
     ("name=a\x00b", "a\\x00b"),
     ("name=" + "n" * 300, "must be a folder's name"),
     ("run_dir=a\x00b", "a\\x00b"),
