@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -27,11 +27,7 @@ from asyncrlhf.types import (
 ARRAYS = ("response_ids", "behavior_logprobs", "policy_versions", "ref_logprobs", "values", "kept_ids", "kept_counts")
 FACTS = ("rollout_id", "group_id", "finish_reason", "response_text", "generator_id", "critic_version", "epoch")
 # What a replica tells of a finished rollout: its epoch, and the first fields of a RolloutInfo, up to its payload.
-TOLD = (
-    "epoch", "rollout_id", "group_id", "generator_id", "prompt_length", "response_length", "min_version", "max_version",
-    "finish_reason", "generated_at",
-)  # fmt: skip
-_told = attrgetter(*TOLD)
+_told = attrgetter("epoch", *takewhile(lambda name: name != "payload", (own.name for own in fields(RolloutInfo))))
 NO_ARRAYS = dict.fromkeys(ARRAYS)
 _facts = attrgetter(*FACTS)
 R = TypeVar("R")

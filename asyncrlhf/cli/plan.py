@@ -175,7 +175,7 @@ def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | 
     return Task(settings, subject, space, costs is None, hiccups, source, interference, options.cores)
 
 
-class Told:
+class SimulatedRuns:
     """Says on stderr how many simulated runs are done, every SAY_EVERY seconds. ``most``: the largest number there can
     be; ``clock`` in seconds, a parameter for tests."""
 
@@ -196,7 +196,7 @@ class Told:
 def _choose(task: Task, simulated: int) -> Chosen:
     from asyncrlhf.planner.choose import FINALISTS, SEEDS, choose
 
-    told = Told(simulated + FINALISTS * (len(SEEDS) - 1))
+    told = SimulatedRuns(simulated + FINALISTS * (len(SEEDS) - 1))
 
     def valid(layout: Layout) -> str | None:
         try:

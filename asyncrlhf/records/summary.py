@@ -297,6 +297,10 @@ def replica_table(replicas: Mapping[str, Mapping[str, float]]) -> Table:
     return table
 
 
+def counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Seconds in readable form: ``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
     whole = round(seconds)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.records.summary import counted
 from asyncrlhf.rewards.model import load_reward_model, padded_batches, score_batch
 from asyncrlhf.rewards.reward_config import RewardModelConfig
 from asyncrlhf.stages.data import Split, hold_out
@@ -106,20 +107,19 @@ def plain_words(summary: Mapping[str, Any]) -> str:
     """The result of a finished run, for a terminal."""
     data, found = summary["data"], summary["heldout"]
     left = ", ".join(f"{data[name]} {name.replace('_', ' ')}" for name in ("identical", "too_long") if data[name])
-    lines = [f"Done: {summary['steps']} steps on {_pairs(data['train'])}{f' ({left} left out)' if left else ''}."]
+    lines = [
+        f"Done: {summary['steps']} steps on {counted(data['train'], 'pair')}{f' ({left} left out)' if left else ''}."
+    ]
     if found:
         accuracy = Estimate(found["accuracy"], found["accuracy_standard_error"], found["pairs"])
         lines.append(
-            f"Held-out accuracy {accuracy.text()} on {_pairs(accuracy.n)}, mean margin {found['margin_mean']:.3g}."
+            f"Held-out accuracy {accuracy.text()} on {counted(accuracy.n, 'pair')}, "
+            f"mean margin {found['margin_mean']:.3g}."
         )
         lines += [
             f"  margin {row['margin_low']:.3g} to {row['margin_high']:.3g}: right {row['accuracy']:.2f}, "
-            f"expected {row['expected']:.2f} ({_pairs(row['pairs'])})"
+            f"expected {row['expected']:.2f} ({counted(row['pairs'], 'pair')})"
             for row in found["calibration"]
         ]
     lines.append(f"The model is in {summary['model_dir']}: reward.kind=model reward.model.path={summary['model_dir']}.")
     return "\n".join(lines)
-
-
-def _pairs(number: int) -> str:
-    return f"{number} pair{'s' * (number != 1)}"

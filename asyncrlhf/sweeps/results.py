@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.config.run_config import heldout_word
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.sweeps.record import after_a_kill, is_owned, read_summary, read_sweep
@@ -144,14 +143,16 @@ def results_of(folder: Path, document: dict[str, Any]) -> Results:
     rows = [row for row in document["jobs"] if row["state"] == "done"]
     left_out = {row["name"]: row["state"] for row in document["jobs"] if row["state"] != "done"}
     several = any("algorithm" in row["choices"] for row in rows)
-    heldout = all(_heldout(folder / row["folder"]) is not None for row in rows)
+    measured = [_heldout(folder / row["folder"]) for row in rows]
+    heldout = all(found.get("after") is not None for found in measured)
     points = []
     for row in rows:
         try:
             points.append(_point(folder, row, heldout, several))
         except (ConfigError, LookupError, ValueError, OSError) as error:
             left_out[row["name"]] = f"unreadable ({' '.join(str(error).split())})"
-    what = f"held-out {_measure(rows)}" if heldout else "reward of the last tenth of the steps"
+    measure = "reward" if any(found.get("measure") == "reward" for found in measured) else "accuracy"
+    what = f"held-out {measure}" if heldout else "reward of the last tenth of the steps"
     cells = _with_speed(_with_kept(_cells(points)))
     return Results(document["name"], tuple(cells), left_out, what, best_trial(folder, document))
 
@@ -180,22 +181,9 @@ def best_trial(folder: Path, document: dict[str, Any]) -> str:
     )
 
 
-def _measure(rows: Sequence[dict[str, Any]]) -> str:
-    """What the jobs' held-out figures are: accuracy, or reward if that of any job is one."""
-    configs = [(row["config"].get("reward", {}), row["config"].get("task", {})) for row in rows]
-    words = {
-        heldout_word(
-            reward.get("kind", "task"),
-            task.get("kind", "arithmetic"),
-            reward.get("missing_eos_penalty", 0) or reward.get("overlong_buffer", 0),
-        )
-        for reward, task in configs
-    }
-    return "reward" if "reward" in words else "accuracy"
-
-
-def _heldout(run_dir: Path) -> float | None:
-    return ((read_summary(run_dir) or {}).get("heldout_accuracy") or {}).get("after")
+def _heldout(run_dir: Path) -> dict[str, Any]:
+    """The held-out figures of the job's summary; ``after`` is missing or None without an evaluation."""
+    return (read_summary(run_dir) or {}).get("heldout_accuracy") or {}
 
 
 def _point(folder: Path, row: dict[str, Any], heldout: bool, several: bool) -> Point:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.records.recorder import write_atomically
+from asyncrlhf.records.summary import counted
 from asyncrlhf.sweeps.results import ONLY_METHOD, Cell, Estimate, Results, paired
 
 RESULTS_FILE = "results.json"
@@ -79,8 +80,8 @@ def _headline(joined: Sequence[tuple[Cell, Cell]], quality: Sequence[Cell], resu
     pairs = min(speed.speedup.count for _, speed in joined if speed.speedup is not None)
     seeds = min(cell.kept.count for cell, _ in joined if cell.kept is not None)
     return (
-        f"{'; '.join(parts)} (quality: {_count(seeds, 'seed')}; speed: async at that bound, "
-        f"{_count(pairs, results.pair)}, each alone on the machine)."
+        f"{'; '.join(parts)} (quality: {counted(seeds, 'seed')}; speed: async at that bound, "
+        f"{counted(pairs, results.pair)}, each alone on the machine)."
     )
 
 
@@ -97,10 +98,6 @@ def _share(cell: Cell) -> str:
     return f"keeps {kept.text(100, 0, '%')}"
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
-
-
 def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
     """One setting's sentence: which share of its own quality without staleness each method keeps, the best first."""
     found = [(cell, cell.kept) for cell in quality if cell.setting == setting and cell.kept is not None]
@@ -112,7 +109,7 @@ def _kept(quality: Sequence[Cell], what: str, setting: str) -> str:
     seeds = min(kept.count for _, kept in found)
     return (
         f"{setting} (staleness {stale:.1f}): {', '.join(parts)} of the {what} without staleness "
-        f"({_count(seeds, 'seed')})."
+        f"({counted(seeds, 'seed')})."
     )
 
 
@@ -121,7 +118,7 @@ def _speed(cell: Cell, pair: str) -> str:
     of_method = "" if cell.method == ONLY_METHOD else f" ({cell.method})"
     return (
         f"{cell.setting}{of_method} trains the same steps at {cell.speedup.text(digits=2)} times the speed of "
-        f"sync ({_count(cell.speedup.count, pair)}, each alone on the machine)."
+        f"sync ({counted(cell.speedup.count, pair)}, each alone on the machine)."
     )
 
 
@@ -129,11 +126,11 @@ def _ranking(cells: Sequence[Cell], what: str) -> str:
     """Every configuration's quality, the best first, and the lead of the best over the next."""
     best, *others = sorted(cells, key=lambda cell: -cell.quality.mean)
     if not others:
-        return f"{_name(best, cells)}: {what} {best.quality.text()} ({_count(best.quality.count, 'seed')})."
+        return f"{_name(best, cells)}: {what} {best.quality.text()} ({counted(best.quality.count, 'seed')})."
     listed = [f"{_name(cell, cells)} {cell.quality.text()}" for cell in [best, *others][:LISTED]]
     more = f", and {len(cells) - LISTED} more" if len(cells) > LISTED else ""
     lead, next_name = difference(best, others[0]), _name(others[0], cells)
-    seeds = _count(lead.count, "common seed")
+    seeds = counted(lead.count, "common seed")
     if math.isnan(lead.error):
         clear = f"its lead of {lead.text()} over {next_name} has no standard error ({seeds}), so that it may be chance"
     elif lead.mean > CLEAR * lead.error:
@@ -151,7 +148,7 @@ def _fastest(cells: Sequence[Cell], pair: str) -> str:
     pairs = paired(best, second, lambda point: point.train_seconds)
     share = Estimate.of([own / other for other, own in pairs]) if pairs else None
     needs = f"needs {share.text(100, 0, '%')} of the time of" if share else "has no seed in common with"
-    ran = f" ({_count(share.count, pair)}, each alone on the machine)" if share else ""
+    ran = f" ({counted(share.count, pair)}, each alone on the machine)" if share else ""
     return (
         f"Training time, the fastest first: {', '.join(listed)}{more}. {_name(best, cells)} {needs} "
         f"{_name(second, cells)}{ran}. Speed relative to sync is not reported: no job with async.mode=sync ran alone."

@@ -12,7 +12,7 @@ import yaml
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.cli.plan import Task, Told, simulated_run
+from asyncrlhf.cli.plan import SimulatedRuns, Task, simulated_run
 from asyncrlhf.cli.plan_files import experiment
 from asyncrlhf.cli.plan_space import clusters_of
 from asyncrlhf.cli.simulate import changed
@@ -66,7 +66,7 @@ def test_the_file_of_a_plan_trains_and_is_compared(
 
 def test_a_long_plan_says_how_far_it_is_and_a_short_one_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    told = Told(40, lambda: now[0])
+    told = SimulatedRuns(40, lambda: now[0])
     for step_seconds in (0.5, 0.2, 0.3):
         now[0] += 3.0
         told({"step_seconds": step_seconds})

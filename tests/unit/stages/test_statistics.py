@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from asyncrlhf.stages.reward_model import plain_words
 from asyncrlhf.stages.statistics import agreement, estimate
 from tests.numeric import assert_close
 
@@ -74,3 +75,11 @@ def test_a_model_that_is_right_about_itself_is_calibrated() -> None:
         assert row["pairs"] == 8000 and row["accuracy"] == pytest.approx(row["expected"], abs=0.025)
     edges = [(row["margin_low"], row["margin_high"]) for row in found["calibration"]]
     assert all(high <= low for (_, high), (low, _) in pairwise(edges))
+
+
+def test_small_margins_and_single_pairs_are_told() -> None:
+    found = agreement([0.0012, 0.5], [0.0, 0.0], [0, 1])
+    summary = {"steps": 3, "data": {"train": 1, "identical": 0, "too_long": 0}, "heldout": found, "model_dir": "here"}
+    lines = plain_words(summary).splitlines()
+    assert lines[0] == "Done: 3 steps on 1 pair." and "on 2 pairs, mean margin 0.251." in lines[1]
+    assert lines[2].startswith("  margin 0.0012 to 0.0012: right 1.00") and lines[2].endswith("(1 pair)")

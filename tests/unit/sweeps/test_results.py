@@ -57,6 +57,18 @@ def quality_jobs(folder: Path) -> list[dict[str, Any]]:
     return jobs
 
 
+def test_learned_rewards_are_called_rewards(tmp_path: Path) -> None:
+    jobs = quality_jobs(tmp_path)
+    write(tmp_path, jobs)
+    assert "of the held-out accuracy" in " ".join(sentences(read_results(tmp_path)))
+    file = tmp_path / jobs[0]["folder"] / "summary.json"
+    summary = json.loads(file.read_text())
+    summary["heldout_accuracy"]["measure"] = "reward"
+    file.write_text(json.dumps(summary))
+    said = " ".join(sentences(read_results(tmp_path)))
+    assert "of the held-out reward" in said and "accuracy" not in said
+
+
 def test_what_is_kept_is_told_by_pairs_of_one_seed(tmp_path: Path) -> None:
     write(tmp_path, quality_jobs(tmp_path))
     results = read_results(tmp_path)
