@@ -52,7 +52,7 @@ class VllmCore:
     """
 
     def __init__(self, config: GeneratorConfig, model: ModelConfig) -> None:
-        with starting_vllm("generator.engine=vllm"):
+        with starting_vllm("generator.engine=vllm", config.vllm.workers if config.gpus == 0 else 1):
             from vllm import SamplingParams
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine

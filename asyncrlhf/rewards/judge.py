@@ -107,6 +107,7 @@ class ChatEndpoint(JudgeSource):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch when a process imports it
 CPU_CACHE_GB = 1.0
 
 
@@ -209,7 +210,7 @@ class VllmChat(JudgeSource):
 
 def start(config: JudgeConfig, key: str, gpus: float) -> Any:
     """A vLLM ``LLM`` that has answered once: its first answer compiles, which must not count against a question."""
-    with starting_vllm(f"{key}.judge.engine=vllm"):
+    with starting_vllm(f"{key}.judge.engine=vllm", config.tensor_parallel_size if gpus == 0 else 1):
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -250,8 +251,9 @@ def end_with_parent(worker: Any) -> None:
 
 
 @contextmanager
-def starting_vllm(setting: str) -> Iterator[None]:
-    """For the import and the start of vLLM in this process, which belongs to the caller or is a test's. Raises
+def starting_vllm(setting: str, workers: int = 1) -> Iterator[None]:
+    """For the import and the start of vLLM in this process, which belongs to the caller or is a test's. Several
+    ``workers``, each a process that computes on this machine's cores, share the threads of this process. Raises
     ConfigError, with the ``setting`` that needs vLLM, if its import fails."""
     # vLLM reads these when it is imported or started.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or a CPU worker would get a separate process
@@ -259,10 +261,16 @@ def starting_vllm(setting: str) -> Iterator[None]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM would bind each CPU worker to its own NUMA node; the cores are shared with the learner here.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    set_threads = torch.set_num_threads
+    threads, set_threads = {name: os.environ.get(name) for name in THREADS}, torch.set_num_threads
+    if workers > 1:
+        # As many threads in each worker as here would wait for each other's cores at the end of every operation.
+        os.environ |= dict.fromkeys(THREADS, str(max(1, torch.get_num_threads() // workers)))
     try:
         yield
     except ImportError as error:
         raise ConfigError(f"{setting} needs vLLM, whose import fails here: {error}.") from error
     finally:
         torch.set_num_threads = set_threads  # vLLM's CPU worker replaces it for the whole process
+        for name, before in threads.items() if workers > 1 else ():
+            del os.environ[name]
+            os.environ |= {} if before is None else {name: before}

@@ -103,9 +103,14 @@ def die_at_second_bucket(worker: Any) -> None:
 
 
 def test_two_workers_take_twenty_versions_in_flight_and_one_dies_in_the_middle(pairs: list[Pair]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
     pair = Pair(load_model(ModelConfig()), ModelConfig().path, 2, "collective")
+    torch.set_num_threads(before)
     pairs.append(pair)
     worker = pair.worker
+    # A lambda, because the import of this module would limit the workers' threads.
+    assert worker.engine._core._llm.collective_rpc(lambda _: torch.get_num_threads()) == [2, 2]  # type: ignore[attr-defined]
     worker.submit(requests(6, 100))
     for version in range(1, 21):
         for _ in range(3):

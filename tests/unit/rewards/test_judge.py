@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrlhf.errors import ConfigError, RewardError
 from asyncrlhf.rewards import endpoint as module
-from asyncrlhf.rewards.judge import ChatEndpoint, JudgeSource
+from asyncrlhf.rewards.judge import THREADS, ChatEndpoint, JudgeSource, starting_vllm
 from asyncrlhf.rewards.reward import ServiceError
 from asyncrlhf.rewards.reward_config import HttpConfig, JudgeConfig
 from tests.reward_server import serving
@@ -117,3 +119,16 @@ def test_wrong_settings_are_one_sentence(settings: dict[str, Any], sentence: str
     with pytest.raises(ConfigError, match=sentence) as caught:
         JudgeConfig(**{"model": "m" if settings else "", **settings}).check("reward.judge")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("before", [None, "7"])
+@pytest.mark.parametrize(("threads", "workers", "each"), [(4, 2, "2"), (1, 2, "1"), (2, 1, None)])
+def test_vllms_workers_share_the_threads_of_their_replica(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, threads: int, workers: int, each: str | None
+) -> None:
+    for name in THREADS:
+        monkeypatch.delenv(name) if before is None else monkeypatch.setenv(name, before)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with starting_vllm("generator.engine=vllm", workers):
+        assert [os.environ.get(name) for name in THREADS] == [each or before] * 2
+    assert [os.environ.get(name) for name in THREADS] == [before] * 2
