@@ -194,7 +194,9 @@ class GeneratorConfig:
     )
     stop: list[str] = setting([], "Texts that end a response.")
     generation_kwargs: Any = setting(None, "engine=vllm: more keywords of vLLM's SamplingParams, by name.")
-    threads: int = setting(1, "CPU threads of one replica; 0 is Ray's choice.", low=0, high=MAX_THREADS)
+    threads: int = setting(
+        1, "CPU threads of one replica, shared by its vLLM workers; 0 is Ray's choice.", low=0, high=MAX_THREADS
+    )
     gpus: float = setting(0.0, "GPUs of one replica; 0 runs it on the CPU.", low=0, high=1024)
     ignore_eos: bool = setting(False, "Every response has max_completion_length tokens: for measurements.")
     max_restarts: int = setting(3, "Restarts of a replica that dies.", low=0)
