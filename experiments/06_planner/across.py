@@ -2,10 +2,12 @@
 
     python experiments/06_planner/across.py --out FOLDER [--steps 200] [--rounds 3] [--local]
 
-Each round runs the source and all settings in turn, with another seed. ``--local``: on the local runtime, whose virtual
-clock no other work on the machine disturbs (8 ms an iteration, 15 ms a step). Prints and writes ``across.csv``, or
-``across_local.csv``, beside itself: seconds a step, the learner's idle share and staleness, predicted and measured
-(medians of the rounds, and for the step the least and most), and the machine's load. Runs that exist are not repeated.
+Each round runs the source and all settings in turn, with another seed; its predictions are from its own source, and
+made before its other runs, because the speed of a shared machine changes within minutes. ``--local``: on the local
+runtime, whose virtual clock no other work on the machine disturbs (8 ms an iteration, 15 ms a step). Prints and writes
+``across.csv``, or ``across_local.csv``, beside itself: seconds a step, the learner's idle share and staleness,
+predicted and measured (medians of the rounds; for the step the least and most, and the rounds' errors), and the
+machine's load. Runs that exist are not repeated.
 """
 
 from __future__ import annotations
@@ -70,14 +72,17 @@ def predict(source: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def row_of(name: str, predicted: dict[str, float], runs: list[dict[str, float]]) -> dict[str, Any]:
+def row_of(name: str, predicted: list[dict[str, float]], runs: list[dict[str, float]]) -> dict[str, Any]:
+    """``predicted`` and ``runs``: one of each round."""
     row: dict[str, Any] = {"setting": name, "runs": len(runs), "load": round(max(run["load"] for run in runs), 1)}
     for figure in FIGURES:
-        row |= {f"predicted_{figure}": round(predicted[figure], 4)}
+        row |= {f"predicted_{figure}": round(median(p[figure] for p in predicted), 4)}
         row |= {f"measured_{figure}": round(median(run[figure] for run in runs), 4)}
     steps = [run["step_seconds"] for run in runs]
     row |= {"least_step_seconds": round(min(steps), 4), "most_step_seconds": round(max(steps), 4)}
-    return row | {"step_error": round(predicted["step_seconds"] / median(steps) - 1, 3)}
+    errors = sorted(p["step_seconds"] / own - 1 for p, own in zip(predicted, steps, strict=True))
+    told = {"least_step_error": errors[0], "step_error": median(errors), "most_step_error": errors[-1]}
+    return row | {key: round(error, 3) for key, error in told.items()}
 
 
 def main() -> None:
@@ -87,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--local", action="store_true")
     given = parser.parse_args()
-    predicted: dict[str, dict[str, float]] = {}
+    predicted: list[dict[str, dict[str, float]]] = []  # of each round, by setting
     measured: dict[str, list[dict[str, float]]] = {}
     target = Path(__file__).with_name("across_local.csv" if given.local else "across.csv")
     for seed in range(given.rounds):
@@ -96,12 +101,13 @@ def main() -> None:
             folder, busy = given.out / f"{name} {seed}", os.getloadavg()[0]
             if not (folder / "summary.json").exists() and not train(folder, *common, *overrides):
                 sys.exit(f"The run {folder} failed.")
-            predicted = predicted or predict(folder)  # after the first source, before all other runs
+            if name == "source":  # before the round's other runs
+                predicted.append(predict(folder))
             bound = config_of_run(folder, ()).async_.bound
             found = figures(read_metrics(folder / "metrics.jsonl"), bound)
             measured.setdefault(name, []).append(found | {"load": max(busy, os.getloadavg()[0])})
             print(name, seed, f"{found['step_seconds']:.4f}", flush=True)
-    rows = [row_of(name, predicted[name], runs) for name, runs in measured.items()]
+    rows = [row_of(name, [found[name] for found in predicted], runs) for name, runs in measured.items()]
     with target.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -110,7 +116,8 @@ def main() -> None:
     for row in rows:
         steps = "{predicted_step_seconds}, {measured_step_seconds} ({least_step_seconds} to {most_step_seconds})"
         idle = "{predicted_learner_idle:.2f}, {measured_learner_idle:.2f} | {predicted_staleness:.2f}, "
-        print(("{setting} | " + steps + " | {step_error:+.1%} | " + idle + "{measured_staleness:.2f}").format(**row))
+        errors = "{step_error:+.1%} ({least_step_error:+.1%} to {most_step_error:+.1%})"
+        print(("{setting} | " + steps + " | " + errors + " | " + idle + "{measured_staleness:.2f}").format(**row))
 
 
 if __name__ == "__main__":
