@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,10 +59,13 @@ def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
     from asyncrlhf.actors.generator import GeneratorActor
     from asyncrlhf.cluster.parts import cores_of
 
-    if not costs.message:
+    if not costs.call:
         return {}
     replicas = sum(kind.config.replicas for kind in replica_kinds(config.generator))
-    return {"cores": cores_of(config, range(cores)), "linger": GeneratorActor.result_seconds(replicas)}
+    shared = cores_of(config, range(cores))
+    if shared is not None:  # half of them remain: what uses more is outside this container
+        shared = replace(shared, shared=max(shared.shared / 2, shared.shared - costs.others))
+    return {"cores": shared, "linger": GeneratorActor.result_seconds(replicas)}
 
 
 def check_run(run: Path) -> None:

@@ -35,6 +35,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._open: dict[Call, None] = {}
+        self.made = 0  # in all
 
     def __iter__(self) -> Iterator[Call]:
         return iter(list(self._open))
@@ -44,6 +45,7 @@ class Calls:
 
     def add(self, call: Call) -> None:
         self._open[call] = None
+        self.made += 1
 
     def remove(self, call: Call) -> None:
         self._open.pop(call, None)
@@ -57,6 +59,12 @@ def keep_calls() -> Calls:
     table = Calls()
     _calls.set(table)
     return table
+
+
+def calls_made() -> int:
+    """The calls that this task's table has counted so far; 0 without a table."""
+    table = _calls.get()
+    return 0 if table is None else table.made
 
 
 @contextmanager

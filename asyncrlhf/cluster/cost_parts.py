@@ -161,10 +161,12 @@ class CostGenerator:
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int) -> None:
         """Does nothing: no weights are sent."""
 
-    def receive(self, ticket: Any) -> None:
-        """Does nothing: the learner's transfer takes the time."""
+    async def receive(self, ticket: Any) -> None:
+        """No more than a message: the learner's transfer takes the time."""
+        await self._world.message()
 
     async def load(self, version: int, cache: CacheMode) -> None:
+        await self._world.message()
         self.catch_up()
         self._loading = True
         self._world.at_work(self, False)
@@ -199,6 +201,7 @@ class CostLearner:
         """Does nothing: no weights are sent."""
 
     async def snapshot(self, probe: Any) -> Offer:
+        await self._world.message()
         await asyncio.sleep(self._world.costs.snapshot)
         return Offer(self._world.costs.snapshot)
 
@@ -208,10 +211,12 @@ class CostLearner:
     def wake(self) -> None:
         """Nothing was taken away."""
 
-    def ticket(self) -> Any:
+    async def ticket(self) -> Any:
+        await self._world.message()
         return Ticket(self.version, 0, WeightManifest((), ()))
 
     async def transfer(self, ticket: Any) -> None:
+        await self._world.message()
         await asyncio.sleep(self._world.costs.transfer)
 
     async def train(self, chosen: Sequence[Any], *bundles: Any, **recorded: Any) -> StepResult:
@@ -220,7 +225,8 @@ class CostLearner:
         seconds = world.costs.train(lengths)
         if conditions.hiccups and world.random.random() < conditions.hiccups * seconds / 3600:
             seconds += conditions.hiccup_seconds
-        await world.train(seconds)
+        # The seconds of a step include the controller's work for it; other parts on its core have to wait for that.
+        await asyncio.gather(world.train(seconds), world.message())
         self.version += 1
         return StepResult({"loss": 0.0, "sequences": float(len(lengths)), "tokens": float(sum(lengths))})
 

@@ -34,8 +34,13 @@ class Costs(Protocol):
     def collect(self) -> float: ...
 
     @property
+    def call(self) -> float:
+        """CPU seconds of the controller and the called part for one call."""
+        ...
+
+    @property
     def message(self) -> float:
-        """CPU seconds of the controller for one rollout in one message."""
+        """CPU seconds of the controller for one rollout in one call."""
         ...
 
     def decode(self, running: float, context: float) -> float:
@@ -122,9 +127,9 @@ class World:
         """A thread that takes ``seconds`` of a core."""
         await (asyncio.sleep(seconds) if self._cores is None else self._cores.compute(seconds))
 
-    async def message(self, rollouts: int) -> None:
-        """The controller's work for one message with so many rollouts; it does one thing at a time."""
-        if seconds := rollouts * self.costs.message:
+    async def message(self, rollouts: int = 0) -> None:
+        """The controller's work for one call with so many rollouts; it does one thing at a time."""
+        if seconds := self.costs.call + rollouts * self.costs.message:
             async with self._controller:
                 await self.compute(seconds)
 

@@ -16,11 +16,11 @@ class Cores:
     """The cores of one machine.
 
     Args:
-        shared: number of cores that the parts share.
+        shared: number of cores that the parts share; less than whole ones if other processes need some of them.
         learner: threads of the learner among them; 0: it has cores of its own.
     """
 
-    shared: int
+    shared: float
     learner: int = 0
 
 
@@ -28,7 +28,7 @@ class SharedCores:
     """Processor sharing. The speed of all threads is constant between two calls of ``before``, which is called before
     each change of it; ``after`` is called afterwards."""
 
-    def __init__(self, cores: int, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, cores: float, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._cores, self._before, self._after = cores, before, after
         self._threads = 0
         self._changed = Signal()

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import psutil
 
+from asyncrlhf.cluster.calls import calls_made
 from asyncrlhf.cluster.clock import VirtualClockLoop
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.orchestrator.state import Replica, RunState
@@ -21,12 +23,12 @@ LAG_SECONDS = 0.05  # between two measurements of the event loop's delay
 
 
 class LoopLag:
-    """How late the event loop runs due timers, and the CPU time of this process, in seconds. Not measured on the
-    virtual clock, where no timer is late and all parts share the process."""
+    """How late the event loop runs due timers, the CPU time of this process, and its calls to other parts; times in
+    seconds. Not measured on the virtual clock, where no timer is late and all parts share the process."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
-        self._cpu = time.process_time()
+        self._cpu, self._all, self._calls = time.process_time(), _machine_cpu(), calls_made()
         self._loop = asyncio.get_running_loop()
         if not isinstance(self._loop, VirtualClockLoop):
             self._look_again()
@@ -40,13 +42,21 @@ class LoopLag:
         self._look_again()
 
     def step(self) -> dict[str, float]:
-        """The 99th percentile and the CPU seconds since the last call; empty without a measurement."""
+        """The 99th percentile, the CPU seconds and the calls since the last ``step``; empty without a measurement."""
         lags, self._lags = self._lags, []
-        before, self._cpu = self._cpu, time.process_time()
+        cpu, self._cpu = self._cpu, time.process_time()
+        everything, self._all = self._all, _machine_cpu()
+        calls, self._calls = self._calls, calls_made()
         if isinstance(self._loop, VirtualClockLoop):
             return {}
         late = {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
-        return late | {"controller_cpu_seconds": self._cpu - before}
+        return late | {"controller_cpu_seconds": self._cpu - cpu, "machine_cpu_seconds": self._all - everything, "remote_calls": self._calls - calls}
+
+
+def _machine_cpu() -> float:
+    """CPU seconds of all programs on this machine since its start."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 class Meters:

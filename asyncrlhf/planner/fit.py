@@ -34,7 +34,7 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
     late = spans["start"] >= began
     kinds, parts, passed = spans["kind"], spans["part"].astype(str), spans["end"] - spans["start"]
     computed = spans.get("cpu_seconds", np.zeros(len(kinds)))
-    cpu = cpu and bool(computed[late].any()) and "controller_cpu_seconds" in metrics[0]
+    cpu = cpu and bool(computed[late].any()) and "machine_cpu_seconds" in metrics[0]
     own = computed if cpu else passed
 
     def mean(kind: str, seconds: np.ndarray = passed) -> float:
@@ -60,8 +60,9 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
         if chosen.any():
             rows = np.stack([np.ones(chosen.sum()), spans["rollouts"][chosen]], axis=1)
             score[kind] = fit(rows, own[chosen])
-    message = 0.0 if cpu else _message(run_dir, mean("score"))
+    passing = 0.0 if cpu else _message(run_dir, mean("score"))
     answered = late & (kinds == "wait") & ~np.char.startswith(parts, "learner") & (parts != "publisher")
+    call, message = _controller(metrics, float(computed[answered].sum())) if cpu else (0.0, 0.0)
     return Fitted(
         decode_terms=(whole * base, whole * each, 0.0),
         train_terms=_step_terms(metrics),
@@ -69,20 +70,31 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
         snapshot=snapshot,
         transfer=transfer,
         load=load,
-        submit=message,
-        collect=message,
-        message=_controller(metrics, float(computed[answered].sum())) if cpu else 0.0,
+        submit=passing,
+        collect=passing,
+        call=call,
+        message=message,
+        others=_others(metrics, computed[late & (parts != "publisher")]) if cpu else 0.0,
         sources=dict.fromkeys(
             ("decode", "train", "score", "snapshot", "transfer", "load", "submit", "collect"), "fitted"
         ),
     )
 
 
-def _controller(metrics: Sequence[Mapping[str, Any]], answering: float) -> float:
-    """CPU seconds of one rollout in one message, of three a rollout: those of the controller, and ``answering``, those
-    of the other parts while they wait for work."""
-    seconds = sum(row["controller_cpu_seconds"] for row in metrics) + answering
-    return float(seconds / sum(row["sequences"] for row in metrics) / 3)
+def _controller(metrics: Sequence[Mapping[str, Any]], answering: float) -> tuple[float, float]:
+    """CPU seconds of one call, and of one rollout in it, of three calls a rollout: those of the controller by the steps
+    with many and few calls, and for each call its share of ``answering``, the other parts' while they wait for work."""
+    rows = [[row["remote_calls"], 3 * row["sequences"]] for row in metrics]
+    call, rollout = fit(rows, [row["controller_cpu_seconds"] for row in metrics])
+    return call + answering / sum(row["remote_calls"] for row in metrics), rollout
+
+
+def _others(metrics: Sequence[Mapping[str, Any]], parts: np.ndarray) -> float:
+    """Cores that processes used which are neither the controller nor parts, whose CPU seconds are ``parts``."""
+    passed = metrics[-1]["wall_time"] - metrics[0]["wall_time"]
+    rows = metrics[1:]
+    known = sum(row["controller_cpu_seconds"] for row in rows) + float(parts.sum())
+    return max(0.0, sum(row["machine_cpu_seconds"] for row in rows) - known) / passed
 
 
 def _message(run_dir: Path, scoring: float) -> float:

@@ -22,8 +22,10 @@ class Fitted:
         decode_terms: seconds per iteration, per sequence in it, and per token of a sequence's context.
         train_terms: seconds per step and per token of its batch.
         score_terms: by kind of worker: seconds per call and per rollout in it.
-        message: CPU seconds of the controller for one rollout in one message; if it is known, the seconds of decoding,
-            scoring and loading are CPU seconds, too, and those of parts that share cores add up.
+        call: CPU seconds of the controller and the called part for one call, and ``message`` for one rollout in it; if
+            they are known, the seconds of decoding, scoring and loading are CPU seconds, too, and those of parts that
+            share cores add up.
+        others: cores that other processes used meanwhile: Ray's, the record writer, other programs.
         sources: source of each figure: ``measured``, ``fitted`` or ``catalogue``.
     """
 
@@ -36,7 +38,9 @@ class Fitted:
     load: float = 0.0
     submit: float = 0.0
     collect: float = 0.0
+    call: float = 0.0
     message: float = 0.0
+    others: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def decode(self, running: float, context: float) -> float:

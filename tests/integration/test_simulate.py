@@ -11,10 +11,13 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from asyncrlhf.cli.main import main
+from asyncrlhf.cli.simulate import config_of_run
 from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
 from asyncrlhf.planner.fit import WARM_UP, costs_of_run
@@ -205,18 +208,33 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
 
 
 def check_cpu_seconds(folder: Path, costs: Fitted) -> None:
-    """Where the parts say that they used a core for half of the time, and the controller 48 ms per step of 16 rollouts,
-    an iteration costs half its seconds, and a rollout 1 ms in each of its three messages."""
+    """Where the parts say that they used a core for half of the time, and the controller 2 ms per call and 3 ms per
+    rollout, an iteration costs half its seconds, a call 2 ms, and a rollout 1 ms in each of its three calls. What the
+    machine used beside them counts as other processes."""
     for file in (folder / "spans").glob("*.parquet"):
         table = pq.read_table(file)
         busy = pc.if_else(pc.equal(table["kind"], "wait"), 0.0, pc.multiply(table["busy_seconds"], 0.5))
         pq.write_table(table.set_column(table.column_names.index("cpu_seconds"), "cpu_seconds", busy), file)
-    rows = [{**row, "controller_cpu_seconds": 0.048} for row in read_metrics(folder / "metrics.jsonl")]
+    rows = read_metrics(folder / "metrics.jsonl")
+    for row in rows:
+        row["remote_calls"] = 10 + row["step"] % 5
+        row["controller_cpu_seconds"] = 0.002 * row["remote_calls"] + 0.003 * row["sequences"]
+        # Steps of 0.2 s: a part with work has half a core.
+        row["machine_cpu_seconds"] = 0.2 * 0.3 + row["controller_cpu_seconds"] + 0.2 * 0.5 * 2
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = costs_of_run(folder, cpu=True)
     assert found.decode(16, 8.0) == pytest.approx(0.5 * costs.decode(16, 8.0), rel=1e-3)
-    assert found.message == pytest.approx(1e-3) and (found.submit, found.collect) == (0.0, 0.0)
-    assert costs_of_run(folder).message == 0.0 < costs_of_run(folder).submit
+    assert (found.call, found.message) == pytest.approx((2e-3, 1e-3)) and (found.submit, found.collect) == (0.0, 0.0)
+    assert found.others == pytest.approx(0.3, abs=0.03)
+    plain = costs_of_run(folder)
+    assert plain.call == plain.message == plain.others == 0.0 < plain.submit
+
+
+@pytest.mark.parametrize("words", [("collective",), ("shared_memory",), ("disk", "weights.disk_path=/tmp/weights")])
+def test_a_run_with_any_transport_can_be_simulated(tmp_path: Path, words: tuple[str, ...]) -> None:
+    settings = to_plain(load_config([f"weights.transport={words[0]}", *words[1:]]))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert config_of_run(tmp_path, ["async.max_staleness=3"]).async_.bound == 3
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_threads_beyond_the_cores_get_equal_shares() -> None:
     """One core: 1 s of work alone, then 2 s shared by two threads of 1 s and 2 s, then the rest of the second. Two
     threads of one part count twice."""
 
-    async def ends(cores: int) -> list[float]:
+    async def ends(cores: float) -> list[float]:
         pool, clock = SharedCores(cores, lambda: None, lambda: None), asyncio.get_running_loop().time
 
         async def job(start: float, seconds: float, threads: int = 1) -> float:
@@ -39,6 +39,8 @@ def test_threads_beyond_the_cores_get_equal_shares() -> None:
 
     assert run_virtual(ends(1)) == pytest.approx([3.0, 4.0, 12.0])
     assert run_virtual(ends(2)) == pytest.approx([2.0, 3.0, 11.0])
+    # Other processes use half of the core.
+    assert run_virtual(ends(0.5)) == pytest.approx([7.0, 8.0, 14.0])
 
 
 def run(
@@ -57,6 +59,16 @@ def test_a_second_replica_is_worth_a_second_core(tmp_path: Path, cores: int, gai
     two = run(tmp_path / "two", costs, shared, "generator.replicas=2", "generator.slots=64")
     assert one["step_seconds"] == pytest.approx(0.64, rel=0.03)
     assert one["step_seconds"] / two["step_seconds"] == pytest.approx(gain, rel=0.05)
+
+
+def test_each_call_takes_time_from_a_generator_on_the_controllers_core(tmp_path: Path) -> None:
+    """10 ms for each call beside 0.64 s of decoding per batch; every second publish is left out, with its 5 calls."""
+    free, costs = (Fitted((0.01, 0.0, 0.0), (0.1, 0.0), call=seconds) for seconds in (0.0, 0.01))
+    one, lag = Conditions(cores=Cores(1)), "async.max_staleness=4"
+    none = run(tmp_path / "none", free, one, lag)["step_seconds"]
+    each = run(tmp_path / "each", costs, one, lag)["step_seconds"]
+    second = run(tmp_path / "second", costs, one, lag, "weights.publish_every=2")["step_seconds"]
+    assert each - second == pytest.approx(0.025, abs=0.005) and second > none
 
 
 def test_the_controllers_work_takes_time_from_a_generator_on_its_core(tmp_path: Path) -> None:
