@@ -201,6 +201,7 @@ class TemplateCosts:
     thin: int = 1
     submit: float = 0.002
     collect: float = 0.002
+    call: float = 0.0
     message: float = 0.0
 
     @cached_property

@@ -50,7 +50,11 @@ class LoopLag:
         if isinstance(self._loop, VirtualClockLoop):
             return {}
         late = {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
-        return late | {"controller_cpu_seconds": self._cpu - cpu, "machine_cpu_seconds": self._all - everything, "remote_calls": self._calls - calls}
+        return late | {
+            "controller_cpu_seconds": self._cpu - cpu,
+            "machine_cpu_seconds": self._all - everything,
+            "remote_calls": self._calls - calls,
+        }
 
 
 def _machine_cpu() -> float:

@@ -16,6 +16,7 @@ from asyncrlhf.planner.tables import Fitted, fit
 
 LONG = 3.0  # times the median: a longer step was delayed by something else (a hiccup)
 WARM_UP = 10  # first learner steps, left out
+FITTED = ("decode", "train", "score", "snapshot", "transfer", "load", "submit", "collect")
 SCORERS = ("reward", "reference", "critic")
 
 
@@ -30,8 +31,7 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
             f"{run_dir} is too short: costs need at least {WARM_UP} steps after the first {WARM_UP}, and it "
             f"has {len(metrics)}; train for steps={2 * WARM_UP} or more."
         )
-    began = metrics[0]["wall_time"]
-    late = spans["start"] >= began
+    late = spans["start"] >= metrics[0]["wall_time"]
     kinds, parts, passed = spans["kind"], spans["part"].astype(str), spans["end"] - spans["start"]
     computed = spans.get("cpu_seconds", np.zeros(len(kinds)))
     cpu = cpu and bool(computed[late].any()) and "machine_cpu_seconds" in metrics[0]
@@ -49,9 +49,8 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
     base, each = fit(np.stack([iterations, sequences], axis=1), busy)
     # Prompts that arrive in a span and steps with a delay pull a fit without a constant below the mean.
     whole = busy.sum() / (base * iterations + each * sequences).sum()
-    snapshot, load = mean("snapshot"), mean("load", own)
+    snapshot, load, transfer = mean("snapshot"), mean("load", own), mean("transfer")
     published = [row["weight_sync_seconds"] for row in metrics if row.get("weight_sync_seconds")]
-    transfer = mean("transfer")
     if published and not cpu:
         transfer = max(0.0, float(np.mean(published)) - snapshot - load)
     score = {}
@@ -60,9 +59,9 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
         if chosen.any():
             rows = np.stack([np.ones(chosen.sum()), spans["rollouts"][chosen]], axis=1)
             score[kind] = fit(rows, own[chosen])
-    passing = 0.0 if cpu else _message(run_dir, mean("score"))
     answered = late & (kinds == "wait") & ~np.char.startswith(parts, "learner") & (parts != "publisher")
-    call, message = _controller(metrics, float(computed[answered].sum())) if cpu else (0.0, 0.0)
+    message = 0.0 if cpu else _message(run_dir, mean("score"))
+    used = computed[late & (parts != "publisher")].sum(), computed[answered].sum()
     return Fitted(
         decode_terms=(whole * base, whole * each, 0.0),
         train_terms=_step_terms(metrics),
@@ -70,31 +69,22 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
         snapshot=snapshot,
         transfer=transfer,
         load=load,
-        submit=passing,
-        collect=passing,
-        call=call,
-        message=message,
-        others=_others(metrics, computed[late & (parts != "publisher")]) if cpu else 0.0,
-        sources=dict.fromkeys(
-            ("decode", "train", "score", "snapshot", "transfer", "load", "submit", "collect"), "fitted"
-        ),
+        submit=message,
+        collect=message,
+        sources=dict.fromkeys(FITTED, "fitted"),
+        **(_controller(metrics, *map(float, used)) if cpu else {}),
     )
 
 
-def _controller(metrics: Sequence[Mapping[str, Any]], answering: float) -> tuple[float, float]:
-    """CPU seconds of one call, and of one rollout in it, of three calls a rollout: those of the controller by the steps
-    with many and few calls, and for each call its share of ``answering``, the other parts' while they wait for work."""
-    rows = [[row["remote_calls"], 3 * row["sequences"]] for row in metrics]
-    call, rollout = fit(rows, [row["controller_cpu_seconds"] for row in metrics])
-    return call + answering / sum(row["remote_calls"] for row in metrics), rollout
-
-
-def _others(metrics: Sequence[Mapping[str, Any]], parts: np.ndarray) -> float:
-    """Cores that processes used which are neither the controller nor parts, whose CPU seconds are ``parts``."""
-    passed = metrics[-1]["wall_time"] - metrics[0]["wall_time"]
+def _controller(metrics: Sequence[Mapping[str, Any]], parts: float, answering: float) -> dict[str, float]:
+    """``call``, ``message`` and ``others`` of Fitted, by the steps with many and few calls. ``parts``: CPU seconds of
+    the parts, of which ``answering`` while they waited for work: each call has its share of these."""
     rows = metrics[1:]
-    known = sum(row["controller_cpu_seconds"] for row in rows) + float(parts.sum())
-    return max(0.0, sum(row["machine_cpu_seconds"] for row in rows) - known) / passed
+    names = "remote_calls", "controller_cpu_seconds", "machine_cpu_seconds"
+    calls, used, machine = ([row[name] for row in rows] for name in names)
+    call, message = fit([[made, 3 * row["sequences"]] for made, row in zip(calls, rows, strict=True)], used)
+    others = max(0.0, sum(machine) - sum(used) - parts) / (rows[-1]["wall_time"] - metrics[0]["wall_time"])
+    return {"call": call + answering / sum(calls), "message": message, "others": others}
 
 
 def _message(run_dir: Path, scoring: float) -> float:
@@ -109,8 +99,8 @@ def workload_of_run(run_dir: Path) -> Workload:
     """The recorded response lengths, of trained and of dropped rollouts."""
     rollouts = _columns(run_dir, "rollouts", "rollouts", ["policy_versions"])
     lengths = [len(versions) for versions in rollouts["policy_versions"] if versions is not None and len(versions)]
-    rows = _metrics(run_dir)
-    prompts = [(row["tokens"] - row["response_tokens"]) / row["sequences"] for row in rows if row.get("sequences")]
+    rows = [row for row in _metrics(run_dir) if row.get("sequences")]
+    prompts = [(row["tokens"] - row["response_tokens"]) / row["sequences"] for row in rows]
     return Workload.from_lengths(float(np.mean(prompts)) if prompts else 0.0, lengths)
 
 

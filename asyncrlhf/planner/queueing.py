@@ -52,6 +52,5 @@ def least_bound(batch: int, in_flight: float, ratio: float, longest: float = 1.0
 
 def balanced(devices: int, generator_rate: float, learner_rate: float) -> tuple[int, int]:
     """(generator devices, learner devices) for equal rollouts/s of both sides; the rates are per device."""
-    generators = round(devices * learner_rate / (learner_rate + generator_rate))
-    generators = min(max(generators, 1), devices - 1)
+    generators = min(max(round(devices * learner_rate / (learner_rate + generator_rate)), 1), devices - 1)
     return generators, devices - generators

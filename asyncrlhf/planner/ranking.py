@@ -71,6 +71,7 @@ class CatalogueCosts:
     host_bytes: float = 0.0
     submit: float = MESSAGE
     collect: float = MESSAGE
+    call: float = 0.0
     message: float = 0.0
 
     def decode(self, running: float, context: float) -> float:

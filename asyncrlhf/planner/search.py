@@ -7,8 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -29,8 +28,7 @@ class Problem(Protocol[T]):
         ...
 
 
-@dataclass(frozen=True)
-class Found(Generic[T]):
+class Found(NamedTuple, Generic[T]):
     """The best state seen, its cost, and the number of costs computed."""
 
     state: T

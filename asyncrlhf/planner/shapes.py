@@ -133,9 +133,8 @@ class Workload:
         seen = np.asarray(lengths, dtype=float)
         if not len(seen):
             raise ValueError("a workload needs at least one recorded length.")
-        return cls(
-            prompt, float(seen.mean()), float(seen.std() / seen.mean()), int(seen.max()), tuple(map(int, lengths))
-        )
+        mean = float(seen.mean())
+        return cls(prompt, mean, float(seen.std()) / mean, int(seen.max()), tuple(map(int, lengths)))
 
     def length(self, seed: int) -> int:
         """The response length in tokens of the request with this seed."""

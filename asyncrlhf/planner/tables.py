@@ -22,9 +22,8 @@ class Fitted:
         decode_terms: seconds per iteration, per sequence in it, and per token of a sequence's context.
         train_terms: seconds per step and per token of its batch.
         score_terms: by kind of worker: seconds per call and per rollout in it.
-        call: CPU seconds of the controller and the called part for one call, and ``message`` for one rollout in it; if
-            they are known, the seconds of decoding, scoring and loading are CPU seconds, too, and those of parts that
-            share cores add up.
+        call, message: CPU seconds of the controller for one call (with the called part's) and for one rollout in it. If
+            known, the seconds of decoding, scoring and loading are CPU seconds, too: parts that share cores add up.
         others: cores that other processes used meanwhile: Ray's, the record writer, other programs.
         sources: source of each figure: ``measured``, ``fitted`` or ``catalogue``.
     """
