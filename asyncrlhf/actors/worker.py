@@ -264,8 +264,12 @@ class GeneratorWorker:
     def _vllm(self) -> VllmEngine:
         return cast("VllmEngine", self.engine)  # of a ``direct`` worker
 
-    def load(self, version: int, cache: CacheMode) -> None:
-        """Load the received version between two tokens. Raises WeightSyncError if that version was not received."""
+    def load(self, version: int, cache: CacheMode, ticket: Ticket | None = None) -> None:
+        """Load the received version between two tokens; with a ``ticket``, straight from the learner's memory. Raises
+        WeightSyncError if that version was not received."""
+        if ticket is not None and self.direct is None:
+            buckets = self.receiver.stream(ticket)
+            self._staged = (ticket.version, {name: tensor for views in buckets for name, tensor in views.items()})
         self._catch_up()
         if self._staged is None or self._staged[0] != version:
             held = None if self._staged is None else self._staged[0]

@@ -58,6 +58,7 @@ def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
     """The :class:`Conditions` of parts that share ``cores`` of one machine, if the costs are CPU seconds."""
     from asyncrlhf.actors.generator import GeneratorActor
     from asyncrlhf.cluster.parts import cores_of
+    from asyncrlhf.transport.build_transport import may_share_memory
 
     if not costs.call:
         return {}
@@ -65,7 +66,9 @@ def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
     shared = cores_of(config, range(cores))
     if shared is not None:  # half of them remain: what uses more is outside this container
         shared = replace(shared, shared=max(shared.shared / 2, shared.shared - costs.others))
-    return {"cores": shared, "linger": GeneratorActor.result_seconds(replicas)}
+    learner, adapter = config.learner, config.model.lora.r > 0
+    maps = not config.ray.cluster and may_share_memory(config.weights, sharded=learner.sharded, adapter=adapter)
+    return {"cores": shared, "linger": GeneratorActor.result_seconds(replicas), "maps": maps}
 
 
 def check_run(run: Path) -> None:

@@ -165,7 +165,7 @@ class CostGenerator:
         """No more than a message: the learner's transfer takes the time."""
         await self._world.message()
 
-    async def load(self, version: int, cache: CacheMode) -> None:
+    async def load(self, version: int, cache: CacheMode, ticket: Any = None) -> None:
         await self._world.message()
         self.catch_up()
         self._loading = True

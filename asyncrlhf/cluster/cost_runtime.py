@@ -48,6 +48,7 @@ class CostRuntime(LocalRuntime):
             annotator=lambda spec, name: CostAnnotator(world, spec),
         )
         super().__init__(specs, sharing, workers)
+        self.maps = world.conditions.maps
         self._world = world
         self._faults: asyncio.Task[None] | None = None
 

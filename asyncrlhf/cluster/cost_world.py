@@ -76,6 +76,7 @@ class Conditions:
         cohort: number of equal replicas that each simulated one represents.
         cores: the cores that all parts share; None: each part has its own.
         linger: seconds between two answers of a replica with results, while it has more work.
+        maps: replicas load from the learner's memory, without transfers.
     """
 
     slow: dict[str, float] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Conditions:
     cohort: float = 1
     cores: Cores | None = None
     linger: float = 0.0
+    maps: bool = False
 
 
 class World:

@@ -183,8 +183,9 @@ class Runtime(Protocol):
     """Starts the parts and connects them; the controller knows nothing of their processes and devices.
 
     ``references`` and ``critics`` are empty without ``reference.where=service`` and ``critic.where=service``.
-    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``tell`` is called with the
-    progress of the start, ``told`` with the spans that parts send.
+    ``sharing``: names of the generators on the learner's devices, which take turns with it. ``maps``: whether a replica
+    loads from the learner's memory, so that a load's ticket is all that it needs. ``tell`` is called with the progress
+    of the start, ``told`` with the spans that parts send.
     """
 
     generators: list[GeneratorHandle]
@@ -193,6 +194,7 @@ class Runtime(Protocol):
     critics: list[AnnotatorHandle]
     learner: LearnerHandle
     sharing: Collection[str]
+    maps: bool = False
     told: Hear = staticmethod(ignore)  # set it before ``start``
     tell: Callable[[str], None]
 

@@ -32,6 +32,7 @@ from asyncrlhf.cluster.ray_records import RayRecords
 from asyncrlhf.config.environment_config import ClusterConfig, RayConfig
 from asyncrlhf.errors import ConfigError, ReplicaError
 from asyncrlhf.records.rollout_rows import RolloutRow
+from asyncrlhf.transport.build_transport import may_share_memory
 from asyncrlhf.transport.protocol import LostReceiversError, replica_name, worker_name
 from asyncrlhf.types import Payload, Rollout
 
@@ -121,6 +122,7 @@ class RayRuntime(Runtime):
         self._placer = Placer(plan, start_seconds=seconds, autoscaling=self._cluster.autoscaling)
         await self._placer.reserve()
         self.sharing = plan.sharing
+        self._choose_transport()
         self.learner = self._learner()
         asked = (self._specs.reward, self._specs.reference, self._specs.critic)
         self.rewards, self.references, self.critics = map(self._annotators, asked)
@@ -135,6 +137,19 @@ class RayRuntime(Runtime):
             await self._check_run_dir()
         await self._set_cores_aside()
         self._endpoint = await self.learner.listen()
+
+    def _choose_transport(self) -> None:
+        """Memory of the learner that replicas map, where ``weights.transport`` allows it: on a Ray that other machines
+        may join, or with GPUs, only if it asks for it."""
+        learner = self._specs.learner
+        weights = learner.weights
+        if not may_share_memory(weights, sharded=learner.learner.sharded, adapter=learner.model.lora.r > 0):
+            return
+        if weights.transport == "auto" and (not self._own_ray or self.plan.total("GPU")):
+            return
+        self.maps, weights = True, replace(weights, transport="shared_memory")
+        generators = [replace(spec, weights=weights) for spec in self._specs.generators]
+        self._specs = replace(self._specs, generators=generators, learner=replace(learner, weights=weights))
 
     async def _until_ready(self, parts: Sequence[Any]) -> None:
         """Wait for the parts and report each actor that has loaded its model, or only some if there are many."""

@@ -31,9 +31,7 @@ class WeightPublisher:
         self, state: RunState, runtime: Runtime, vocab_size: int, hand_over: Callable[[], Awaitable[None]]
     ) -> None:
         """``hand_over`` publishes the other content of a snapshot: the critic, if it is a service."""
-        self._state = state
-        self._hand_over = hand_over
-        self._runtime = runtime
+        self._state, self._runtime, self._hand_over = state, runtime, hand_over
         self._task: asyncio.Task[None] | None = None
         self._group: list[GeneratorHandle] | None = None  # by handle: a replica that was restarted is another member
         self._publishes = 0
@@ -44,12 +42,12 @@ class WeightPublisher:
         self._lock = asyncio.Lock()
         self._direct = DirectLoads(state, runtime)
         self._seconds = state.config.weights.timeout_seconds
+        self._mapped: tuple[Ticket, ...] = ()  # where replicas map the learner's memory: of the newest snapshot
         self._rejoining = 0
         self._lost: LearnerLostError | None = None  # met by a rejoin
         self._down = False  # from the learner's death until it has weights again
-        self.last_seconds = 0.0
+        self.last_seconds = self.mismatch_kl = 0.0
         self.snapshot_seconds = 0.0  # for which the newest snapshot blocked the learner
-        self.mismatch_kl = 0.0
         self.waiting_for = ""
 
     @property
@@ -103,9 +101,7 @@ class WeightPublisher:
         """The learner is lost: cancel the publish under way and forget the weight group. The next publish is a
         first."""
         self._down = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self.close()
         self._task = self._group = self._lost = self._ready = None
         self._direct.forget()
         self._publishes, self.waiting_for = 0, ""
@@ -146,8 +142,7 @@ class WeightPublisher:
 
     async def _send_staged(self, members: list[Replica]) -> list[Replica]:
         """Transfer the newest snapshot to the members that stage it; returns all members that are alive afterwards."""
-        staging = [r for r in members if not self._direct.serves(r)]
-        await self._send(staging)
+        await self._send([r for r in members if not self._direct.serves(r)])
         return [r for r in members if r.alive]
 
     async def _send(self, members: list[Replica]) -> None:
@@ -185,6 +180,9 @@ class WeightPublisher:
         """Make one attempt and return its errors. Receivers that the sender names as lost are not waited for: a process
         that hangs answers neither the sender nor its own handle."""
         ticket = await self._ticket()
+        if self._runtime.maps:
+            self._mapped = (ticket,)
+            return []
         self.waiting_for = f"weights to reach {_names(members)}"
         receiving = {
             asyncio.create_task(self._state.heard(r, r.handle.call(LONG_SECONDS, GeneratorWorker.receive, ticket))): r
@@ -229,8 +227,7 @@ class WeightPublisher:
     def _bury(self, members: list[Replica], error: LostReceiversError) -> None:
         """Report each receiver that ``error`` names as dead, even if its process still runs."""
         for replica in members:
-            reason = error.receivers.get(replica.name)
-            if reason is not None:
+            if (reason := error.receivers.get(replica.name)) is not None:
                 self._state.died(replica, ReplicaError(f"{replica.name} {reason} during a weight transfer"))
 
     @property
@@ -261,12 +258,15 @@ class WeightPublisher:
             if replica.alive:
                 epoch, replica.asked = self._state.epoch, version
                 self._state.journal.note("load", replica=replica.name, version=version)
-                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache)
+                await replica.handle.call(self._seconds, GeneratorWorker.load, version, cache, *self._mapped)
                 if epoch == self._state.epoch:  # else the learner died meanwhile, and the version with it
                     replica.version = version
                     self._state.journal.note("loaded", replica=replica.name, version=version)
         except ReplicaError as error:
             self._state.died(replica, error)
+        except WeightSyncError:
+            await self._ticket()  # raises the learner's death, with which the memory to load from is gone
+            raise
 
     async def _wait_to_load(self, replica: Replica, version: int) -> None:
         """If the mode drains (``drain``, and all scheduled modes), wait until the replica has nothing in flight."""

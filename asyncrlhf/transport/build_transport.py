@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def resolve_transport(config: WeightsConfig, runtime: str) -> str:
 def streams(config: WeightsConfig, runtime: str) -> bool:
     """Whether a receiver can load bucket by bucket, without staging memory, which ``weights.delta`` needs."""
     return resolve_transport(config, runtime) in ("collective", "shared_memory") and not config.delta
+
+
+def may_share_memory(config: WeightsConfig, *, sharded: bool, adapter: bool) -> bool:
+    """Whether receivers on the learner's machine may load straight from its memory: whole versions of weights that one
+    rank holds whole, not an ``adapter``, of which an engine keeps a copy."""
+    asked = config.transport in ("auto", "shared_memory") and hasattr(os, "memfd_create")
+    return asked and not (sharded or adapter or config.delta)
 
 
 def lay_out(config: WeightsConfig, params: Mapping[str, torch.Tensor]) -> WeightManifest:
