@@ -31,7 +31,9 @@ def assert_versions_agree(done: Finished) -> None:
         assert (np.diff(row.policy_versions) >= 0).all()
 
 
-@pytest.mark.parametrize("transport", ["collective", pytest.param("object_store", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "transport", ["collective", "shared_memory", pytest.param("object_store", marks=pytest.mark.thorough)]
+)
 def test_weights_travel_while_sequences_go_on(tmp_path: Path, transport: str) -> None:
     done = run(
         tmp_path, *SMALL, "steps=12", "generator.replicas=2", "generator.ignore_eos=true",

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrlhf.actors import generator
 from asyncrlhf.actors.generator import GeneratorActor
@@ -19,8 +20,10 @@ from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import StepOutput, named_weights
 from asyncrlhf.engines.generator_config import GeneratorConfig
+from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
+from asyncrlhf.transport.shared_memory import SharedMemorySender
 from asyncrlhf.transport.weights_config import WeightsConfig
 from asyncrlhf.types import GenerationRequest, Prompt, Rollout, SamplingParams
 from tests.numeric import FLOAT32, assert_close
@@ -48,6 +51,31 @@ def work(ids: range) -> list[GenerationRequest]:
     prompt = Prompt("p", "1+1=", np.arange(4, 9))
     sampling = SamplingParams(max_completion_length=LENGTH)
     return [GenerationRequest(i, i, prompt, i, sampling) for i in ids]
+
+
+def test_a_load_by_ticket_reads_the_learners_memory_and_stages_nothing() -> None:
+    spec = GeneratorSpec(
+        "generator-0",
+        GeneratorConfig(engine="hf", slots=4, threads=0),
+        ModelConfig(),
+        "ray",
+        WeightsConfig(transport="shared_memory"),
+    )
+    worker = generator.build_worker(spec)
+    own = {name: tensor.detach().clone() for name, tensor in named_weights(load_model(ModelConfig())).items()}
+    sender = SharedMemorySender(build_manifest(own, 1 << 18))
+    for version in (1, 2):
+        for tensor in own.values():
+            tensor += 1.0
+        sender.snapshot(version, own)
+        worker.load(version, "keep", sender.ticket())
+        assert worker.engine.version == version
+        assert all(torch.equal(tensor, own[name]) for name, tensor in worker.engine.parameters().items())
+    assert worker.receiver._staged._buckets is None, "a copy of the weights was made"
+    sender.snapshot(3, own)
+    with pytest.raises(WeightSyncError, match="asked to load version 4 but received 3"):
+        worker.load(4, "keep", sender.ticket())
+    worker.close()
 
 
 def test_a_sleeping_replica_answers_and_samples_nothing(actor: GeneratorActor) -> None:

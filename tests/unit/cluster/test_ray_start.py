@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from asyncrlhf.actors import where
 from asyncrlhf.cluster import own_ray
 from asyncrlhf.cluster.parts import build_runtime
+from asyncrlhf.cluster.placement import make_plan
 from asyncrlhf.cluster.ray_runtime import RayRuntime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.errors import ConfigError
@@ -64,6 +66,29 @@ async def test_a_run_directory_that_the_learner_does_not_see_is_refused(tmp_path
     runtime.learner = Learner(["10.0.0.2", "10.0.0.3"])  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"does not exist on the learner's machine 10.0.0.2, 10.0.0.3.*all nodes"):
         await runtime._check_run_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "transport"),
+    [
+        ((), True, "shared_memory"),
+        ((), False, "auto"),  # other machines may be there, or join
+        (("generator.gpus=1",), True, "auto"),
+        (("learner.ranks=2", "learner.sharding=fsdp2"), True, "auto"),
+        (("model.lora.r=4",), True, "auto"),
+        (("weights.delta=true", "weights.checksum=true"), True, "auto"),
+        (("weights.transport=collective",), True, "collective"),
+        (("weights.transport=shared_memory",), False, "shared_memory"),
+    ],
+)
+def test_weights_are_mapped_where_all_parts_share_a_machine(words: tuple[str, ...], own: bool, transport: str) -> None:
+    runtime: Any = build_runtime(load_config(list(words)))
+    runtime._own_ray = object() if own else None
+    runtime._placer = SimpleNamespace(plan=make_plan(runtime._cluster.placement, runtime._parts, nodes=1))
+    runtime._choose_transport()
+    specs = [*runtime._specs.generators, runtime._specs.learner]
+    assert {spec.weights.transport for spec in specs} == {transport}
+    assert runtime.maps == (transport == "shared_memory")
 
 
 def test_rays_own_variable_names_a_cluster_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.messages import Offer
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.errors import ReplicaError
+from asyncrlhf.errors import LearnerLostError, ReplicaError, WeightSyncError
 from asyncrlhf.orchestrator.controller import build_state
 from asyncrlhf.orchestrator.state import Replica, RunState
 from asyncrlhf.orchestrator.weight_sync import PROBE_TEXTS, WeightPublisher
@@ -42,7 +42,7 @@ async def nothing_else() -> None:
 def made(*overrides: str) -> tuple[RunState, Learner, WeightPublisher]:
     state = build_state(load_config(["runtime=local", *overrides]))
     learner = Learner()
-    runtime: Any = SimpleNamespace(learner=learner)
+    runtime: Any = SimpleNamespace(learner=learner, maps=False)
     return state, learner, WeightPublisher(state, runtime, 20, nothing_else)
 
 
@@ -95,7 +95,9 @@ class Publishing(Learner):
 async def test_a_replica_that_rejoins_while_a_publish_begins_loads_what_it_receives() -> None:
     state, _, publisher = made()
     learner = Publishing()
-    publisher._runtime = SimpleNamespace(learner=learner, connect=lambda handles: nothing_else(), sharing=())
+    publisher._runtime = SimpleNamespace(
+        learner=learner, connect=lambda handles: nothing_else(), sharing=(), maps=False
+    )
     learner.ready.set()
     publisher.publish(0)
     await publisher.idle()
@@ -113,6 +115,53 @@ async def test_a_replica_that_rejoins_while_a_publish_begins_loads_what_it_recei
     await publisher.idle()
     await asyncio.wait_for(rejoin, 10)
     assert replica.version == state.published_version == 1
+
+
+class Mapping:
+    """A replica that notes its calls, and whose loads fail if told so."""
+
+    name = "generator-0"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self.fails = False
+
+    async def call(self, seconds: float, method: Any, *given: Any) -> None:
+        self.calls.append((method.__name__, given[0], given[2].version))
+        if self.fails:
+            raise WeightSyncError("the memory cannot be mapped")
+
+
+async def test_a_replica_that_maps_the_learners_memory_is_called_once_per_publish() -> None:
+    """With the ticket. If it cannot map the memory because the learner died, the learner's death is the reason."""
+    state, _, publisher = made()
+    learner, handle = Publishing(), Mapping()
+    learner.late.set()
+    asked: list[str] = []
+    call = learner.call
+
+    async def noted(seconds: float, method: Any, *given: Any) -> Any:
+        asked.append(method.__name__)
+        if handle.fails and asked.count("ticket") == 4:
+            raise LearnerLostError("learner-0 died")
+        return await call(seconds, method, *given)
+
+    learner.call = noted  # type: ignore[method-assign]
+    publisher._runtime = SimpleNamespace(learner=learner, connect=lambda handles: nothing_else(), sharing=(), maps=True)
+    state.replicas.append(Replica(handle))  # type: ignore[arg-type]
+    learner.ready.set()
+    for version in (0, 1):
+        publisher.publish(version)
+        await publisher.idle()
+    assert handle.calls == [("load", 0, 0), ("load", 1, 1)] and asked == ["ticket", "ticket"]
+    handle.fails = True
+    publisher.publish(2)
+    with pytest.raises(LearnerLostError):
+        await publisher.idle()
+    publisher._task = None
+    publisher.publish(3)
+    with pytest.raises(WeightSyncError, match="cannot be mapped"):
+        await publisher.idle()
 
 
 async def test_a_death_is_filed_once() -> None:
