@@ -67,7 +67,7 @@ TIMING_KEYS = frozenset(
         "generators_held_back",
         "loop_lag_p99",
         "controller_cpu_seconds",
-        "machine_cpu_seconds",
+        "shared_cpu_seconds",
         "remote_calls",
     }
 )

@@ -46,7 +46,8 @@ def fitted_costs(run: Path) -> tuple[Any, dict[str, Any]]:
 
     check_run(run)
     try:
-        costs = costs_of_run(run, cpu=cores_of(changed(settings_of_run(run, ())), available_cores()) is not None)
+        cores = cores_of(changed(settings_of_run(run, ())), available_cores())
+        costs = costs_of_run(run, cpu=cores is not None, apart=cores is not None and not cores.learner)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     summary = run / "summary.json"

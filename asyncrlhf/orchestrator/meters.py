@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import psutil
 
+from asyncrlhf.actors.where import available_cores
 from asyncrlhf.cluster.calls import calls_made
 from asyncrlhf.cluster.clock import VirtualClockLoop
 from asyncrlhf.learner.learner_config import StepResult
@@ -28,7 +29,7 @@ class LoopLag:
 
     def __init__(self) -> None:
         self._lags: list[float] = []
-        self._cpu, self._all, self._calls = time.process_time(), _machine_cpu(), calls_made()
+        self._cpu, self._all, self._calls = time.process_time(), _cpu_of_cores(), calls_made()
         self._loop = asyncio.get_running_loop()
         if not isinstance(self._loop, VirtualClockLoop):
             self._look_again()
@@ -45,22 +46,25 @@ class LoopLag:
         """The 99th percentile, the CPU seconds and the calls since the last ``step``; empty without a measurement."""
         lags, self._lags = self._lags, []
         cpu, self._cpu = self._cpu, time.process_time()
-        everything, self._all = self._all, _machine_cpu()
+        every, self._all = self._all, _cpu_of_cores()
+        own = available_cores()  # known only after the start
         calls, self._calls = self._calls, calls_made()
         if isinstance(self._loop, VirtualClockLoop):
             return {}
         late = {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
         return late | {
             "controller_cpu_seconds": self._cpu - cpu,
-            "machine_cpu_seconds": self._all - everything,
+            "shared_cpu_seconds": sum(self._all[core] - every[core] for core in own or range(len(every))),
             "remote_calls": self._calls - calls,
         }
 
 
-def _machine_cpu() -> float:
-    """CPU seconds of all programs on this machine since its start."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+def _cpu_of_cores() -> list[float]:
+    """CPU seconds of all programs on each core since the machine's start."""
+    return [
+        sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+        for times in psutil.cpu_times(percpu=True)
+    ]
 
 
 class Meters:

@@ -20,10 +20,10 @@ FITTED = ("decode", "train", "score", "snapshot", "transfer", "load", "submit", 
 SCORERS = ("reward", "reference", "critic")
 
 
-def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
+def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fitted:
     """Linear costs. ``cpu``: in CPU seconds for generators, services and messages, if the parts recorded them; else by
-    the parts' own clocks, so they include the contention between parts that share cores. Raises ValueError with one
-    sentence if the run recorded too little."""
+    the parts' own clocks, so they include the contention between parts that share cores. ``apart``: the learner has
+    cores of its own. Raises ValueError with one sentence if the run recorded too little."""
     spans = _columns(run_dir, "spans", "timeline (logging.spans)")
     metrics = [row for row in _metrics(run_dir) if row["step"] > WARM_UP]
     if len(metrics) < WARM_UP:
@@ -34,7 +34,7 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
     late = spans["start"] >= metrics[0]["wall_time"]
     kinds, parts, passed = spans["kind"], spans["part"].astype(str), spans["end"] - spans["start"]
     computed = spans.get("cpu_seconds", np.zeros(len(kinds)))
-    cpu = cpu and bool(computed[late].any()) and "machine_cpu_seconds" in metrics[0]
+    cpu = cpu and bool(computed[late].any()) and "shared_cpu_seconds" in metrics[0]
     own = computed if cpu else passed
 
     def mean(kind: str, seconds: np.ndarray = passed) -> float:
@@ -61,7 +61,8 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
             score[kind] = fit(rows, own[chosen])
     answered = late & (kinds == "wait") & ~np.char.startswith(parts, "learner") & (parts != "publisher")
     message = 0.0 if cpu else _message(run_dir, mean("score"))
-    used = computed[late & (parts != "publisher")].sum(), computed[answered].sum()
+    known = (parts != "publisher") & ~(apart & np.char.startswith(parts, "learner"))
+    used = computed[late & known].sum(), computed[answered].sum()
     return Fitted(
         decode_terms=(whole * base, whole * each, 0.0),
         train_terms=_step_terms(metrics),
@@ -78,12 +79,12 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False) -> Fitted:
 
 def _controller(metrics: Sequence[Mapping[str, Any]], parts: float, answering: float) -> dict[str, float]:
     """``call``, ``message`` and ``others`` of Fitted, by the steps with many and few calls. ``parts``: CPU seconds of
-    the parts, of which ``answering`` while they waited for work: each call has its share of these."""
+    the parts on its cores, of which ``answering`` while they waited for work: each call has its share of these."""
     rows = metrics[1:]
-    names = "remote_calls", "controller_cpu_seconds", "machine_cpu_seconds"
-    calls, used, machine = ([row[name] for row in rows] for name in names)
+    names = "remote_calls", "controller_cpu_seconds", "shared_cpu_seconds"
+    calls, used, whole = ([row[name] for row in rows] for name in names)
     call, message = fit([[made, 3 * row["sequences"]] for made, row in zip(calls, rows, strict=True)], used)
-    others = max(0.0, sum(machine) - sum(used) - parts) / (rows[-1]["wall_time"] - metrics[0]["wall_time"])
+    others = max(0.0, sum(whole) - sum(used) - parts) / (rows[-1]["wall_time"] - metrics[0]["wall_time"])
     return {"call": call + answering / sum(calls), "message": message, "others": others}
 
 
@@ -119,8 +120,7 @@ def _step_terms(metrics: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     seconds = [later["wall_time"] - row["wall_time"] - later["wait_seconds"] for row, later in pairs]
     usual = float(np.median(seconds))
     calm = [(later["tokens"], own) for (_, later), own in zip(pairs, seconds, strict=True) if own <= LONG * usual]
-    base, token = fit([[1.0, float(tokens)] for tokens, _ in calm], [own for _, own in calm])
-    return base, token
+    return fit([[1.0, float(tokens)] for tokens, _ in calm], [own for _, own in calm])  # type: ignore[return-value]
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -202,7 +202,7 @@ FAMILIES: tuple[Family, ...] = (
         ("reference_prefilled_fraction", "share", "reference read ahead", "The same of the reference."),
         ("reference_prefill_evictions", "sequences", "reference evictions", "The same of the reference."),
         ("loop_lag_p99", "s", "event loop's delay", "How late the controller's event loop is: 99th percentile."),
-        ("machine_cpu_seconds", "s", "machine's CPU time", "CPU time of all programs on the controller's machine."),
+        ("shared_cpu_seconds", "s", "CPU time of its cores", "CPU time of all programs on the controller's cores."),
         ("remote_calls", "calls", "controller's calls", "Calls of the controller to other parts in this step."),
         ("controller_cpu_seconds", "s", "controller's CPU time", "CPU time of the controller's process in this step."),
     ),
