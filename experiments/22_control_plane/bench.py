@@ -208,6 +208,7 @@ class TimerRuntime:
     """The parts above."""
 
     sharing: frozenset[str] = frozenset()
+    maps = False
     references: Sequence[Any] = ()
     critics: Sequence[Any] = ()
 

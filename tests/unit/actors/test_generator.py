@@ -72,7 +72,9 @@ def test_a_load_by_ticket_reads_the_learners_memory_and_stages_nothing() -> None
         assert worker.engine.version == version
         assert all(torch.equal(tensor, own[name]) for name, tensor in worker.engine.parameters().items())
     assert worker.receiver._staged._buckets is None, "a copy of the weights was made"
-    sender.snapshot(3, own)
+    sender.snapshot(3, {name: torch.zeros_like(tensor) for name, tensor in own.items()})
+    held = worker.engine.parameters()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in held.items()), "the engine works in the snapshot"
     with pytest.raises(WeightSyncError, match="asked to load version 4 but received 3"):
         worker.load(4, "keep", sender.ticket())
     worker.close()
