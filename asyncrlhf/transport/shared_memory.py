@@ -82,8 +82,8 @@ class SharedMemoryReceiver(WeightReceiver):
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise WeightSyncError(
-                f"{self._staged.name} cannot map the learner's memory ({error}); weights.transport=shared_memory needs "
-                "all generators on the learner's machine."
+                f"{self._staged.name} cannot map the learner's memory ({error}); allowed: weights.transport=collective"
+                ", or all generators on the learner's machine, where they may open its files in /proc."
             ) from error
         self._mapped = name, _slices(memory, ticket.manifest)
         return self._mapped[1]
