@@ -61,7 +61,7 @@ def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
     from asyncrlhf.cluster.parts import cores_of
     from asyncrlhf.transport.build_transport import may_share_memory
 
-    if not costs.call:
+    if not (costs.call or costs.message):
         return {}
     replicas = sum(kind.config.replicas for kind in replica_kinds(config.generator))
     shared = cores_of(config, range(cores))

@@ -44,13 +44,13 @@ class LoopLag:
 
     def step(self) -> dict[str, float]:
         """The 99th percentile, the CPU seconds and the calls since the last ``step``; empty without a measurement."""
+        if isinstance(self._loop, VirtualClockLoop):
+            return {}
         lags, self._lags = self._lags, []
         cpu, self._cpu = self._cpu, time.process_time()
         every, self._all = self._all, _cpu_of_cores()
         own = available_cores()  # known only after the start
         calls, self._calls = self._calls, calls_made()
-        if isinstance(self._loop, VirtualClockLoop):
-            return {}
         late = {"loop_lag_p99": float(np.percentile(lags, 99))} if lags else {}
         return late | {
             "controller_cpu_seconds": self._cpu - cpu,

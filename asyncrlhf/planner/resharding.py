@@ -28,7 +28,7 @@ def reshard(system: System, pipeline: int, tensor: int, data: int, to_pipeline: 
     ``to_tensor``. Raises ValueError if the second does not divide the first."""
     gpus, shards, wanted = pipeline * tensor * data, pipeline * tensor, to_pipeline * to_tensor
     if pipeline % to_pipeline or tensor % to_tensor:
-        raise ValueError(f"generation p={to_pipeline} t={to_tensor} must divide training p={pipeline} t={tensor}.")
+        raise ValueError(f"generation p={to_pipeline} t={to_tensor} must each divide training p={pipeline} t={tensor}.")
     if system == "ds-chat":
         return Resharding(Fraction(gpus - 1, gpus), Fraction(1), Fraction(1, gpus), shards)
     if system == "ungrouped":

@@ -59,6 +59,7 @@ class SharedMemoryReceiver(WeightReceiver):
     _mapped: tuple[str, list[torch.Tensor]] | None = None
 
     def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
+        """As of every receiver, but all buckets stay valid until the sender's next snapshot, not only the last."""
         buckets = self._map(ticket)
         for bucket, entries in enumerate(entries_by_bucket(ticket.manifest)):
             views = {entry.name: view_of(entry, buckets[bucket]) for entry in entries}
