@@ -15,7 +15,8 @@ from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted, fit
 
 LONG = 3.0  # times the median: a longer step was delayed by something else (a hiccup)
-WARM_UP = 10  # first learner steps, left out
+WARM_UP = 20  # first learner steps, left out, as of the figures that a simulation is compared with
+LEAST = 20  # steps of a run from which costs are fitted; of one shorter than twice WARM_UP the second half
 FITTED = ("decode", "train", "score", "snapshot", "transfer", "load", "submit", "collect")
 SCORERS = ("reward", "reference", "critic")
 
@@ -25,12 +26,10 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fi
     the parts' own clocks, so they include the contention between parts that share cores. ``apart``: the learner has
     cores of its own. Raises ValueError with one sentence if the run recorded too little."""
     spans = _columns(run_dir, "spans", "timeline (logging.spans)")
-    metrics = [row for row in _metrics(run_dir) if row["step"] > WARM_UP]
-    if len(metrics) < WARM_UP:
-        raise ValueError(
-            f"{run_dir} is too short: costs need at least {WARM_UP} steps after the first {WARM_UP}, and it "
-            f"has {len(metrics)}; train for steps={2 * WARM_UP} or more."
-        )
+    rows = _metrics(run_dir)
+    metrics = rows[min(WARM_UP, len(rows) // 2) :]
+    if len(rows) < LEAST:
+        raise ValueError(f"{run_dir} is too short: costs need steps={LEAST} or more, and it has {len(rows)}.")
     late = spans["start"] >= metrics[0]["wall_time"]
     kinds, parts, passed = spans["kind"], spans["part"].astype(str), spans["end"] - spans["start"]
     computed = spans.get("cpu_seconds", np.zeros(len(kinds)))
@@ -41,13 +40,13 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fi
         chosen = late & (kinds == kind)
         return float(np.mean(seconds[chosen])) if chosen.any() else 0.0
 
-    decode = late & (kinds == "decode") & (spans["iterations"] > 0)
-    if not decode.any():
+    decode = late & (kinds == "decode")
+    if not spans["iterations"][decode].any():
         raise ValueError(f"{run_dir} has no iterations of an engine; the fake engine records none.")
     iterations, sequences = spans["iterations"][decode], spans["sequence_iterations"][decode]
     busy = (computed if cpu else spans["busy_seconds"])[decode]
     base, each = fit(np.stack([iterations, sequences], axis=1), busy)
-    # Prompts that arrive in a span and steps with a delay pull a fit without a constant below the mean.
+    # Arriving prompts, steps with a delay, and iterations counted in the span before their end make a fit low.
     whole = busy.sum() / (base * iterations + each * sequences).sum()
     snapshot, load, transfer = mean("snapshot"), mean("load", own), mean("transfer")
     published = [row["weight_sync_seconds"] for row in metrics if row.get("weight_sync_seconds")]
@@ -107,7 +106,8 @@ def workload_of_run(run_dir: Path) -> Workload:
 
 def hiccups_of_run(run_dir: Path) -> tuple[float, float]:
     """(hiccups per hour of training, extra seconds of one): train steps longer than LONG times the median."""
-    seconds = np.array([row["train_seconds"] for row in _metrics(run_dir) if row["step"] > WARM_UP])
+    rows = _metrics(run_dir)
+    seconds = np.array([row["train_seconds"] for row in rows[min(WARM_UP, len(rows) // 2) :]])
     usual = float(np.median(seconds))
     long = seconds[seconds > LONG * usual]
     return (3600 * len(long) / float(seconds.sum()), float(np.mean(long) - usual)) if len(long) else (0.0, 0.0)

@@ -168,7 +168,7 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
     done = loop.run(
         tmp_path / "real",
         "generator.engine=hf",
-        "steps=40",
+        "steps=60",
         "batch_size=16",
         "num_generations=4",
         "generator.slots=16",
@@ -192,7 +192,7 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
     # All iterations together last as long as in the records, also where no line through them does.
     spans = ds.dataset(done.folder / "spans").to_table().to_pandas()
     late = read_metrics(done.folder / "metrics.jsonl")[WARM_UP]["wall_time"]
-    decode = spans[(spans.kind == "decode") & (spans.start >= late) & (spans.iterations > 0)]
+    decode = spans[(spans.kind == "decode") & (spans.start >= late)]
     base, each, _ = costs.decode_terms
     whole = base * decode.iterations.sum() + each * decode.sequence_iterations.sum()
     assert whole == pytest.approx(decode.busy_seconds.sum(), rel=1e-6)
