@@ -171,8 +171,10 @@ class GeneratorActor(PartActor):
             box.changed.wait_for(
                 lambda: box.has_results or box.has_chunks or self._died is not None, self._look_seconds
             )
-            company = box.has_results and worker.has_work()
-        time.sleep(self._linger(time.monotonic()) if company else 0.0)
+            if box.has_results:  # the last of a batch must not wait: nothing will join them
+                box.changed.wait_for(
+                    lambda: not worker.has_work() or self._died is not None, self._linger(time.monotonic())
+                )
         self._raise_if_dead()
         facts, rollouts, chunks = box.take(worker.busy_seconds, worker.tokens, time.monotonic())
         if facts.finished or facts.failed:

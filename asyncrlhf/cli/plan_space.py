@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.planner.devices import catalogue, nodes_for
 from asyncrlhf.planner.layout import Layout, counts, keeps
-from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape
+from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, catalogue, nodes_for
 from asyncrlhf.validation import check
 
 if TYPE_CHECKING:

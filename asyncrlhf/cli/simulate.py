@@ -66,7 +66,7 @@ def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
     replicas = sum(kind.config.replicas for kind in replica_kinds(config.generator))
     shared = cores_of(config, range(cores))
     if shared is not None:  # half of them remain: what uses more is outside this container
-        shared = replace(shared, shared=max(shared.shared / 2, shared.shared - costs.others))
+        shared = replace(shared, shared=max(shared.shared / 2, shared.shared - costs.others), cold=costs.cold)
     learner, adapter = config.learner, config.model.lora.r > 0
     maps = not config.ray.cluster and may_share_memory(config.weights, sharded=learner.sharded, adapter=adapter)
     return {"cores": shared, "linger": GeneratorActor.result_seconds(replicas), "maps": maps}

@@ -18,11 +18,10 @@ from rich.table import Table
 from asyncrlhf.bench.templates import HANDLES, MODELS, TEMPLATES, Scene, Split, Template, TemplateCosts
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.callgraph import PLACEMENTS, PPO, Graph, Space, placed
-from asyncrlhf.planner.devices import EXPECT, catalogue, cluster_of
 from asyncrlhf.planner.resharding import System, reshard
 from asyncrlhf.planner.schedules import Pair, bound, greedy, one_after_another
 from asyncrlhf.planner.search import metropolis
-from asyncrlhf.planner.shapes import ModelShape, Workload
+from asyncrlhf.planner.shapes import EXPECT, ModelShape, Workload, catalogue, cluster_of
 from asyncrlhf.validation import typed_path
 
 NOT_RUNNABLE = "A plan of other systems, which move models between the meshes of calls: `train` cannot run it."

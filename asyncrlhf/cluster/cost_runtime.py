@@ -30,8 +30,10 @@ class CostReplica(LocalGenerator):
     async def collect(self) -> Collected:
         box, loop, costs = self.worker.outbox, asyncio.get_running_loop(), self._world.costs
         await self._changed.wait_for(lambda: box.has_results or self._ended())
-        if self.worker.has_work():
-            await asyncio.sleep(max(0.0, self._collected_at + self._world.conditions.linger - loop.time()))
+        until = self._collected_at + self._world.conditions.linger
+        timer = loop.call_at(max(until, loop.time()), self._changed.notify)
+        await self._changed.wait_for(lambda: not self.worker.has_work() or loop.time() >= until or self._ended())
+        timer.cancel()
         collected = await super().collect()
         self._collected_at = loop.time()
         await self._world.message(len(collected.finished))

@@ -101,7 +101,7 @@ class World:
         self.generators: dict[str, CostGenerator] = {}
         self.wake: dict[str, Callable[[], None]] = {}  # by replica: look again when the next sequence ends
         given = conditions.cores
-        self._cores = None if given is None else SharedCores(given.shared, self._catch_up, self._wake)
+        self._cores = None if given is None else SharedCores(given, self._catch_up, self._wake)
         self._controller = asyncio.Lock()
 
     def _catch_up(self) -> None:
@@ -116,7 +116,7 @@ class World:
     def slowdown(self) -> float:
         """The factor on a replica's seconds from what else works at present."""
         beside = self.conditions.interference[1] if self.training else 1.0
-        return beside / (1.0 if self._cores is None else self._cores.share)
+        return beside / (1.0 if self._cores is None else self._cores.warm_share)
 
     def at_work(self, replica: CostGenerator, working: bool) -> None:
         """The replica begins or ends to use a core."""

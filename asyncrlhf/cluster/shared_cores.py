@@ -18,18 +18,20 @@ class Cores:
     Args:
         shared: number of cores that the parts share; less than whole ones if other processes need some of them.
         learner: threads of the learner among them; 0: it has cores of its own.
+        cold: CPU seconds that each second of waiting for a core adds, because its caches have other threads' data then.
     """
 
     shared: float
     learner: int = 0
+    cold: float = 0.0
 
 
 class SharedCores:
     """Processor sharing. The speed of all threads is constant between two calls of ``before``, which is called before
     each change of it; ``after`` is called afterwards."""
 
-    def __init__(self, cores: float, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._cores, self._before, self._after = cores, before, after
+    def __init__(self, cores: Cores, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._cores, self._cold, self._before, self._after = cores.shared, cores.cold, before, after
         self._threads = 0
         self._changed = Signal()
 
@@ -37,6 +39,11 @@ class SharedCores:
     def share(self) -> float:
         """CPU seconds that each thread gets per second."""
         return min(1.0, self._cores / max(1, self._threads))
+
+    @property
+    def warm_share(self) -> float:
+        """Of them those that a thread without pauses would need for the same work; at least half."""
+        return max(self.share / 2, self.share - self._cold * (1.0 - self.share))
 
     def add(self, threads: int) -> None:
         """So many more threads work from now on; negative: fewer."""

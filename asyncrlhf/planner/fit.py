@@ -45,9 +45,14 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fi
         raise ValueError(f"{run_dir} has no iterations of an engine; the fake engine records none.")
     iterations, sequences = spans["iterations"][decode], spans["sequence_iterations"][decode]
     busy = (computed if cpu else spans["busy_seconds"])[decode]
-    base, each = fit(np.stack([iterations, sequences], axis=1), busy)
+    # A part that waits for its core finds the caches cold: only where CPU seconds tell the two apart.
+    waited = np.maximum(0.0, spans["busy_seconds"][decode] - busy) * cpu
+    base, each, cold = fit(np.stack([iterations, sequences, waited], axis=1), busy)
+    if cold * waited.sum() > 0.5 * busy.sum():  # the two cannot be told apart
+        (base, each), cold = fit(np.stack([iterations, sequences], axis=1), busy), 0.0
+    warm = 1.0 - cold * waited.sum() / busy.sum()  # share of the seconds that a replica which never waits would take
     # Arriving prompts, steps with a delay, and iterations counted in the span before their end make a fit low.
-    whole = busy.sum() / (base * iterations + each * sequences).sum()
+    whole = warm * busy.sum() / (base * iterations + each * sequences).sum()
     snapshot, load, transfer = mean("snapshot"), mean("load", own), mean("transfer")
     published = [row["weight_sync_seconds"] for row in metrics if row.get("weight_sync_seconds")]
     if published and not cpu:
@@ -72,7 +77,7 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fi
         submit=message,
         collect=message,
         sources=dict.fromkeys(FITTED, "fitted"),
-        **(_controller(metrics, *map(float, used)) if cpu else {}),
+        **({"cold": cold} | _controller(metrics, *map(float, used)) if cpu else {}),
     )
 
 

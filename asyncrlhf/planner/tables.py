@@ -24,6 +24,7 @@ class Fitted:
         score_terms: by kind of worker: seconds per call and per rollout in it.
         call, message: CPU seconds of the controller for one call (with the called part's) and for one rollout in it. If
             known, the seconds of decoding, scoring and loading are CPU seconds, too: parts that share cores add up.
+        cold: CPU seconds that each second of waiting for a shared core adds, whose caches have other parts' data then.
         others: cores that other processes used meanwhile: Ray's, the record writer, other programs.
         sources: source of each figure: ``measured``, ``fitted`` or ``catalogue``.
     """
@@ -39,6 +40,7 @@ class Fitted:
     collect: float = 0.0
     call: float = 0.0
     message: float = 0.0
+    cold: float = 0.0
     others: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from cells import fit_cells, leave_one_out, phases, predict, read_cells
 
-from asyncrlhf.planner.devices import cluster_of
+from asyncrlhf.planner.shapes import cluster_of
 
 HERE = Path(__file__).parent
 

@@ -10,8 +10,7 @@ from asyncrlhf.bench.templates import MODELS
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, simulate
 from asyncrlhf.planner.costs import CostModel
-from asyncrlhf.planner.devices import cluster_of
-from asyncrlhf.planner.shapes import Workload
+from asyncrlhf.planner.shapes import Workload, cluster_of
 from asyncrlhf.planner.tables import Fitted
 from asyncrlhf.records.recorder import read_metrics
 

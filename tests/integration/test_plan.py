@@ -19,10 +19,9 @@ from asyncrlhf.cli.simulate import changed
 from asyncrlhf.config.compose import compose_config, load_config
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.planner.choose import Space
-from asyncrlhf.planner.devices import catalogue, nodes_for
 from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.ranking import Subject, estimate
-from asyncrlhf.planner.shapes import ModelShape, Workload
+from asyncrlhf.planner.shapes import ModelShape, Workload, catalogue, nodes_for
 from asyncrlhf.planner.tables import Fitted
 from tests.browser import CHROMIUM, Browser
 from tests.unit.report.test_page import TOO_WIDE, WIDTHS

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -208,25 +210,32 @@ def test_costs_of_a_run_are_found_in_its_records_and_predict_it(tmp_path: Path) 
 
 
 def check_cpu_seconds(folder: Path, costs: Fitted) -> None:
-    """Where the parts say that they used a core for half of the time, and the controller 2 ms per call and 3 ms per
-    rollout, an iteration costs half its seconds, a call 2 ms, and a rollout 1 ms in each of its three calls. What their
-    cores did beside that counts as other processes; a learner on a core of its own is not part of it."""
+    """Where the parts say that they used a core for half of the time, and 0.2 s more per second that they waited for
+    it, and the controller 2 ms per call and 3 ms per rollout, an iteration costs half its seconds, a call 2 ms, and a
+    rollout 1 ms in each of its three calls. What their cores did beside that counts as other processes; a learner on a
+    core of its own is not part of it."""
     for file in (folder / "spans").glob("*.parquet"):
         table = pq.read_table(file)
-        busy = pc.if_else(pc.equal(table["kind"], "wait"), 0.0, pc.multiply(table["busy_seconds"], 0.5))
-        pq.write_table(table.set_column(table.column_names.index("cpu_seconds"), "cpu_seconds", busy), file)
+        spans = {name: table[name].to_numpy() for name in table.column_names}
+        base, each, _ = costs.decode_terms
+        work = base * spans["iterations"] + each * spans["sequence_iterations"]
+        work = np.where(spans["kind"] == "decode", work, spans["busy_seconds"])
+        used = np.where(spans["kind"] == "wait", 0.0, (0.5 * work + 0.2 * spans["busy_seconds"]) / 1.2)
+        column = table.column_names.index("cpu_seconds")
+        pq.write_table(table.set_column(column, "cpu_seconds", pa.array(used)), file)
     rows = read_metrics(folder / "metrics.jsonl")
     for row in rows:
         row["remote_calls"] = 10 + row["step"] % 5
         row["controller_cpu_seconds"] = 0.002 * row["remote_calls"] + 0.003 * row["sequences"]
-        # Steps of 0.2 s: a part with work has half a core.
-        row["shared_cpu_seconds"] = 0.2 * 0.3 + row["controller_cpu_seconds"] + 0.2 * 0.5 * 2
+        # Steps of 0.2 s: a part with work has 0.7 / 1.2 of a core.
+        row["shared_cpu_seconds"] = 0.2 * 0.3 + row["controller_cpu_seconds"] + 0.2 * 0.7 / 1.2 * 2
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = costs_of_run(folder, cpu=True)
     assert found.decode(16, 8.0) == pytest.approx(0.5 * costs.decode(16, 8.0), rel=1e-3)
+    assert found.cold == pytest.approx(0.2, rel=1e-3)
     assert (found.call, found.message) == pytest.approx((2e-3, 1e-3)) and (found.submit, found.collect) == (0.0, 0.0)
     assert found.others == pytest.approx(0.3, abs=0.03)
-    assert costs_of_run(folder, cpu=True, apart=True).others == pytest.approx(0.8, abs=0.05)
+    assert costs_of_run(folder, cpu=True, apart=True).others == pytest.approx(0.3 + 0.7 / 1.2, abs=0.05)
     plain = costs_of_run(folder)
     assert plain.call == plain.message == plain.others == 0.0 < plain.submit
 

@@ -209,6 +209,23 @@ def test_what_finishes_alone_goes_at_once_and_a_crowd_at_most_every_30_ms(
     assert actor._linger(handed_on + 0.029) == actor._linger(handed_on + 60.0) == actor.LINGER_SECONDS
 
 
+def test_the_last_of_a_batch_does_not_wait_for_company(
+    stepping: tuple[GeneratorActor, OneAStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would join it, and in a synchronous run everything else waits for it."""
+    actor, engine = stepping
+    monkeypatch.setattr(actor, "_linger", lambda now: 60.0)
+    actor.call("submit", work(range(2)))
+    engine.leave.release()
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(actor.collect)
+        box = actor._worker.outbox
+        wait_until(lambda: box.has_results, "the first rollout in the outbox")
+        assert not told.done(), "the second may join it"
+        engine.leave.release()
+        assert [rollout.rollout_id for rollout in told.result(timeout=30)[1]] == [0, 1]
+
+
 @pytest.mark.parametrize(("replicas", "seconds"), [(1, 0.03), (3, 0.03), (16, 0.128), (1000, 8.0), (10**6, 10.0)])
 def test_the_controller_gets_at_most_some_125_messages_with_results_per_second(
     replicas: int, seconds: float, monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,7 @@ def test_threads_beyond_the_cores_get_equal_shares() -> None:
     threads of one part count twice."""
 
     async def ends(cores: float) -> list[float]:
-        pool, clock = SharedCores(cores, lambda: None, lambda: None), asyncio.get_running_loop().time
+        pool, clock = SharedCores(Cores(cores), lambda: None, lambda: None), asyncio.get_running_loop().time
 
         async def job(start: float, seconds: float, threads: int = 1) -> float:
             await asyncio.sleep(start)
@@ -93,10 +93,24 @@ def test_parts_that_take_turns_do_not_work_at_the_same_time(tmp_path: Path, core
 
 
 def test_a_replica_with_more_work_sends_results_together(tmp_path: Path) -> None:
-    """4 slots: 4 of 16 sequences end every 64 ms. While others run, their results wait up to a second for more."""
+    """4 slots: 4 of 16 sequences end every 64 ms. While others run, their results wait up to a second for more, which
+    makes them staler; the last ones do not wait, so a step takes as long."""
     costs, slots = Fitted((0.001, 0.0, 0.0), (0.001, 0.0)), ("generator.slots=4", "batch_size=16")
-    quick, slow = (run(tmp_path / str(s), costs, Conditions(linger=s), *slots)["step_seconds"] for s in (0.0, 1.0))
-    assert quick == pytest.approx(4 * 0.064, rel=0.05) and slow > 2 * quick
+    quick, slow = (run(tmp_path / str(s), costs, Conditions(linger=s), *slots) for s in (0.0, 1.0))
+    assert quick["step_seconds"] == pytest.approx(4 * 0.064, rel=0.01) == slow["step_seconds"]
+    assert (quick["staleness"], slow["staleness"]) == (0.25, 0.5)
+
+
+def test_a_part_that_waits_for_its_core_finds_cold_caches(tmp_path: Path) -> None:
+    """Two replicas on one core wait for half of the time: at 0.2 s more per second of it, 0.5 s of a core do the work
+    of 0.4 s. A replica that has a core to itself never waits."""
+    costs, two = Fitted((0.01, 0.0, 0.0), (0.01, 0.0)), ("generator.replicas=2", "generator.slots=64")
+    warm, cold = (
+        run(tmp_path / str(c), costs, Conditions(cores=Cores(1, cold=c)), *two)["step_seconds"] for c in (0.0, 0.2)
+    )
+    assert cold / warm == pytest.approx(0.5 / 0.4, rel=0.02)
+    apart = run(tmp_path / "apart", costs, Conditions(cores=Cores(2, cold=0.2)), *two)["step_seconds"]
+    assert apart == pytest.approx(warm / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrlhf.planner.devices import cluster_of
+from asyncrlhf.planner.shapes import cluster_of
 
 cells = importlib.import_module("experiments.07_planner_calibration.cells")
 FOLDER = Path(cells.__file__).parent

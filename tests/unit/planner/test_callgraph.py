@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from asyncrlhf.planner.callgraph import PPO, Call, Graph, Layout, Plan, Space, layouts, meshes, placed
-from asyncrlhf.planner.devices import catalogue, cluster_of
 from asyncrlhf.planner.search import exhaustive, metropolis
-from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape
+from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, catalogue, cluster_of
 
 SHAPE = ModelShape(4, 512, 1024, 4096, 8, 8, 64)
 NODE = Cluster(Device("d", 1e14, 1e12, 8e10), 1, 4, Link(5e-6, 1e11), Link(1e-5, 1e10))

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from asyncrlhf.planner.choose import Chosen, Space, choose
-from asyncrlhf.planner.devices import nodes_for
 from asyncrlhf.planner.explain import reason, sentences, weakest
 from asyncrlhf.planner.layout import Layout, counts, keeps, overrides
 from asyncrlhf.planner.memory import learner_bytes
 from asyncrlhf.planner.queueing import balanced
 from asyncrlhf.planner.ranking import Subject, bytes_of, costs_of, estimate, refusal
-from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload
+from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload, nodes_for
 from asyncrlhf.planner.tables import Fitted
 
 LLAMA_8B = ModelShape(32, 4096, 14336, 128256, 32, 8, 128)
