@@ -61,8 +61,8 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fi
     for kind in SCORERS:
         chosen = late & (kinds == "score") & np.char.startswith(parts, kind)
         if chosen.any():
-            rows = np.stack([np.ones(chosen.sum()), spans["rollouts"][chosen]], axis=1)
-            score[kind] = fit(rows, own[chosen])
+            calls = np.stack([np.ones(chosen.sum()), spans["rollouts"][chosen]], axis=1)
+            score[kind] = fit(calls, own[chosen])
     answered = late & (kinds == "wait") & ~np.char.startswith(parts, "learner") & (parts != "publisher")
     message = 0.0 if cpu else _message(run_dir, mean("score"))
     known = (parts != "publisher") & ~(apart & np.char.startswith(parts, "learner"))
