@@ -18,7 +18,7 @@ from rich.table import Table
 from asyncrlhf.bench.templates import HANDLES, MODELS, TEMPLATES, Scene, Split, Template, TemplateCosts
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.planner.callgraph import PLACEMENTS, PPO, Graph, Space, placed
-from asyncrlhf.planner.resharding import System, reshard
+from asyncrlhf.planner.costs import System, reshard
 from asyncrlhf.planner.schedules import Pair, bound, greedy, one_after_another
 from asyncrlhf.planner.search import metropolis
 from asyncrlhf.planner.shapes import EXPECT, ModelShape, Workload, catalogue, cluster_of

@@ -11,9 +11,8 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, forward_flops
+from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, forward_flops, reshard
 from asyncrlhf.planner.memory import TEXTBOOK, USABLE
-from asyncrlhf.planner.resharding import reshard
 from asyncrlhf.planner.shapes import Cluster, ModelShape
 
 ITERATIONS = 5  # chained; the cost of a plan is their makespan divided by ITERATIONS

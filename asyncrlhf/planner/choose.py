@@ -17,7 +17,6 @@ FINALISTS = 6  # candidates simulated with all seeds
 VARIANTS = 3  # fastest learner layouts kept per number of ranks
 HOPELESS = 1.5  # times the shortest step by the closed forms; slower layouts are not simulated
 TIE = 0.01  # share of a step by which seeds differ
-DOUBT = 0.3  # share of a step by which costs are wrong that were not measured at a layout's size
 LEARNER = ("ranks", "sharding", "sequence_parallel", "offload", "checkpointing", "services")
 
 
@@ -65,7 +64,7 @@ def choose(
     simulated: int = 32,
 ) -> Chosen:
     """The layout with the fewest seconds per rollout; among ties the least staleness, then the fewest devices. A layout
-    larger than the measured one must be faster by the error of extrapolated costs (DOUBT).
+    larger than the measured one must be faster by the error of each extrapolated cost (``Subject.doubt``).
 
     Args:
         valid: returns one sentence if the config classes refuse a layout, else None.
@@ -92,7 +91,7 @@ def choose(
         raise ValueError(f"no layout passes the config's checks, for example: {next(iter(refused.values()))}")
 
     def doubted(candidate: Candidate) -> float:
-        return candidate.seconds * (1 + DOUBT * bool(subject.extrapolated(candidate.layout)))
+        return candidate.seconds * subject.doubt(candidate.layout)
 
     tried.sort(key=doubted)
     finalists = [_averaged(candidate, simulate) for candidate in tried[:FINALISTS]]
@@ -160,8 +159,12 @@ def _ranked(space: Space, subject: Subject, refused: dict[str, str]) -> list[tup
         if key not in trained:
             trained[key] = estimate(layout, subject).train
         by_bound.setdefault(layout.max_staleness, []).append((layout, estimate(layout, subject, trained[key])))
+
+    def each(entry: tuple[Layout, Estimate]) -> float:
+        return entry[1].step / entry[0].batch_size * subject.doubt(entry[0])
+
     for entries in by_bound.values():
-        entries.sort(key=lambda e: (e[1].step / e[0].batch_size, e[0].devices, e[0].publish_every, e[0].slots))
-    least = min((entries[0][1].step / entries[0][0].batch_size for entries in by_bound.values()), default=0.0)
+        entries.sort(key=lambda e: (each(e), e[0].devices, e[0].publish_every, e[0].slots))
+    least = min((each(entries[0]) for entries in by_bound.values()), default=0.0)
     turns = zip_longest(*(by_bound[bound] for bound in sorted(by_bound)))
-    return [e for turn in turns for e in turn if e is not None and e[1].step <= HOPELESS * least * e[0].batch_size]
+    return [e for turn in turns for e in turn if e is not None and each(e) <= HOPELESS * least]

@@ -14,6 +14,7 @@ from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Cluster, ModelShape, Workload
 from asyncrlhf.planner.tables import Fitted
 
+DOUBT = 0.3  # share of a step by which a cost is wrong that was not measured at a layout's size
 MESSAGE = 0.005  # seconds per call between actors, if not measured
 HOST_LINK = 25e9  # bytes/s between a device and its host (PCIe 4.0 x16), for offloaded optimizers
 ASLEEP = 2e9  # bytes that a sleeping vLLM keeps on its device: CUDA context and graphs
@@ -50,6 +51,10 @@ class Subject:
             "train": (layout.ranks, layout.batch_size) != (base.ranks, base.batch_size),
         }
         return [name for name, larger in beyond.items() if larger and self.measured is not None]
+
+    def doubt(self, layout: Layout) -> float:
+        """The factor by which a step may be longer than predicted, from the costs that were not measured."""
+        return float((1 + DOUBT) ** len(self.extrapolated(layout)))
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, broadcast, forward_flops
+from asyncrlhf.planner.costs import Coefficients, CostModel, all_reduce, broadcast, forward_flops, reshard
 from asyncrlhf.planner.memory import TEXTBOOK, generator_bytes, layout_bytes, learner_bytes, slots_that_fit
 from asyncrlhf.planner.queueing import balanced, least_bound, steady
-from asyncrlhf.planner.resharding import reshard
 from asyncrlhf.planner.schedules import Pair, bound, consolidate, greedy, one_after_another
 from asyncrlhf.planner.shapes import Cluster, Device, Link, ModelShape, Workload, longest_of
 
