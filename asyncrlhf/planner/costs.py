@@ -1,7 +1,5 @@
-"""Seconds of a run's operations from the shapes of model and machine: roofline terms with named coefficients.
-
-Also the bytes that move when a model changes from its training layout to its generation layout (HybridFlow, 2409.19256).
-"""
+"""Seconds of a run's operations from the shapes of model and machine (roofline terms with named coefficients), and the
+bytes that move when a model changes from its training to its generation layout (HybridFlow, 2409.19256)."""
 
 from __future__ import annotations
 
