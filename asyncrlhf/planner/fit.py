@@ -66,10 +66,12 @@ def costs_of_run(run_dir: Path, *, cpu: bool = False, apart: bool = False) -> Fi
     answered = late & (kinds == "wait") & ~np.char.startswith(parts, "learner") & (parts != "publisher")
     message = 0.0 if cpu else _message(run_dir, mean("score"))
     known = (parts != "publisher") & ~(apart & np.char.startswith(parts, "learner"))
+    train = late & (kinds == "train")  # of a learner that waits for its core, too
+    share = float(computed[train].sum() / passed[train].sum()) if cpu and not apart else 1.0
     used = computed[late & known].sum(), computed[answered].sum()
     return Fitted(
         decode_terms=(whole * base, whole * each, 0.0),
-        train_terms=_step_terms(metrics),
+        train_terms=_step_terms(metrics, share),
         score_terms=score,  # type: ignore[arg-type]
         snapshot=snapshot,
         transfer=transfer,
@@ -118,14 +120,13 @@ def hiccups_of_run(run_dir: Path) -> tuple[float, float]:
     return (3600 * len(long) / float(seconds.sum()), float(np.mean(long) - usual)) if len(long) else (0.0, 0.0)
 
 
-def _step_terms(metrics: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds per step and per token, fitted to the time between two steps minus the learner's wait (so the
-    controller's work is included); steps with a hiccup are left out."""
-    pairs = list(pairwise(metrics))
-    seconds = [later["wall_time"] - row["wall_time"] - later["wait_seconds"] for row, later in pairs]
-    usual = float(np.median(seconds))
-    calm = [(later["tokens"], own) for (_, later), own in zip(pairs, seconds, strict=True) if own <= LONG * usual]
-    return fit([[1.0, float(tokens)] for tokens, _ in calm], [own for _, own in calm])  # type: ignore[return-value]
+def _step_terms(metrics: Sequence[Mapping[str, Any]], share: float) -> tuple[float, float]:
+    """Seconds per step and per token, fitted to ``share`` of the time between two steps minus the learner's wait (so
+    the controller's work is included); steps with a hiccup are left out."""
+    seconds = [later["wall_time"] - row["wall_time"] - later["wait_seconds"] for row, later in pairwise(metrics)]
+    calm = np.array(seconds) <= LONG * np.median(seconds)
+    rows = np.array([[1.0, row["tokens"]] for row in metrics[1:]])
+    return fit(rows[calm], share * np.array(seconds)[calm])  # type: ignore[return-value]
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:

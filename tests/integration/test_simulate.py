@@ -233,6 +233,9 @@ def check_cpu_seconds(folder: Path, costs: Fitted) -> None:
     found = costs_of_run(folder, cpu=True)
     assert found.decode(16, 8.0) == pytest.approx(0.5 * costs.decode(16, 8.0), rel=1e-3)
     assert found.cold == pytest.approx(0.2, rel=1e-3)
+    lengths = [10] * 16  # CPU seconds of a learner that shares cores; of one with its own core those of the clock
+    assert found.train(lengths) == pytest.approx(0.7 / 1.2 * costs.train(lengths), rel=0.02)
+    assert costs_of_run(folder, cpu=True, apart=True).train(lengths) == pytest.approx(costs.train(lengths), rel=1e-6)
     assert (found.call, found.message) == pytest.approx((2e-3, 1e-3)) and (found.submit, found.collect) == (0.0, 0.0)
     assert found.others == pytest.approx(0.3, abs=0.03)
     assert costs_of_run(folder, cpu=True, apart=True).others == pytest.approx(0.3 + 0.7 / 1.2, abs=0.05)
