@@ -68,7 +68,7 @@ def load_models(spec: LearnerSpec, device: str) -> dict[str, Any]:
 
     learner, own_reference = spec.learner, spec.algorithm.needs_reference and not spec.reference_served
     kinds = {"model": torch.float32} | ({"reference": getattr(torch, spec.model.dtype)} if own_reference else {})
-    if (learner.in_rows or learner.zero_stage == 3) and spec.algorithm.anchor != "ema":
+    if learner.sharded and spec.algorithm.anchor != "ema":
         blank = {name: found for name, dtype in kinds.items() if (found := load_blank(spec.model, dtype))}
         if len(blank) == len(kinds):
             return {name: model for name, (model, _) in blank.items()} | {"files": blank["model"][1]}

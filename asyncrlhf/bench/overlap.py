@@ -80,9 +80,9 @@ def loop_rate(overrides: Sequence[str]) -> float:
     return float((last["step"] - first["step"]) / (last["wall_time"] - first["wall_time"]))
 
 
-async def alone(config: RunConfig) -> tuple[float, float]:
-    """The rate in steps per second at which the generators without a learner make rollouts, and that of the learner
-    with ready batches. The same actors as in a run, one side at a time."""
+async def alone(config: RunConfig, warm_up: int = WARM_UP) -> tuple[float, float]:
+    """The rate in steps per second, after ``warm_up`` of them, at which the generators without a learner make rollouts,
+    and that of the learner with ready batches. The same actors as in a run, one side at a time."""
     # Weights travel before anything is timed, in a way that needs no group.
     config = replace(config, weights=config.weights.beside_the_policy(config.runtime))
     prepared = prepare(config)
@@ -97,13 +97,15 @@ async def alone(config: RunConfig) -> tuple[float, float]:
         await asyncio.gather(runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket), *received)
         for generator in runtime.generators:
             await generator.call(seconds, GeneratorWorker.load, ticket.version, "keep")
-        rate, rollouts = await _generate(config, prepared, runtime)
-        return rate, await _train(config, runtime, rollouts)
+        rate, rollouts = await _generate(config, prepared, runtime, warm_up)
+        return rate, await _train(config, runtime, rollouts, warm_up)
     finally:
         await runtime.close()
 
 
-async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> tuple[float, list[RolloutInfo]]:
+async def _generate(
+    config: RunConfig, prepared: Prepared, runtime: Runtime, warm_up: int
+) -> tuple[float, list[RolloutInfo]]:
     """Keep every slot busy until ``steps`` batches are there."""
     source = prepared.task.train_source(config.seed)
     wanted = config.steps * config.batch_size
@@ -133,14 +135,14 @@ async def _generate(config: RunConfig, prepared: Prepared, runtime: Runtime) -> 
             marks.extend([time.monotonic()] * len(finished))
 
     await asyncio.gather(*(keep_busy(g) for g in runtime.generators))
-    head = WARM_UP * config.batch_size
+    head = warm_up * config.batch_size
     seconds = marks[-1] - marks[head]
     for generator in runtime.generators:
         await generator.call(LONG_SECONDS, GeneratorWorker.cancel, range(issued))
     return (len(marks) - 1 - head) / config.batch_size / seconds, rollouts[: 4 * config.batch_size]
 
 
-async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo]) -> float:
+async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo], warm_up: int) -> float:
     """Train on the same few batches again and again, with rewards that have spread."""
     size = config.batch_size
     batches = [
@@ -149,7 +151,7 @@ async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo
     ]
     started = 0.0
     for step in range(config.steps):
-        if step == WARM_UP:
+        if step == warm_up:
             started = time.monotonic()
         await runtime.learner.train(batches[step % len(batches)])
-    return (config.steps - WARM_UP) / (time.monotonic() - started)
+    return (config.steps - warm_up) / (time.monotonic() - started)

@@ -57,10 +57,15 @@ def deal_out(rank: int, ranks: int, size: int) -> tuple[Peers, Peers]:
     ranks call it together."""
     if size == 1:
         return Peers(rank, ranks), Peers()
-    across = [dist.new_group(list(range(place, ranks, size))) for place in range(size)]
-    within = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
-    share, place = divmod(rank, size)
-    return Peers(share, ranks // size, across[place]), Peers(place, size, within[share])
+    return peers_along(rank, ranks, ranks // size, size), peers_along(rank, ranks, size)
+
+
+def peers_along(rank: int, ranks: int, size: int, stride: int = 1) -> Peers:
+    """This rank's group of ``size`` ranks that are ``stride`` apart. All ranks call it together."""
+    block = size * stride
+    starts = [first + place for first in range(0, ranks, block) for place in range(stride)]
+    group, _ = dist.new_subgroups_by_enumeration([list(range(start, start + block, stride)) for start in starts])
+    return Peers(rank % block // stride, size, group)
 
 
 def all_sum(values: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -129,13 +134,15 @@ class Shards:
 
     def parts(self) -> dict[str, Part]:
         """The present values of this rank's parts; no communication. Several ranks may have the same part."""
-        found = {}
-        for name, parameter in self._model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            if name not in self._spans:
-                self._spans[name] = local_spans(parameter)
-            found[name] = Part(parameter.to_local().detach(), tuple(parameter.shape), self._spans[name])
-        return found
+        return {name: self._part(name, parameter) for name, parameter in self._model.named_parameters()}
+
+    def _part(self, name: str, parameter: torch.Tensor) -> Part:
+        shape = tuple(parameter.shape)
+        if not isinstance(parameter, DTensor):
+            return Part(parameter.detach(), shape, [[[0, size]] for size in shape])
+        if name not in self._spans:
+            self._spans[name] = local_spans(parameter)
+        return Part(parameter.to_local().detach(), shape, self._spans[name])
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def _check_pipeline(config: LearnerConfig) -> None:
     size = config.pipeline_parallel_size
     others = {
         "backend": "torch", "sharding": "none", "sequence_parallel_size": 1, "context_parallel_size": 1,
-        "tensor_parallel_size": 1, "expert_parallel_size": 1, "compile": False, "optim": "adamw", "ranks": size,
+        "compile": False, "optim": "adamw",
     }  # fmt: skip
     for key, allowed in others.items() if size > 1 else ():
         value = getattr(config, key)
@@ -66,11 +66,6 @@ def _check_mesh(config: LearnerConfig) -> None:
         config.copies % config.dp_replicate_size == 0,
         f"learner.dp_replicate_size={config.dp_replicate_size} does not divide the {config.copies} ranks over which "
         f"learner.ranks={config.ranks} deal out the tokens of a batch.",
-    )
-    check(
-        config.context_parallel_size == 1 or config.tensor_parallel_size * config.expert_parallel_size == 1,
-        f"learner.context_parallel_size={config.context_parallel_size} does not work with tensor or expert "
-        "parallelism; allowed: tensor_parallel_size=1 and expert_parallel_size=1.",
     )
     check(
         config.context_parallel_size == 1 or not config.compile,

@@ -103,7 +103,7 @@ class LearnerConfig:
         1, "backend=torch: ranks over which the tokens of a share are dealt out; attention goes round a ring.", low=1
     )
     pipeline_parallel_size: int = setting(
-        1, "backend=torch: ranks over which the layers are dealt out; all ranks are stages of one pipeline.", low=1
+        1, "backend=torch: ranks over which the layers are dealt out, the stages of one pipeline.", low=1
     )
     gradient_reduction: str = setting(
         "microbatch",
@@ -204,8 +204,9 @@ class LearnerConfig:
 
     @property
     def in_rows(self) -> bool:
-        """Whether parameters are DTensors, each with its layout over the mesh of the ranks."""
-        return self.sharding == "fsdp2" or self.tensor_parallel_size * self.expert_parallel_size > 1
+        """Whether all parameters are DTensors, each with its layout over the mesh of the ranks."""
+        divided = self.sharding == "fsdp2" or self.tensor_parallel_size * self.expert_parallel_size > 1
+        return divided and self.pipeline_parallel_size == 1
 
     @property
     def dealt_out(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import transformers
@@ -15,13 +15,17 @@ from asyncrlhf.learner.spans import local_spans, overlaps
 
 @torch.no_grad()
 def read_shards(
-    module: nn.Module, files: WeightFiles, model: transformers.PreTrainedModel, device: torch.device
+    module: nn.Module,
+    files: WeightFiles,
+    model: transformers.PreTrainedModel,
+    device: torch.device,
+    same: Mapping[str, str] | None = None,
 ) -> None:
-    """Load this rank's part of the tensors in ``files`` into the parameters of ``module``, which are DTensors on the
-    device ``meta``; one tensor after the other, so that only one is in memory beside the shards.
+    """Load this rank's part of the tensors in ``files`` into the parameters of ``module``, which are on the device
+    ``meta``, DTensors or whole; one tensor after the other, so that only one is in memory beside the shards.
 
-    ``module`` is a policy or a critic around ``model`` or its trunk. A tensor that the files lack (a critic's head) is
-    zero.
+    ``module`` is a policy or a critic around ``model`` or its trunk. ``same``: the names in the files of parameters
+    that have another name. A tensor that the files lack (a critic's head) is zero.
     """
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,13 +33,14 @@ def read_shards(
 
     _renew(module, made)
     for name, parameter in module.named_parameters():
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        known = name_in_files(name, model, files)
+        whole = [[[0, size]] for size in parameter.shape]
+        own = local_spans(parameter) if isinstance(parameter, DTensor) else whole
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        known = (same or {}).get(name) or name_in_files(name, model, files)
         if known is None:
             local.zero_()
             continue
-        for here, (rows, *columns) in overlaps(local_spans(parameter), [[[0, size]] for size in parameter.shape]):
+        for here, (rows, *columns) in overlaps(own, whole):
             local[here] = files.rows(known, rows.start, rows.stop, *columns).to(local)
 
 

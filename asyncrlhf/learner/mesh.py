@@ -34,6 +34,16 @@ class Mesh:
         divided = {name for name, at in zip(names, tensor.placements, strict=True) if not at.is_replicate()}
         return all(self.whole.get_local_rank(name) == 0 for name in self.sizes if name not in divided)
 
+    def is_first_of(self, name: str) -> bool:
+        """Whether no rank before this one has the same place along ``name``."""
+        return all(self.whole.get_local_rank(other) == 0 for other in self.sizes if other != name)
+
+    def groups(self, name: str) -> list[list[int]]:
+        """The ranks of every group along one dimension."""
+        dim = list(self.sizes).index(name)
+        found: list[list[int]] = self.whole.mesh.movedim(dim, -1).reshape(-1, self.sizes[name]).tolist()
+        return found
+
     def peers(self, name: str) -> Peers:
         """This rank's group along one dimension."""
         return Peers(self.whole.get_local_rank(name), self.sizes[name], self.whole.get_group(name))

@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.learner.distributed import Peers, Shards
+from asyncrlhf.learner.distributed import Peers, Shards, whole
 from asyncrlhf.learner.forward import PackedInputs, PackedPolicy, TokenFacts
 from asyncrlhf.learner.model_fits import check_layers
 from asyncrlhf.learner.spans import Part
@@ -86,8 +86,11 @@ class _Pass:
 class Stage(nn.Module):
     """One rank's part of a ``PackedPolicy``, called in the same way by all ranks of the pipeline together."""
 
-    def __init__(self, policy: PackedPolicy, peers: Peers, dtype: torch.dtype | None) -> None:
-        """``policy``: whole; its model is cut here. ``dtype``: of autocast, or None."""
+    def __init__(
+        self, policy: PackedPolicy, peers: Peers, pipelines: list[list[int]], dtype: torch.dtype | None
+    ) -> None:
+        """``policy``: with all layers; its model is cut here. ``pipelines``: the ranks of each. ``dtype``: of autocast,
+        or None."""
         super().__init__()
         table: Any = policy.model.get_input_embeddings().weight
         self.width = int(table.shape[1])
@@ -95,8 +98,7 @@ class Stage(nn.Module):
         self.policy, self.peers, self._dtype = policy, peers, dtype
         self.first, self.last = peers.rank == 0, peers.rank == peers.ranks - 1
         # One group per direction: NCCL runs a group's operations in order, and one direction must not wait for another.
-        ranks = None if peers.group is None else dist.get_process_group_ranks(peers.group)
-        self._down, self._up, self._said = (dist.new_group(ranks) for _ in range(3))
+        self._down, self._up, self._said = (dist.new_subgroups_by_enumeration(pipelines)[0] for _ in range(3))
         self._begun: dict[int, _Pass] = {}
         self._open: _Pass | None = None  # the newest whose facts were requested
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -189,15 +191,14 @@ class StageShards(Shards):
         for name in names:
             owner = self._stage.owners[name]
             here = owner == peers.rank
-            tensors[name] = own[name].detach() if here else torch.empty_like(self._whole[name], device=device)
+            tensors[name] = whole(own[name]) if here else torch.empty_like(self._whole[name], device=device)
             dist.broadcast(tensors[name], group=peers.group, group_src=owner)
         yield tensors
 
     def parts(self) -> dict[str, Part]:
         own = dict(self._model.named_parameters())
         mine = [name for name in self._whole if self._stage.owners[name] == self._stage.peers.rank]
-        shapes = {name: tuple(own[name].shape) for name in mine}
-        return {n: Part(own[n].detach(), shape, [[[0, size]] for size in shape]) for n, shape in shapes.items()}
+        return {name: self._part(name, own[name]) for name in mine}
 
 
 def one_forward_one_backward(stage: Stage, inputs: Sequence[PackedInputs | None]) -> Iterator[int]:

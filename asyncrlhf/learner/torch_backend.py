@@ -20,7 +20,7 @@ from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.learner import checkpoint
 from asyncrlhf.learner.companions import ValueModel, follow, frozen_copy
 from asyncrlhf.learner.deepspeed_updater import DeepSpeedUpdater
-from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered
+from asyncrlhf.learner.distributed import all_gather, all_sum, barrier, deal_out, gathered, peers_along
 from asyncrlhf.learner.forward import PackedPolicy, use_float32_head
 from asyncrlhf.learner.fsdp_updater import FsdpUpdater
 from asyncrlhf.learner.learner_config import BackendSpec, StepResult
@@ -97,7 +97,12 @@ class TorchBackend:
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
         if config.sequence_parallel_size * config.context_parallel_size > 1:
             ring = config.context_parallel_size > 1
-            split = ContextParallel(self.share_peers) if ring else Ulysses(self.model, self.share_peers)
+            alike = config.tensor_parallel_size * config.expert_parallel_size  # neighbours with the same tokens
+            split = (
+                ContextParallel(peers_along(rank, ranks, config.context_parallel_size, alike))
+                if ring
+                else Ulysses(self.model, self.share_peers)
+            )
             for module in (self.policy, self.critic, self.ema if ring else None):
                 if module is not None:
                     module.sequence = split

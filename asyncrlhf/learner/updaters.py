@@ -50,12 +50,22 @@ def schedule_factor(config: LearnerConfig, step: int, steps: int) -> float:
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """The gradient's norm over all its shards before clipping, 0-dim; ``max_norm`` 0 only measures."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    alike = by_layout(trained)  # torch measures and scales tensors of one layout together
-    norms = [whole(nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])) for part in alike]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    for part in alike:
-        nn.utils.clip_grads_with_norm_(part, max_norm or math.inf, norm)
+    norm = gradient_norm(trained)
+    scale_gradient(trained, max_norm, norm)
     return norm
+
+
+def gradient_norm(trained: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The norm over all shards of the gradients, 0-dim; torch measures and scales tensors of one layout together."""
+    parts = by_layout(trained)
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def scale_gradient(trained: Sequence[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    """Clip gradients of this ``norm``; ``max_norm`` 0 does nothing."""
+    for part in by_layout(trained):
+        nn.utils.clip_grads_with_norm_(part, max_norm or math.inf, norm)
 
 
 class Updater(ABC):

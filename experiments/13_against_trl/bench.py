@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from asyncrlhf.bench.measure import show, spread, tell, write
-from asyncrlhf.bench.overlap import QUIET, WARM_UP
+from asyncrlhf.bench.overlap import QUIET, WARM_UP, alone
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import resolve
@@ -28,13 +29,16 @@ PREFIX_REWARD = ["reward.kind=python", "reward.target=experiments.13_against_trl
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
-    """Rounds of TRL, then ours, each with a seed of its own. Rates leave out set-up and warm-up on both sides, and on
-    ours the last steps too, whose batches lie ready. Rewards compare the last quarter of the steps, at equal samples.
+    """Rounds of TRL, ours, and ours one side at a time, each with a seed of its own. Rates leave out set-up and warm-up
+    on both sides, and on ours the last steps too, whose batches lie ready. Rewards compare the last quarter of the
+    steps, at equal samples. The limit of ours is the slower of generators and learner, each alone.
     """
     parser = argparse.ArgumentParser(prog="asyncrlhf bench trl", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--fixed-length", action="store_true", help="every response has max_completion_length tokens")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps left out at the head of each side")
+    parser.add_argument("--paged", action="store_true", help="TRL generates with transformers' continuous batching")
     parser.add_argument("--threads", type=int, default=2, help="threads of TRL; ours has one a side")
     parser.add_argument("--out", type=Path, default=None)
     options, overrides = parser.parse_known_args(list(arguments))
@@ -44,22 +48,28 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
         settings = [*QUIET, "logging.rollouts=false", f"steps={options.steps}", f"seed={seed}", *overrides]
         if options.fixed_length:
             settings += ["generator.ignore_eos=true", *PREFIX_REWARD]
-        tell(seed + 1, options.repeats, "TRL, then asyncrlhf")
-        theirs = trl_round(load_config(settings), options.threads, options.fixed_length)
-        ours = our_round(settings)
-        rounds.append({"seed": seed, "trl": theirs, "asyncrlhf": ours})
+        tell(seed + 1, options.repeats, "TRL, then asyncrlhf, then its sides alone")
+        theirs = trl_round(load_config(settings), options)
+        ours = our_round(settings, options.warm_up)
+        config = load_config(settings)
+        sides = [rate * config.batch_size for rate in asyncio.run(alone(config, options.warm_up))]
+        limit = dict(zip(("generators_alone", "learner_alone"), sides, strict=True))
+        rounds.append({"seed": seed, "trl": theirs, "asyncrlhf": ours | limit})
         print(
-            f"seed {seed}: TRL {theirs['samples_per_second']:.0f} samples/s, reward {theirs['reward']:.3f}; "
-            f"asyncrlhf {ours['samples_per_second']:.0f} samples/s, reward {ours['reward']:.3f}"
+            f"seed {seed}: TRL {theirs['samples_per_second']:.3g} samples/s, reward {theirs['reward']:.3f}; "
+            f"asyncrlhf {ours['samples_per_second']:.3g} samples/s, reward {ours['reward']:.3f}; "
+            f"generators alone {sides[0]:.3g}, learner alone {sides[1]:.3g}"
         )
     rows = {side: spread([r[side]["samples_per_second"] for r in rounds]) for side in ("trl", "asyncrlhf")}
-    show("Trained samples a second", rows, "samples/s")
+    limits = [min(r["asyncrlhf"]["generators_alone"], r["asyncrlhf"]["learner_alone"]) for r in rounds]
+    rows["limit of asyncrlhf"] = spread(limits)
+    ours = [r["asyncrlhf"]["samples_per_second"] for r in rounds]
     ratios = {
-        "asyncrlhf / TRL": spread(
-            [r["asyncrlhf"]["samples_per_second"] / r["trl"]["samples_per_second"] for r in rounds]
-        )
+        "asyncrlhf / TRL": spread([o / r["trl"]["samples_per_second"] for o, r in zip(ours, rounds, strict=True)]),
+        "asyncrlhf / its limit": spread([o / limit for o, limit in zip(ours, limits, strict=True)]),
     }
-    show("Ratio, each of one round", ratios, "")
+    show("Trained samples a second", rows, "samples/s")
+    show("Ratios, each of one round", ratios, "")
     rewards = {side: spread([r[side]["reward"] for r in rounds]) for side in ("trl", "asyncrlhf")}
     show("Mean reward of the last quarter of the steps", rewards, "")
     result = {"rounds": rounds, "ratios": ratios, "rewards": rewards, "overrides": overrides}
@@ -70,12 +80,12 @@ def last_quarter(rewards: Sequence[float]) -> float:
     return fmean(rewards[-max(1, len(rewards) // 4) :])
 
 
-def our_round(settings: Sequence[str]) -> dict[str, float]:
+def our_round(settings: Sequence[str], warm_up: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config([f"run_dir={folder}/run", *settings])
         train(config)
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
-    first, last = rows[WARM_UP - 1], rows[-2 - config.async_.bound]
+    first, last = rows[warm_up - 1], rows[-2 - config.async_.bound]
     seconds = last["wall_time"] - first["wall_time"]
     return {
         "samples_per_second": (last["step"] - first["step"]) * config.batch_size / seconds,
@@ -83,20 +93,22 @@ def our_round(settings: Sequence[str]) -> dict[str, float]:
     }
 
 
-def trl_round(config: RunConfig, threads: int, fixed_length: bool) -> dict[str, float]:
+def trl_round(config: RunConfig, options: argparse.Namespace) -> dict[str, float]:
     command = [
         *(sys.executable, str(HERE / "trl_baseline.py")),
-        *("--model", resolve(config.model.path), "--steps", str(config.steps), "--warmup-steps", str(WARM_UP)),
+        *("--model", resolve(config.model.path), "--steps", str(config.steps), "--warmup-steps", str(options.warm_up)),
         *("--batch-size", str(config.batch_size), "--num-generations", str(config.num_generations)),
         *("--max-completion-length", str(config.generator.max_completion_length)),
         *("--learning-rate", str(config.learner.learning_rate)),
         *("--adam-beta1", str(config.learner.adam_beta1), "--adam-beta2", str(config.learner.adam_beta2)),
         *("--max-grad-norm", str(config.learner.max_grad_norm), "--epsilon", str(config.algorithm.epsilon)),
         *("--epsilon-high", str(config.algorithm.epsilon_high), "--seed", str(config.seed)),
-        *("--threads", str(threads), "--digits", str(config.task.digits)),
-        *(["--fixed-length"] if fixed_length else []),
+        *("--threads", str(options.threads), "--digits", str(config.task.digits)),
+        *(["--fixed-length"] if options.fixed_length else []),
+        *(["--bfloat16"] if config.learner.mixed_precision == "bfloat16" else []),
+        *(["--paged"] if options.paged else []),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=environment, check=False
     )

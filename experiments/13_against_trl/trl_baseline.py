@@ -43,6 +43,8 @@ class Settings:
     seed: int = 0
     threads: int = 2
     digits: int = 2
+    bfloat16: bool = False  # autocast of the update and the weights of generation, as ours with mixed_precision
+    paged: bool = False  # generation with transformers' continuous batching
     save: str = ""
 
 
@@ -156,7 +158,8 @@ def build_trainer(settings: Settings, model: Any, folder: str, rewards: list[flo
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
         shuffle_dataset=False,
-        bf16=False,
+        bf16=settings.bfloat16,
+        use_transformers_continuous_batching=settings.paged,
         use_cpu=True,
         gradient_checkpointing=False,
         logging_strategy="no",

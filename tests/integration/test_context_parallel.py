@@ -173,7 +173,6 @@ def test_four_ranks_in_rings_of_two_and_of_four() -> None:
             r"learner\.compile does not work with learner\.con",
         ),
         ({"ranks": 2, "context_parallel_size": 2, "backend": "deepspeed"}, r"context_parallel_size=2 needs .*=torch"),
-        ({"ranks": 4, "context_parallel_size": 2, "tensor_parallel_size": 2}, r"does not work with tensor or expert"),
         ({"context_parallel_size": 0}, r"learner\.context_parallel_size=0 is out of range"),
     ],
 )

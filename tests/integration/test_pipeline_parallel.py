@@ -100,7 +100,7 @@ def test_a_stage_begins_as_many_as_keep_those_behind_it_at_work(stage: int, ahea
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"ranks": 4}, r"learner\.ranks=4 does not work with learner\.pipeline_parallel_size=2; allowed: ranks=2"),
+        ({"ranks": 3}, r"learner\.pipeline_parallel_size=2 does not divide learner\.ranks=3"),
         ({"ranks": 2, "sharding": "fsdp2"}, r"learner\.sharding=fsdp2 does not work with .* allowed: sharding=none"),
         ({"ranks": 2, "context_parallel_size": 2}, r"learner\.context_parallel_size=2 does not work with"),
         ({"ranks": 2, "compile": True}, r"learner\.compile=True does not work with"),

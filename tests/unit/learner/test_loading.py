@@ -33,7 +33,12 @@ def saved(folder: Path, **sizes: Any) -> ModelConfig:
 
 
 def trained(
-    config: ModelConfig, blank: bool, rank: int = 0, ranks: int = 1, layout: dict[str, Any] = FSDP2
+    config: ModelConfig,
+    blank: bool,
+    rank: int = 0,
+    ranks: int = 1,
+    layout: dict[str, Any] = FSDP2,
+    algorithm: AlgorithmConfig | None = None,
 ) -> dict[str, Any]:
     """What five steps give, and how many numbers were read from files."""
     read, whole = [], WeightFiles.rows
@@ -51,13 +56,14 @@ def trained(
     else:
         model, reference = (load_model(config, dtype=torch.float32) for _ in range(2))
     learner = LearnerConfig(learning_rate=1e-2, token_budget=40, ranks=ranks, **layout)
-    spec = BackendSpec(learner=learner, algorithm=PPO, steps=STEPS)
+    spec = BackendSpec(learner=learner, algorithm=algorithm or PPO, steps=STEPS)
     try:
         backend = TorchBackend(model, spec, reference=reference, **options)
     finally:
         WeightFiles.rows = whole  # type: ignore[method-assign]
     first = {name: tensor.clone() for name, tensor in backend.parameters().items()}
-    steps = [backend.train_step(share(random_batch(seed=seed), rank, ranks)).metrics for seed in range(STEPS)]
+    part, parts = rank * learner.shares // ranks, learner.shares
+    steps = [backend.train_step(share(random_batch(seed=seed), part, parts)).metrics for seed in range(STEPS)]
     return {"first": first, "steps": steps, "last": dict(backend.parameters()), "read": sum(read)}
 
 
@@ -77,9 +83,9 @@ def test_shards_read_from_files_train_as_the_model_loaded_whole(tied: bool, tmp_
     assert all(torch.equal(tensor, model.get_parameter(name)) for name, tensor in found["first"].items())
 
 
-def job(rank: int, config: ModelConfig, layout: dict[str, Any]) -> int:
-    found = trained(config, True, rank, 2, layout)
-    same(found, trained(config, False, rank, 2, layout))
+def job(rank: int, config: ModelConfig, layout: dict[str, Any], algorithm: AlgorithmConfig | None = None) -> int:
+    found = trained(config, True, rank, 2, layout, algorithm)
+    same(found, trained(config, False, rank, 2, layout, algorithm))
     return int(found["read"])
 
 
@@ -89,6 +95,16 @@ def test_two_ranks_read_half_of_it_each(tmp_path: Path) -> None:
     read = run_ranks(job, 2, config, FSDP2)
     assert sum(read) == numbers(config)
     assert abs(read[0] - read[1]) < 0.1 * sum(read)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_reads_its_own_layers_and_a_tied_table_at_both_ends(tied: bool, tmp_path: Path) -> None:
+    config = saved(tmp_path, tie_word_embeddings=tied)
+    read = run_ranks(job, 2, config, {"pipeline_parallel_size": 2}, AlgorithmConfig(kl="loss", beta=0.1))
+    model = load_model(config)
+    table, every = model.get_input_embeddings().weight.numel(), sum(p.numel() for p in model.parameters())
+    assert sum(read) == 2 * (every + tied * table)  # of a policy and a reference
+    assert all(count < 1.2 * (every + tied * table) for count in read)
 
 
 def numbers(config: ModelConfig) -> int:
