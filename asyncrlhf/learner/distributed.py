@@ -61,7 +61,8 @@ def deal_out(rank: int, ranks: int, size: int) -> tuple[Peers, Peers]:
 
 
 def peers_along(rank: int, ranks: int, size: int, stride: int = 1) -> Peers:
-    """This rank's group of ``size`` ranks that are ``stride`` apart. All ranks call it together."""
+    """This rank's group of ``size`` ranks that are ``stride`` apart: the ranks between them hold other parts of what it
+    holds. All ranks call it together."""
     block = size * stride
     starts = [first + place for first in range(0, ranks, block) for place in range(stride)]
     group, _ = dist.new_subgroups_by_enumeration([list(range(start, start + block, stride)) for start in starts])

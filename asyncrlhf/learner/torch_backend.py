@@ -95,14 +95,10 @@ class TorchBackend:
         kind = PipelineUpdater if config.pipeline_parallel_size > 1 else kind
         self.updater = kind(config, self.model, self.policy, self.critic, self.device, ranks, files)
         self.shards = self.updater.shards  # how to read the policy's tensors where no rank holds them whole; else None
-        if config.sequence_parallel_size * config.context_parallel_size > 1:
+        if (size := config.sequence_parallel_size * config.context_parallel_size) > 1:  # one of them is 1
             ring = config.context_parallel_size > 1
-            alike = config.tensor_parallel_size * config.expert_parallel_size  # neighbours with the same tokens
-            split = (
-                ContextParallel(peers_along(rank, ranks, config.context_parallel_size, alike))
-                if ring
-                else Ulysses(self.model, self.share_peers)
-            )
+            peers = peers_along(rank, ranks, size, config.tensor_parallel_size * config.expert_parallel_size)
+            split = ContextParallel(peers) if ring else Ulysses(self.model, peers)
             for module in (self.policy, self.critic, self.ema if ring else None):
                 if module is not None:
                     module.sequence = split
