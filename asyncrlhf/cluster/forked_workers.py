@@ -32,13 +32,15 @@ from pathlib import Path
 from asyncrlhf.garbage import rare_collections
 
 WORKER = "default_worker.py"
-# Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it.
+# Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it. pandas: pyarrow imports it
+# with its first array, which would stop a learner for 0.2 s amid its training, when it first writes records.
 FIRST = (
     "torch",
     "torch._dynamo",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "pyarrow.parquet",
+    "pandas",
 )
 # With the environment of the first call: Ray's extension reads its settings once, at its import.
 THEN = tuple(f"asyncrlhf.actors.{name}" for name in ("generator", "learner", "annotator", "model_annotators"))
