@@ -32,8 +32,8 @@ from pathlib import Path
 from asyncrlhf.garbage import rare_collections
 
 WORKER = "default_worker.py"
-# Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it. pandas: pyarrow imports it
-# with its first array, which would stop a learner for 0.2 s amid its training, when it first writes records.
+# Before the first call, while Ray starts. torch._dynamo: every optimizer of torch imports it. pandas: pyarrow imports
+# it with its first array, which would stop a learner for 0.2 s amid its training, when it first writes records.
 FIRST = (
     "torch",
     "torch._dynamo",
