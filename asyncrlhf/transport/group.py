@@ -283,10 +283,11 @@ def admit(
             line.close()
 
 
-def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, str]:
+def collect(lines: Mapping[str, Line], kind: str, seconds: float, *, needed: bool = True) -> dict[str, str]:
     """Wait until every line has received a message with the key ``kind``; returns the failures by name.
 
-    Empty if there are none. After a first loss the wait ends soon; receivers without an answer by then are not listed.
+    Empty if there are none. Silence is a failure if the messages are ``needed``. After a first loss the wait ends soon;
+    receivers without an answer by then are not listed.
     """
     waiting = dict(lines)
     lost: dict[str, str] = {}
@@ -305,6 +306,6 @@ def collect(lines: Mapping[str, Line], kind: str, seconds: float) -> dict[str, s
                 lost[name] = f"answered {reason!r}"
         if lost:
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    if waiting and not lost:
+    if waiting and not lost and needed:
         lost = {name: f"gave no answer within {seconds:g} s" for name in waiting}
     return lost

@@ -38,8 +38,10 @@ class Members:
         """Wait so long for a loss: for a receiver that ends, or that reports an error before all has been sent."""
         waiting = [line for line in self.lines.values() if line.has_message]
         waiting = waiting or select.select([*self.lines.values()], [], [], seconds)[0]
-        if waiting:
-            give_up_if(collect({n: line for n, line in self.lines.items() if line in waiting}, "done", 1.0), what)
+        heard = {name: line for name, line in self.lines.items() if line in waiting}
+        if lost := collect(heard, "done", 1.0):  # that whose end starved these may be heard a moment later
+            rest = {name: line for name, line in self.lines.items() if name not in heard}
+            give_up_if(lost | collect(rest, "done", GRACE_SECONDS, needed=False), what)
 
     def abort(self) -> list[str]:
         """Tell all that no more will be sent; returns those that give no answer in a moment: they hang."""
