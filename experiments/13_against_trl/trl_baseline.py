@@ -43,7 +43,7 @@ class Settings:
     seed: int = 0
     threads: int = 2
     digits: int = 2
-    bfloat16: bool = False  # autocast of the update and the weights of generation, as ours with mixed_precision
+    bfloat16: bool = False  # TRL's own bf16
     paged: bool = False  # generation with transformers' continuous batching
     save: str = ""
 
