@@ -52,7 +52,7 @@ class GeneratorActor(PartActor):
         self._worker: GeneratorWorker
         self._lane = Lane(spec.name)
         self._told_at = -math.inf
-        self._stepped_at: float | None = None  # end of the last step, if another follows at once
+        self._stepped_at: float | None = None  # end of the last step, if more sequences are under way
         self._timed = False  # the engine makes tokens by the clock, and has no iterations (the fake one)
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._chunks = spec.chunk_tokens > 0
@@ -86,7 +86,7 @@ class GeneratorActor(PartActor):
             while self._execute(wait):
                 wait = self._advance() if self._worker.has_work() else None
                 if wait is None:
-                    self._stepped_at = None
+                    self._count_pause()
                     self._lane.enter("wait")
         except BaseException as error:
             self._died = error
@@ -119,10 +119,7 @@ class GeneratorActor(PartActor):
         started = time.monotonic() if self._stepped_at is None else self._stepped_at  # time between two steps, too
         output = self._worker.step()
         now = self._stepped_at = time.monotonic()
-        pause = 0.0 if output.wake_at is None else max(0.0, output.wake_at - now)
-        if output.wake_at is not None:
-            self._stepped_at = None
-        busy = now - started + pause
+        busy = now - started
         self._worker.busy_seconds += busy
         self._timed = self._timed or output.wake_at is not None
         iterations = (0, 0) if self._timed else (1, sequences)
@@ -130,7 +127,14 @@ class GeneratorActor(PartActor):
         if self._chunks and now >= self._chunks_due:
             self._worker.send_chunks()
             self._chunks_due = now + self.CHUNK_SECONDS
-        return pause
+        return 0.0 if output.wake_at is None else max(0.0, output.wake_at - now)
+
+    def _count_pause(self) -> None:
+        """Count the time since the last step, in which a timed engine had sequences under way, and no more of it."""
+        if self._stepped_at is not None:
+            busy, self._stepped_at = time.monotonic() - self._stepped_at, None
+            self._worker.busy_seconds += busy
+            self._lane.count(0, 0, 0, 0, busy)
 
     def _between_steps(self, action: Callable[[], T]) -> T:
         """Run ``action`` in the engine's thread, between two steps."""
@@ -158,7 +162,7 @@ class GeneratorActor(PartActor):
         return self._between_steps(lambda: run(method, *arguments, **keywords))
 
     def _load(self, version: int, *arguments: Any) -> None:
-        self._stepped_at = None
+        self._count_pause()
         with self._lane.during("load", version):
             self._worker.load(version, *arguments)
         if self._worker.has_work():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from asyncrlhf.cli.plan_space import clusters_of, layout_of, node_labels, shape_of, space_of
-from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run, sharing
+from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run, sharing, workload_of
 from asyncrlhf.config.compose import check_words, compose_config, split_config_dir
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
@@ -120,7 +120,7 @@ class Task:
 def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | None) -> Task:
     """Raises ConfigError with one sentence for invalid input."""
     from asyncrlhf.cli.profile import read_profile
-    from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
+    from asyncrlhf.planner.fit import hiccups_of_run
     from asyncrlhf.planner.ranking import Subject
     from asyncrlhf.planner.shapes import Workload
 
@@ -147,7 +147,7 @@ def _task(options: argparse.Namespace, overrides: Sequence[str], folder: Path | 
     try:
         if options.run is not None:
             costs, _ = fitted_costs(options.run)
-            lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
+            lengths, hiccups = workload_of(options.run), hiccups_of_run(options.run)
         elif options.profile is not None:
             costs, lengths, interference = read_profile(options.profile, config)
         if options.mean_length is not None:

@@ -55,6 +55,15 @@ def fitted_costs(run: Path) -> tuple[Any, dict[str, Any]]:
     return costs, {"run": str(run), **{key: known[key] for key in ("git_commit", "versions", "seed") if key in known}}
 
 
+def workload_of(run: Path) -> Any:
+    """The workload of a run. What it dropped in flight counts as at least as long as it had become by then."""
+    from asyncrlhf.planner.fit import workload_of_run
+    from asyncrlhf.records.cut_short import cut_lengths
+
+    longest = changed(settings_of_run(run, ())).generator.max_completion_length
+    return workload_of_run(run, cut_lengths(run), longest)
+
+
 def sharing(config: RunConfig, costs: Any, cores: int) -> dict[str, Any]:
     """The :class:`Conditions` of parts that share ``cores`` of one machine, if the costs are CPU seconds."""
     from asyncrlhf.actors.generator import GeneratorActor
@@ -110,7 +119,7 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
     from asyncrlhf.cluster.cost_world import Conditions
     from asyncrlhf.orchestrator.run import new_run_dir
     from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
-    from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
+    from asyncrlhf.planner.fit import hiccups_of_run
     from asyncrlhf.planner.shapes import Workload
 
     hiccups, interference, lengths, shared = (0.0, 0.0), (1.0, 1.0), None, dict[str, Any]()
@@ -119,7 +128,7 @@ def _simulate(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[di
             costs, _ = fitted_costs(options.run)
             config = config_of_run(options.run, overrides)
             shared = sharing(changed(settings_of_run(options.run, overrides)), costs, len(available_cores()))
-            lengths, hiccups = workload_of_run(options.run), hiccups_of_run(options.run)
+            lengths, hiccups = workload_of(options.run), hiccups_of_run(options.run)
         else:
             config = load_config([*overrides, *OVERRIDES])
             costs, lengths, interference = read_profile(options.profile, config)

@@ -102,13 +102,13 @@ def _message(run_dir: Path, scoring: float) -> float:
     return max(0.0, float(np.median(passed)) - scoring) / 3 if len(passed) else 0.0
 
 
-def workload_of_run(run_dir: Path) -> Workload:
-    """The recorded response lengths, of trained and of dropped rollouts."""
+def workload_of_run(run_dir: Path, cut: Sequence[int] = (), longest: int = 0) -> Workload:
+    """Response lengths of trained and of dropped rollouts; ``cut``, ``longest``: see :meth:`Workload.from_lengths`."""
     rollouts = _columns(run_dir, "rollouts", "rollouts", ["policy_versions"])
     lengths = [len(versions) for versions in rollouts["policy_versions"] if versions is not None and len(versions)]
     rows = [row for row in _metrics(run_dir) if row.get("sequences")]
     prompts = [(row["tokens"] - row["response_tokens"]) / row["sequences"] for row in rows]
-    return Workload.from_lengths(float(np.mean(prompts)) if prompts else 0.0, lengths)
+    return Workload.from_lengths(float(np.mean(prompts)) if prompts else 0.0, lengths, cut, longest)
 
 
 def hiccups_of_run(run_dir: Path) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from scipy.special import ndtri
+from scipy.stats import CensoredData, ecdf
 
 FILE = Path(__file__).with_name("devices.json")
 LATENCY, FAR_LATENCY = 5e-6, 1e-5  # seconds per message inside a node and between nodes
@@ -60,13 +61,7 @@ class ModelShape:
         """Parameters of one layer, including its two norms."""
         query, key = self.heads * self.head_width, self.kv_heads * self.head_width
         biases = (query + 2 * key) * self.bias
-        return (
-            2 * self.hidden * query
-            + 2 * self.hidden * key
-            + 3 * self.hidden * self.intermediate
-            + biases
-            + 2 * self.hidden
-        )
+        return self.hidden * (2 * query + 2 * key + 3 * self.intermediate + 2) + biases
 
     @property
     def parameters(self) -> int:
@@ -131,11 +126,16 @@ class Workload:
     lengths: tuple[int, ...] = ()
 
     @classmethod
-    def from_lengths(cls, prompt: float, lengths: Sequence[int]) -> Workload:
-        """From recorded response lengths."""
-        seen = np.asarray(lengths, dtype=float)
-        if not len(seen):
+    def from_lengths(cls, prompt: float, lengths: Sequence[int], cut: Sequence[int] = (), longest: int = 0) -> Workload:
+        """From recorded response lengths. Responses that were cut short at the lengths ``cut`` count by Kaplan and
+        Meier's estimate: each as one of the longer ones, or of ``longest`` tokens if none is longer."""
+        if not len(lengths):
             raise ValueError("a workload needs at least one recorded length.")
+        if len(cut):
+            whole = ecdf(CensoredData.right_censored([*lengths, *cut], [False] * len(lengths) + [True] * len(cut))).cdf
+            ordered = np.append(whole.quantiles, max(longest, *lengths, *cut))
+            lengths = ordered[np.searchsorted(whole.probabilities, QUANTILES)].astype(int).tolist()
+        seen = np.asarray(lengths, dtype=float)
         mean = float(seen.mean())
         return cls(prompt, mean, float(seen.std()) / mean, int(seen.max()), tuple(map(int, lengths)))
 
@@ -188,8 +188,7 @@ def nodes_for(name: str, devices: int, per_node: int = 0) -> Cluster:
     row = _row(name)
     each = min(devices, per_node or row["per_node"])
     device = Device(name, row["flops"], row["bandwidth"], row["memory"], row["source"])
-    links = Link(LATENCY, row["intra"]), Link(FAR_LATENCY, row["inter"])
-    return Cluster(device, math.ceil(devices / each), each, *links)
+    return Cluster(device, math.ceil(devices / each), each, Link(LATENCY, row["intra"]), Link(FAR_LATENCY, row["inter"]))
 
 
 def _row(name: str) -> dict[str, Any]:

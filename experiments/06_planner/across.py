@@ -23,10 +23,10 @@ from statistics import median
 from typing import Any
 
 from asyncrlhf.actors.where import available_cores
-from asyncrlhf.cli.simulate import changed, config_of_run, fitted_costs, settings_of_run, sharing
+from asyncrlhf.cli.simulate import changed, config_of_run, fitted_costs, settings_of_run, sharing, workload_of
 from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.orchestrator.simulate import figures, simulate
-from asyncrlhf.planner.fit import hiccups_of_run, workload_of_run
+from asyncrlhf.planner.fit import hiccups_of_run
 from asyncrlhf.records.recorder import read_metrics
 
 SOURCE = ("async.max_staleness=2",)
@@ -67,7 +67,7 @@ def predict(source: Path) -> dict[str, dict[str, float]]:
         shared = sharing(changed(settings_of_run(source, overrides)), costs, len(available_cores()))
         conditions = Conditions(hiccups=stops[0], hiccup_seconds=stops[1], **shared)
         with tempfile.TemporaryDirectory() as folder:
-            simulate(config, costs, workload_of_run(source), Path(folder) / "run", conditions)
+            simulate(config, costs, workload_of(source), Path(folder) / "run", conditions)
             found[name] = figures(read_metrics(Path(folder) / "run" / "metrics.jsonl"), config.async_.bound)
     return found
 

@@ -15,6 +15,8 @@ import csv
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -28,6 +30,7 @@ from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.orchestrator.simulate import figures, settled, simulate
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
+from asyncrlhf.records.cut_short import flights
 from asyncrlhf.records.recorder import read_metrics
 
 QUIET = ("logging=quiet", "eval_every=0", "task.heldout_size=8", "weights.audit_every=0", "generator=fake")
@@ -54,22 +57,30 @@ def predict(run: Path) -> dict[str, float]:
     metrics = read_metrics(run / "metrics.jsonl")
     chosen = settled(metrics, bound)
     own = [b["wall_time"] - a["wall_time"] - b["wait_seconds"] for a, b in pairwise(chosen)]
-    rows = pq.read_table(run / "rollouts", columns=["generator_id", "admitted_at", "generated_at", "scored_at"])
-    rows = {name: rows[name].to_numpy(zero_copy_only=False) for name in rows.column_names}
-    took, who = rows["generated_at"] - rows["admitted_at"], rows["generator_id"].astype(str)
-    known = np.isfinite(took)
-    usual = {name: float(np.median(took[known & (who == name)])) for name in set(who[known])}
-    fast = min(usual.values())
-    slow = {name: seconds / fast for name, seconds in usual.items() if seconds > 3 * fast}
+    table = pq.read_table(run / "rollouts", columns=["generator_id", "admitted_at", "generated_at", "scored_at"])
+    rows = {name: table[name].to_numpy(zero_copy_only=False) for name in table.column_names}
+    took: dict[str, list[float]] = defaultdict(list)
+    for who, begun, ended in zip(rows["generator_id"], rows["admitted_at"], rows["generated_at"], strict=True):
+        if np.isfinite(ended):
+            took[who].append(ended - begun)
+    cut = flights(run).cut  # of the rollouts that were dropped in flight
+    fast = min(map(median, took.values()))
+    # A replica that finished none is at least as slow as its longest rollout in flight says.
+    usual = {who: max(own) for who, own in cut.items()} | {who: median(own) for who, own in took.items()}
+    slow = {who: seconds / fast for who, seconds in usual.items() if seconds > 3 * fast}
     tick = fast / TICKS
-    lengths = [max(1, round(float(t) / tick)) for t in took[known & ~np.isin(who, list(slow))]]
-    scored = (rows["scored_at"] - rows["generated_at"])[known]
-    message = float(np.nanmedian(scored)) / 3
+
+    def ticks(given: Mapping[str, Sequence[float]]) -> list[int]:
+        return [max(1, round(t / tick)) for who, own in given.items() if who not in slow for t in own]
+
+    longest = round(TICKS * config_of_run(run, ()).generator.fake.latency_max_ratio)
+    lengths = Workload.from_lengths(0.0, ticks(took), ticks(cut), longest)
+    message = float(np.nanmedian(rows["scored_at"] - rows["generated_at"])) / 3
     published = [row["weight_sync_seconds"] for row in chosen if row.get("weight_sync_seconds")]
     costs = Fitted((tick, 0.0, 0.0), (median(own), 0.0), submit=message, collect=message, transfer=median(published))
-    config = config_of_run(run, (f"generator.max_completion_length={max(lengths)}",))
+    config = config_of_run(run, (f"generator.max_completion_length={lengths.longest}",))
     with tempfile.TemporaryDirectory() as folder:
-        simulate(config, costs, Workload.from_lengths(0.0, lengths), Path(folder) / "run", Conditions(slow=slow))
+        simulate(config, costs, lengths, Path(folder) / "run", Conditions(slow=slow))
         return figures(read_metrics(Path(folder) / "run" / "metrics.jsonl"), bound)
 
 

@@ -16,16 +16,17 @@ import pytest
 import yaml
 
 from asyncrlhf.cli.main import main
-from asyncrlhf.cli.simulate import config_of_run
+from asyncrlhf.cli.simulate import config_of_run, workload_of
 from asyncrlhf.cluster.cost_world import Conditions
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.orchestrator.simulate import OVERRIDES, figures, in_cohorts, simulate
-from asyncrlhf.planner.fit import WARM_UP, costs_of_run
+from asyncrlhf.planner.fit import WARM_UP, costs_of_run, workload_of_run
 from asyncrlhf.planner.queueing import steady
 from asyncrlhf.planner.shapes import Workload
 from asyncrlhf.planner.tables import Fitted
+from asyncrlhf.records.cut_short import cut_lengths
 from asyncrlhf.records.recorder import read_metrics
 from tests import loop
 
@@ -36,12 +37,12 @@ FLAT = ("task.max_prompt_length=32", "logging.progress=none", "logging.report=fa
 
 
 def run(
-    folder: Path, costs: Fitted, *overrides: str, conditions: Conditions | None = None
+    folder: Path, costs: Fitted, *overrides: str, conditions: Conditions | None = None, lengths: Workload = LENGTHS
 ) -> tuple[dict[str, float], dict[str, Any]]:
     config = load_config([*OVERRIDES, *BATCH, *FLAT, *overrides])
     if conditions:
         config = in_cohorts(config, int(conditions.cohort))
-    summary = simulate(config, costs, LENGTHS, folder, conditions)
+    summary = simulate(config, costs, lengths, folder, conditions)
     return figures(read_metrics(folder / "metrics.jsonl"), config.async_.bound), summary
 
 
@@ -101,6 +102,29 @@ def test_the_share_of_dropped_rollouts_is_counted(tmp_path: Path) -> None:
     found, summary = run(tmp_path / "run", costs_of(1.0, 0.1), *given, conditions=Conditions(slow={"generator-1": 5.0}))
     dropped, trained = sum(summary["ledger"]["dropped"].values()), summary["ledger"]["trained"]
     assert dropped > 0 and found["dropped_share"] == pytest.approx(dropped / trained, rel=0.3)
+
+
+def test_long_responses_that_were_dropped_in_flight_are_not_forgotten(tmp_path: Path) -> None:
+    """Of a hundred responses two take too long for the bound: no finished rollout shows it, only the dropped ones."""
+    given = ("async.max_staleness=2", "num_generations=4", "batch_size=16", "generator.slots=16")
+    fake = ("latency_median=0.5", "latency_sigma=0", "tail_probability=0.02", "correct_probability=0", "length_sigma=0",
+            "length_mean=5", "latency_max_ratio=20")  # fmt: skip
+    done = loop.run(
+        tmp_path / "real", *given, "generator.engine=fake", "steps=100", "learner.virtual_step_seconds=0.2",
+        "generator.max_completion_length=100", *(f"generator.fake.{word}" for word in fake),
+    )  # fmt: skip
+    real = figures(read_metrics(done.folder / "metrics.jsonl"), 2)
+    seen, known = workload_of_run(done.folder), workload_of(done.folder)
+    assert max(seen.lengths) == 5 and real["dropped_share"] > 0.05
+    assert min(cut_lengths(done.folder)) > 5, "a dropped response counts as shorter than one that finished"
+    assert known.lengths.count(100) / len(known.lengths) == pytest.approx(0.02, abs=0.01)
+    costs = Fitted((0.1, 0.0, 0.0), (0.2, 0.0))  # 0.5 s for 5 tokens
+    guessed, _ = run(tmp_path / "seen", costs, *given, "steps=100", lengths=seen)
+    found, _ = run(tmp_path / "known", costs, *given, "steps=100", lengths=known)
+    assert guessed["dropped_share"] == 0.0
+    assert found["dropped_share"] == pytest.approx(real["dropped_share"], rel=0.3)
+    assert found["staleness"] == pytest.approx(real["staleness"], abs=0.1)
+    assert found["step_seconds"] == pytest.approx(real["step_seconds"], rel=0.1)
 
 
 def test_a_simulated_run_says_so_and_is_no_source_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

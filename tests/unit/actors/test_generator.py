@@ -19,7 +19,7 @@ from asyncrlhf.actors.worker import GeneratorSpec, GeneratorWorker
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.engines.engine import StepOutput, named_weights
-from asyncrlhf.engines.generator_config import GeneratorConfig
+from asyncrlhf.engines.generator_config import FakeConfig, GeneratorConfig
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.local import LocalSender
 from asyncrlhf.transport.manifest import build_manifest
@@ -105,6 +105,22 @@ def test_a_sleeping_replica_answers_and_samples_nothing(actor: GeneratorActor) -
     assert sorted(done) == list(range(COUNT + 1)), f"not finished after the wake: {set(range(COUNT + 1)) - set(done)}"
     assert set(done[COUNT].policy_versions.tolist()) == {3}
     assert all((np.diff(rollout.policy_versions) >= 0).all() for rollout in done.values())
+
+
+def test_a_pause_that_a_call_ends_is_busy_only_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "nice", lambda increment: 0)
+    config = GeneratorConfig(engine="fake", slots=4, threads=0, fake=FakeConfig(latency_median=300.0))
+    began = time.monotonic()
+    actor = GeneratorActor(GeneratorSpec("generator-0", config, ModelConfig(), "local", WeightsConfig()))
+    try:
+        for rollout_id in range(4):  # each call ends a pause of five minutes
+            actor.call("submit", work(range(rollout_id, rollout_id + 1)))
+        assert actor.call("cancel", range(4)) == list(range(4))
+        wait_until(lambda: actor._stepped_at is None, "the replica out of work")
+        busy = actor.collect()[0].busy_seconds
+        assert 0 < busy <= time.monotonic() - began, f"{busy:.1f} s busy"
+    finally:
+        actor.close()
 
 
 @pytest.fixture
