@@ -56,8 +56,12 @@ FIGURES = ("step_seconds", "learner_idle", "generator_idle", "staleness", "dropp
 TICKS = 200  # of a median response
 
 
-def figures_of(run: Path, bound: int) -> dict[str, float]:
-    """As :func:`figures`, but the generators' idle share by their timelines: a replica tells its seconds with its
+def of_records(run: Path, bound: int) -> dict[str, float]:
+    return figures(read_metrics(run / "metrics.jsonl"), bound)
+
+
+def of_timeline(run: Path, bound: int) -> dict[str, float]:
+    """As :func:`of_records`, but the generators' idle share by their timelines: a replica tells its seconds with its
     results, which for one that finishes nothing may be dozens of steps later."""
     metrics = read_metrics(run / "metrics.jsonl")
     chosen = settled(metrics, bound)
@@ -76,7 +80,7 @@ def simulated(run: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "asyncrlhf", "simulate", "--from", str(run), "--out", f"{folder}/run"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return figures_of(Path(folder) / "run", config_of_run(run, ()).async_.bound)
+        return of_records(Path(folder) / "run", config_of_run(run, ()).async_.bound)
 
 
 def simulated_fake(run: Path) -> dict[str, float]:
@@ -113,7 +117,7 @@ def simulated_fake(run: Path) -> dict[str, float]:
     config = config_of_run(run, (f"generator.max_completion_length={lengths.longest}",))
     with tempfile.TemporaryDirectory() as folder:
         simulate(config, costs, lengths, Path(folder) / "run", Conditions(slow=slow))
-        return figures_of(Path(folder) / "run", bound)
+        return of_timeline(Path(folder) / "run", bound)
 
 
 def main() -> None:
@@ -128,8 +132,9 @@ def main() -> None:
             words = [f"run_dir={folder}", "logging.report=false", "logging.wandb=disabled", f"seed={seed}", *overrides]
             if not (folder / "summary.json").exists():
                 subprocess.run([sys.executable, "-m", "asyncrlhf", "train", *words], check=True)
-            measured = figures_of(folder, config_of_run(folder, ()).async_.bound)
-            found = simulated_fake(folder) if "generator=fake" in overrides else simulated(folder)
+            fake, bound = "generator=fake" in overrides, config_of_run(folder, ()).async_.bound
+            measured = (of_timeline if fake else of_records)(folder, bound)
+            found = (simulated_fake if fake else simulated)(folder)
             row: dict[str, Any] = {"run": name, "seed": seed}
             for figure in FIGURES:
                 row |= {
