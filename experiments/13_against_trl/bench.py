@@ -25,7 +25,7 @@ from asyncrlhf.records.recorder import read_metrics
 
 TIMEOUT_SECONDS = 900.0
 HERE = Path(__file__).parent
-PREFIX_REWARD = ["reward.kind=python", "reward.target=experiments.13_against_trl.scores:prefix_match"]
+REWARDS = {"exact": None, "prefix": "prefix_match", "digits": "digits"}  # a function of scores.py, or the task's rule
 
 
 def run(arguments: Sequence[str]) -> dict[str, Any]:
@@ -41,13 +41,20 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--paged", action="store_true", help="TRL generates with transformers' continuous batching")
     parser.add_argument("--threads", type=int, default=2, help="threads of TRL; ours has one a side")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--score", choices=REWARDS, help="by default exact, and prefix with --fixed-length")
+    parser.add_argument(
+        "--trl-float32", action="store_true", help="TRL computes in float32 beside mixed precision of ours"
+    )
     options, overrides = parser.parse_known_args(list(arguments))
+    options.score = options.score or ("prefix" if options.fixed_length else "exact")
     rounds: list[dict[str, Any]] = []
     for seed in range(options.repeats):
         # TRL's side records nothing, so ours writes no row a rollout.
         settings = [*QUIET, "logging.rollouts=false", f"steps={options.steps}", f"seed={seed}", *overrides]
         if options.fixed_length:
-            settings += ["generator.ignore_eos=true", *PREFIX_REWARD]
+            settings.append("generator.ignore_eos=true")
+        if (function := REWARDS[options.score]) is not None:
+            settings += ["reward.kind=python", f"reward.target=experiments.13_against_trl.scores:{function}"]
         tell(seed + 1, options.repeats, "TRL, then asyncrlhf, then its sides alone")
         theirs = trl_round(load_config(settings), options)
         ours = our_round(settings, options.warm_up)
@@ -104,8 +111,9 @@ def trl_round(config: RunConfig, options: argparse.Namespace) -> dict[str, float
         *("--max-grad-norm", str(config.learner.max_grad_norm), "--epsilon", str(config.algorithm.epsilon)),
         *("--epsilon-high", str(config.algorithm.epsilon_high), "--seed", str(config.seed)),
         *("--threads", str(options.threads), "--digits", str(config.task.digits)),
+        *("--score", options.score),
         *(["--fixed-length"] if options.fixed_length else []),
-        *(["--bfloat16"] if config.learner.mixed_precision == "bfloat16" else []),
+        *(["--bfloat16"] if config.learner.mixed_precision == "bfloat16" and not options.trl_float32 else []),
         *(["--paged"] if options.paged else []),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}

@@ -35,6 +35,19 @@ def begins_right(completions: Sequence[str], answers: Sequence[str]) -> list[flo
     return [float(text.strip().startswith(answer)) for text, answer in zip(completions, answers, strict=True)]
 
 
+def digit_share(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """The share of a completion's characters that are digits: has a spread for a model that cannot add."""
+    return [sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in completions]
+
+
+SCORES = {"exact": exact_match, "prefix": begins_right, "digits": digit_share}
+
+
 def prefix_match(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
     """``begins_right`` with the signature of a reward function."""
     return begins_right(completions, answer)
+
+
+def digits(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """``digit_share`` with the signature of a reward function."""
+    return digit_share(completions, answer)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scores import begins_right, exact_match, load_tokenizer, prompt_rows
+from scores import SCORES, load_tokenizer, prompt_rows
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Settings:
     seed: int = 0
     threads: int = 2
     digits: int = 2
+    score: str = "exact"  # one of SCORES
     bfloat16: bool = False  # TRL's own bf16
     paged: bool = False  # generation with transformers' continuous batching
     save: str = ""
@@ -126,7 +127,7 @@ def build_trainer(settings: Settings, model: Any, folder: str, rewards: list[flo
             ends.append(time.perf_counter())
 
     def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-        scores = (begins_right if settings.fixed_length else exact_match)(completions, answer)
+        scores = SCORES[settings.score](completions, answer)
         rewards.append(sum(scores) / len(scores))
         return scores
 
