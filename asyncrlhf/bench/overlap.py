@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrlhf.actors.learner import LearnerWorker
 from asyncrlhf.actors.worker import GeneratorWorker
 from asyncrlhf.bench.measure import show, spread, tell, write
@@ -18,6 +20,7 @@ from asyncrlhf.cluster.handles import LONG_SECONDS, GeneratorHandle, Runtime
 from asyncrlhf.cluster.parts import build_runtime
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.dispatch import request_seed
 from asyncrlhf.orchestrator.run import Prepared, prepare, train
 from asyncrlhf.records.recorder import read_metrics
@@ -97,8 +100,8 @@ async def alone(config: RunConfig, warm_up: int = WARM_UP) -> tuple[float, float
         await asyncio.gather(runtime.learner.call(LONG_SECONDS, LearnerWorker.transfer, ticket), *received)
         for generator in runtime.generators:
             await generator.call(seconds, GeneratorWorker.load, ticket.version, "keep")
-        rate, rollouts = await _generate(config, prepared, runtime, warm_up)
-        return rate, await _train(config, runtime, rollouts, warm_up)
+        generated, rollouts = await _generate(config, prepared, runtime, warm_up)
+        return generated, await _train(config, runtime, rollouts, warm_up)
     finally:
         await runtime.close()
 
@@ -135,11 +138,18 @@ async def _generate(
             marks.extend([time.monotonic()] * len(finished))
 
     await asyncio.gather(*(keep_busy(g) for g in runtime.generators))
-    head = warm_up * config.batch_size
-    seconds = marks[-1] - marks[head]
     for generator in runtime.generators:
         await generator.call(LONG_SECONDS, GeneratorWorker.cancel, range(issued))
-    return (len(marks) - 1 - head) / config.batch_size / seconds, rollouts[: 4 * config.batch_size]
+    return rate(marks, warm_up * config.batch_size) / config.batch_size, rollouts[: 4 * config.batch_size]
+
+
+def rate(marks: Sequence[float], head: int) -> float:
+    """Ends per second from the one numbered ``head`` on: the slope of a line through them, because responses of one
+    length that began together also end together. Raises AsyncRLHFError if nearly all ended before."""
+    later = np.asarray(marks[head:])
+    if later[-1] - later[0] < 0.1 * (marks[head] - marks[0]):
+        raise AsyncRLHFError("Nearly all responses ended during the warm-up; it needs more steps, or fewer slots.")
+    return float(np.polyfit(later - later[0], np.arange(len(later)), 1)[0])
 
 
 async def _train(config: RunConfig, runtime: Runtime, rollouts: list[RolloutInfo], warm_up: int) -> float:
