@@ -17,11 +17,12 @@ from typing import Any
 from asyncrlhf.bench.measure import show, spread, tell, write
 from asyncrlhf.bench.overlap import QUIET, WARM_UP, alone
 from asyncrlhf.config.compose import load_config
-from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import resolve
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.orchestrator.run import train
 from asyncrlhf.records.recorder import read_metrics
+from asyncrlhf.report.frames import Run
+from asyncrlhf.stages.evaluation import evaluate
 
 TIMEOUT_SECONDS = 900.0
 HERE = Path(__file__).parent
@@ -31,7 +32,8 @@ REWARDS = {"exact": None, "prefix": "prefix_match", "digits": "digits"}  # a fun
 def run(arguments: Sequence[str]) -> dict[str, Any]:
     """Rounds of TRL, ours, and ours one side at a time, each with a seed of its own. Rates leave out set-up and warm-up
     on both sides, and on ours the last steps too, whose batches lie ready. Rewards compare the last quarter of the
-    steps, at equal samples. The limit of ours is the slower of generators and learner, each alone.
+    steps, at equal samples: ours are of policies up to ``max_staleness`` steps older. ``--heldout`` compares the last
+    policies. The limit of ours is the slower of generators and learner, each alone.
     """
     parser = argparse.ArgumentParser(prog="asyncrlhf bench trl", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
@@ -45,6 +47,12 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--trl-float32", action="store_true", help="TRL computes in float32 beside mixed precision of ours"
     )
+    parser.add_argument(
+        "--heldout",
+        type=int,
+        default=0,
+        help="held-out prompts on which one evaluator scores both sides' last policies",
+    )
     options, overrides = parser.parse_known_args(list(arguments))
     options.score = options.score or ("prefix" if options.fixed_length else "exact")
     rounds: list[dict[str, Any]] = []
@@ -56,8 +64,9 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
         if (function := REWARDS[options.score]) is not None:
             settings += ["reward.kind=python", f"reward.target=experiments.13_against_trl.scores:{function}"]
         tell(seed + 1, options.repeats, "TRL, then asyncrlhf, then its sides alone")
-        theirs = trl_round(load_config(settings), options)
-        ours = our_round(settings, options.warm_up)
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = trl_round(settings, options, Path(folder) / "trl")
+            ours = our_round(settings, options, Path(folder) / "run")
         config = load_config(settings)
         sides = [rate * config.batch_size for rate in asyncio.run(alone(config, options.warm_up))]
         limit = dict(zip(("generators_alone", "learner_alone"), sides, strict=True))
@@ -80,6 +89,10 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     rewards = {side: spread([r[side]["reward"] for r in rounds]) for side in ("trl", "asyncrlhf")}
     show("Mean reward of the last quarter of the steps", rewards, "")
     result = {"rounds": rounds, "ratios": ratios, "rewards": rewards, "overrides": overrides}
+    if options.heldout:
+        heldout = {side: spread([r[side]["heldout"] for r in rounds]) for side in ("trl", "asyncrlhf")}
+        show("Mean reward of the last policy's samples for held-out prompts", heldout, "")
+        result["heldout"] = heldout
     return write({**result, "fixed_length": options.fixed_length}, options.out)
 
 
@@ -87,20 +100,29 @@ def last_quarter(rewards: Sequence[float]) -> float:
     return fmean(rewards[-max(1, len(rewards) // 4) :])
 
 
-def our_round(settings: Sequence[str], warm_up: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = load_config([f"run_dir={folder}/run", *settings])
-        train(config)
-        rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
-    first, last = rows[warm_up - 1], rows[-2 - config.async_.bound]
+def policy_reward(model: Path, settings: Sequence[str], prompts: int) -> dict[str, float]:
+    """The mean reward of four samples for each of so many held-out prompts; {} for none."""
+    if not prompts:
+        return {}
+    sampled = ["evaluation.temperature=1", "evaluation.num_generations=4", f"task.heldout_size={prompts}"]
+    return {"heldout": evaluate(load_config([*settings, *sampled, f"model.path={model}"]))["reward_mean"]}
+
+
+def our_round(settings: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    config = load_config([f"run_dir={folder}", *settings, f"checkpoint.at_end={options.heldout > 0}"])
+    train(config)
+    rows = read_metrics(folder / "metrics.jsonl")
+    first, last = rows[options.warm_up - 1], rows[-2 - config.async_.bound]
     seconds = last["wall_time"] - first["wall_time"]
     return {
         "samples_per_second": (last["step"] - first["step"]) * config.batch_size / seconds,
         "reward": last_quarter([row["reward_mean"] for row in rows]),
+        **policy_reward(Run(folder).model if options.heldout else folder, settings, options.heldout),
     }
 
 
-def trl_round(config: RunConfig, options: argparse.Namespace) -> dict[str, float]:
+def trl_round(settings: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    config = load_config(list(settings))
     command = [
         *(sys.executable, str(HERE / "trl_baseline.py")),
         *("--model", resolve(config.model.path), "--steps", str(config.steps), "--warmup-steps", str(options.warm_up)),
@@ -115,6 +137,7 @@ def trl_round(config: RunConfig, options: argparse.Namespace) -> dict[str, float
         *(["--fixed-length"] if options.fixed_length else []),
         *(["--bfloat16"] if config.learner.mixed_precision == "bfloat16" and not options.trl_float32 else []),
         *(["--paged"] if options.paged else []),
+        *(["--save", str(folder)] if options.heldout else []),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     done = subprocess.run(
@@ -123,4 +146,5 @@ def trl_round(config: RunConfig, options: argparse.Namespace) -> dict[str, float
     if done.returncode:
         raise AsyncRLHFError(f"TRL's side failed: {done.stderr.strip().splitlines()[-1]}")
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"samples_per_second": result["samples_per_second"], "reward": last_quarter(result["rewards"])}
+    told = {"samples_per_second": result["samples_per_second"], "reward": last_quarter(result["rewards"])}
+    return told | policy_reward(folder, settings, options.heldout)
