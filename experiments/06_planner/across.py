@@ -33,6 +33,7 @@ SOURCE = ("async.max_staleness=2",)
 OTHERS = {
     "sync": ("async.mode=sync", "async.max_staleness=null"),
     "lag 0": ("async.max_staleness=0",),
+    "lag 1": ("async.max_staleness=1",),
     "lag 8": ("async.max_staleness=8",),
     "fewer slots": ("async.max_staleness=2", "generator.slots=16"),
     "publish every 2": ("async.max_staleness=2", "weights.publish_every=2"),
