@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -105,7 +107,9 @@ def policy_reward(model: Path, settings: Sequence[str], prompts: int) -> dict[st
     if not prompts:
         return {}
     sampled = ["evaluation.temperature=1", "evaluation.num_generations=4", f"task.heldout_size={prompts}"]
-    return {"heldout": evaluate(load_config([*settings, *sampled, f"model.path={model}"]))["reward_mean"]}
+    config = load_config([*settings, *sampled, f"model.path={model}"])
+    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # vLLM sets what later rounds would inherit
+        return {"heldout": apart.submit(evaluate, config).result()["reward_mean"]}
 
 
 def our_round(settings: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, float]:
