@@ -13,7 +13,6 @@ from asyncrlhf.data.weight_files import WeightFiles
 from asyncrlhf.learner.spans import local_spans, overlaps
 
 
-@torch.no_grad()
 def read_shards(
     module: nn.Module,
     files: WeightFiles,
@@ -32,6 +31,17 @@ def read_shards(
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     _renew(module, made)
+    read_into(module, files, model, same)
+
+
+@torch.no_grad()
+def read_into(
+    module: nn.Module,
+    files: WeightFiles,
+    model: transformers.PreTrainedModel,
+    same: Mapping[str, str] | None = None,
+) -> None:
+    """As :func:`read_shards`, into parameters that have their memory."""
     for name, parameter in module.named_parameters():
         whole = [[[0, size]] for size in parameter.shape]
         own = local_spans(parameter) if isinstance(parameter, DTensor) else whole

@@ -32,6 +32,7 @@ class Mesh:
         names = tensor.device_mesh.mesh_dim_names
         assert names is not None
         divided = {name for name, at in zip(names, tensor.placements, strict=True) if not at.is_replicate()}
+        divided.add("pipeline")  # a stage's tensors are no other stage's
         return all(self.whole.get_local_rank(name) == 0 for name in self.sizes if name not in divided)
 
     def is_first_of(self, name: str) -> bool:

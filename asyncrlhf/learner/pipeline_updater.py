@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from asyncrlhf.data.weight_files import tied_names
-from asyncrlhf.learner.distributed import Peers, Shards, all_sum, whole
+from asyncrlhf.data.weight_files import WeightFiles, tied_names
+from asyncrlhf.learner import checkpoint
+from asyncrlhf.learner.distributed import Peers, Shards, all_sum
 from asyncrlhf.learner.forward import PackedPolicy
-from asyncrlhf.learner.loading import read_shards
+from asyncrlhf.learner.loading import read_into, read_shards
 from asyncrlhf.learner.mesh import Mesh
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.passes import AUTOCAST
 from asyncrlhf.learner.pipeline import Stage, StageShards, one_forward_one_backward
 from asyncrlhf.learner.plan import Microbatch
+from asyncrlhf.learner.state_file import read_parts
 from asyncrlhf.learner.state_writer import StateWriter
 from asyncrlhf.learner.tensor_parallel import add_up, deal_out_model
 from asyncrlhf.learner.updaters import TorchUpdater, gradient_norm, scale_gradient
@@ -30,7 +32,7 @@ class PipelineUpdater(TorchUpdater):
     different shares of it, and the ranks of a stage may divide each matrix (``learner.tensor_parallel_size``).
 
     A weight that is both embedding and output layer belongs to the first stage; the last stage's copy gets the same
-    gradient, the sum of both. A checkpoint is that of one plain rank: rank 0 collects the optimizer's states.
+    gradient, the sum of both. One plain rank reads its checkpoints, and the other way round.
     """
 
     def _lay_out(self, policy: nn.Module, critic: nn.Module | None) -> None:
@@ -43,6 +45,7 @@ class PipelineUpdater(TorchUpdater):
         self._whole = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
         table = model.get_input_embeddings().weight
         self._tied = names[id(table)] if model.get_output_embeddings().weight is table else None
+        self._same = {f"model.{name}": self._tied for name in tied_names(model) if self._tied}
         self.mesh = Mesh(self.config.mesh, self.device)
         self._partial: list[nn.Parameter] = []  # whose gradients are sums over the mesh's tensor dimension
         self._peers = self.mesh.peers("pipeline")
@@ -62,13 +65,12 @@ class PipelineUpdater(TorchUpdater):
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=False)
 
     def _stage(self, policy: PackedPolicy) -> Stage:
-        same = {f"model.{name}": self._tied for name in tied_names(policy.model) if self._tied}
         divided = deal_out_model(policy.model, self.mesh)
         stage = Stage(policy, self._peers, self._pipelines, AUTOCAST.get(self.config.mixed_precision))
         if self.files is None:
             nn.Module.to(policy.model, self.device)
         else:
-            read_shards(policy, self.files, self.model, self.device, same)
+            read_shards(policy, self.files, self.model, self.device, self._same)
         if policy.model is self.model:
             own = dict(self.model.named_parameters())
             self._partial = [own[name] for name in divided if name in own]
@@ -119,36 +121,48 @@ class PipelineUpdater(TorchUpdater):
         return norm
 
     def _save_own(self, folder: Path, rank: int, writer: StateWriter) -> dict[str, Any]:
-        """Write the state as one plain rank would: other stages' parts come through host memory."""
+        """Each rank writes the optimizer's states of the parts that no rank before it has."""
         mine = {
-            self._names[id(parameter)]: {
-                key: whole(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                for key, value in states.items()
-            }
+            self._names[id(parameter)]: states
             for parameter, states in self.optimizer.state.items()
-            if parameter is not self._copy
+            if parameter is not self._copy and self._is_first(parameter)
         }
-        parts: list[Any] | None = [None] * self.ranks if rank == 0 else None
-        dist.gather_object(mine if self.mesh.is_first_of("pipeline") else {}, parts)
-        found = {name: states for part in parts or [] for name, states in part.items()}
-        states = {place: found[name] for place, name in enumerate(self._order) if name in found}
-        optimizer = {"state": states, "param_groups": self._groups_of_one}
+        if mine:
+            writer.write_state(folder / checkpoint.STAGES / f"rank-{rank}.safetensors", mine)
+        optimizer = {"names": self._order, "param_groups": self._groups_of_one}
         return {"optimizer": optimizer, "scaler": self._scaler.state_dict(), "critic": None, "adapter": None}
+
+    def _is_first(self, parameter: torch.Tensor) -> bool:
+        return self.mesh.is_first(parameter) if isinstance(parameter, DTensor) else self.mesh.is_first_of("pipeline")
+
+    def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
+        """Only this rank's part is read, if transformers' names for files are those of its modules."""
+        if self.files is None:
+            super()._load_weights(folder, adapter)
+            return
+        files = WeightFiles(folder)
+        if wrong := sorted((self._whole.keys() ^ files.names) - {name.partition(".")[2] for name in self._same}):
+            raise ValueError(f"{wrong[0]} is in one of the two alone")
+        read_into(self._modules[0], files, self.model, self._same)
 
     def _own_weights(self, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: _as(tensor, saved[name]) for name, tensor in self.model.state_dict().items()}
 
-    def _own_states(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        by_name = dict(enumerate(self._order))
-        found = {by_name[place]: states for place, states in saved["state"].items()}
-        groups = self.optimizer.state_dict()["param_groups"]
-        own = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        states = {
-            place: {key: _as(parameter, value) for key, value in found[name].items()}
-            for place, parameter in enumerate(own)
-            if (name := self._names[id(parameter)]) in found
-        }
-        return {"state": states, "param_groups": groups}
+    def _own_states(self, saved: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        own = {self._names[id(parameter)]: parameter for parameter in parameters}
+
+        def part(name: str, value: Any) -> Any:
+            return _as(own[name], value)
+
+        if "names" in saved:
+            files = sorted((folder / checkpoint.STAGES).glob("*.safetensors"))
+            found = read_parts(files, own, part)
+        else:  # of a plain rank
+            whole = {self._order[place]: states for place, states in saved["state"].items()}
+            found = {name: {key: part(name, whole[name][key]) for key in whole[name]} for name in own if name in whole}
+        states = {place: found[name] for place, name in enumerate(own) if name in found}
+        return {"state": states, "param_groups": self.optimizer.state_dict()["param_groups"]}
 
 
 def _as(own: torch.Tensor, value: Any) -> Any:

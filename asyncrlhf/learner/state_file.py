@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,51 @@ def _fill(template: Any, parts: Sequence[Plain], files: Sequence[Any]) -> Any:
     return _joined(parts[0], files[0])
 
 
-@torch.no_grad()
+def read_parts(
+    files: Sequence[Path], names: Collection[str], own: Callable[[str, Any], Any] = lambda name, value: value
+) -> dict[str, dict[str, Any]]:
+    """The states of ``names`` (those that are there) out of files in which each rank wrote its own, by name. Tensors of
+    which ranks wrote parts are joined; ``own(name, value)`` is kept of each, so that one at a time is whole in memory.
+    Raises CheckpointError for files that are not such states, or lack a part."""
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        with ExitStack() as stack:
+            written: dict[str, list[tuple[dict[str, Plain], Any]]] = {}
+            for file in (stack.enter_context(safe_open(path, "pt")) for path in files):
+                for name, states in json.loads(file.metadata()[STATE])[DICT]:
+                    written.setdefault(name, []).append((dict(states[DICT]), file))
+            for name in written.keys() & set(names):
+                parts, opened = zip(*written[name], strict=True)
+                found[name] = {key: own(name, _join([part[key] for part in parts], opened)) for key in parts[0]}
+    except UNREADABLE as error:
+        raise _unreadable(files[0].parent, error) from error
+    return found
+
+
+def _join(parts: Sequence[Plain], files: Sequence[Any]) -> Any:
+    """One value of which each file has a part, or the whole."""
+    first = parts[0]
+    if not isinstance(first, dict) or "spans" not in first:
+        return _joined(first, files[0])
+    whole = torch.empty(first["shape"], dtype=files[0].get_tensor(first[TENSOR]).dtype)
+    _copy_parts(whole, [[[0, size]] for size in whole.shape], whole.shape, parts, files)
+    return whole
+
+
 def _fill_part(tensor: DTensor, parts: Sequence[Plain], files: Sequence[Any]) -> None:
-    local, own = tensor.to_local(), local_spans(tensor)
+    _copy_parts(tensor.to_local(), local_spans(tensor), tensor.shape, parts, files)
+
+
+@torch.no_grad()
+def _copy_parts(
+    local: torch.Tensor, own: Spans, shape: torch.Size, parts: Sequence[Plain], files: Sequence[Any]
+) -> None:
+    """Fill ``local``, the part ``own`` of a tensor of ``shape``, from the parts in the files."""
     filled: set[str] = set()  # older versions wrote a part from each rank that has it
     found = 0
     for part, file in zip(parts, files, strict=True):
-        if part["shape"] != list(tensor.shape):
-            raise ValueError(f"a tensor has the shape {part['shape']}, and {list(tensor.shape)} is asked for")
+        if part["shape"] != list(shape):
+            raise ValueError(f"a tensor has the shape {part['shape']}, and {list(shape)} is asked for")
         saved = file.get_slice(part[TENSOR])
         for here, there in overlaps(own, _spans(part, saved.get_shape())):
             if str(here) not in filled:

@@ -24,6 +24,7 @@ from asyncrlhf.learner.distributed import Peers, Shards, all_sum, by_layout, on_
 from asyncrlhf.learner.learner_config import LearnerConfig
 from asyncrlhf.learner.optimizers import build_optimizer
 from asyncrlhf.learner.plan import Microbatch
+from asyncrlhf.learner.state_file import read_parts
 from asyncrlhf.learner.state_writer import StateWriter
 
 OWN_SETTINGS = ("base_lr", "weight_decay", "betas")  # of an optimizer's group: from the run's settings
@@ -248,7 +249,7 @@ class TorchUpdater(Updater):
         except (RuntimeError, OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{folder} does not hold this run's model: {error}") from error
         try:
-            self.optimizer.load_state_dict(self._own_states(state["optimizer"]))
+            self.optimizer.load_state_dict(self._own_states(state["optimizer"], folder))
             _check_shapes(self.optimizer)
         except (KeyError, ValueError) as error:
             raise CheckpointError(
@@ -260,9 +261,13 @@ class TorchUpdater(Updater):
         """The tensors of a whole model that this rank holds."""
         return saved
 
-    def _own_states(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This rank's part of a plain rank's optimizer state."""
-        return saved
+    def _own_states(self, saved: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        """This rank's part of the optimizer state that a plain rank saved, or the stages of a pipeline."""
+        if "names" not in saved:
+            return saved
+        found = read_parts(sorted((folder / checkpoint.STAGES).glob("*.safetensors")), saved["names"])
+        states = {place: found[name] for place, name in enumerate(saved["names"]) if name in found}
+        return {"state": states, "param_groups": saved["param_groups"]}
 
     def _load_weights(self, folder: Path, adapter: Mapping[str, torch.Tensor] | None) -> None:
         """The exported model has the adapter merged, so a run that trains an adapter continues from the adapter itself.
