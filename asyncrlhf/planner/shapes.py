@@ -132,12 +132,11 @@ class Workload:
         if not len(lengths):
             raise ValueError("a workload needs at least one recorded length.")
         if len(cut):
-            whole = ecdf(CensoredData.right_censored([*lengths, *cut], [False] * len(lengths) + [True] * len(cut))).cdf
+            whole = ecdf(CensoredData(uncensored=list(lengths), right=list(cut))).cdf
             ordered = np.append(whole.quantiles, max(longest, *lengths, *cut))
             lengths = ordered[np.searchsorted(whole.probabilities, QUANTILES)].astype(int).tolist()
-        seen = np.asarray(lengths, dtype=float)
-        mean = float(seen.mean())
-        return cls(prompt, mean, float(seen.std()) / mean, int(seen.max()), tuple(map(int, lengths)))
+        mean = float(np.mean(lengths))
+        return cls(prompt, mean, float(np.std(lengths)) / mean, int(max(lengths)), tuple(map(int, lengths)))
 
     def length(self, seed: int) -> int:
         """The response length in tokens of the request with this seed."""

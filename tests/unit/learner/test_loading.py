@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GraniteConfig
 
 from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.data.pretrained import load_model
 from asyncrlhf.data.weight_files import WeightFiles, load_blank
+from asyncrlhf.errors import CheckpointError
 from asyncrlhf.learner.algorithm import AlgorithmConfig
+from asyncrlhf.learner.distributed import barrier
 from asyncrlhf.learner.forward import PackedPolicy
 from asyncrlhf.learner.learner_config import BackendSpec, LearnerConfig
+from asyncrlhf.learner.state_file import read_parts
 from asyncrlhf.learner.torch_backend import TorchBackend
+from asyncrlhf.types import TrainBatch
 from tests.unit.learner.ranks import run_ranks
 from tests.unit.learner.worlds import SIZES, from_config, llama, random_batch, share
 
@@ -32,6 +40,23 @@ def saved(folder: Path, **sizes: Any) -> ModelConfig:
     return ModelConfig(path=str(folder))
 
 
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many numbers each read of a file gave meanwhile."""
+    read, whole = list[int](), WeightFiles.rows
+
+    def rows(files: WeightFiles, name: str, first: int, last: int, *columns: slice) -> torch.Tensor:
+        found = whole(files, name, first, last, *columns)
+        read.append(found.numel())
+        return found
+
+    WeightFiles.rows = rows  # type: ignore[method-assign]
+    try:
+        yield read
+    finally:
+        WeightFiles.rows = whole  # type: ignore[method-assign]
+
+
 def trained(
     config: ModelConfig,
     blank: bool,
@@ -41,14 +66,6 @@ def trained(
     algorithm: AlgorithmConfig | None = None,
 ) -> dict[str, Any]:
     """What five steps give, and how many numbers were read from files."""
-    read, whole = [], WeightFiles.rows
-
-    def counted(files: WeightFiles, name: str, first: int, last: int, *columns: slice) -> torch.Tensor:
-        found = whole(files, name, first, last, *columns)
-        read.append(found.numel())
-        return found
-
-    WeightFiles.rows = counted  # type: ignore[method-assign]
     options: dict[str, Any] = {"rank": rank, "ranks": ranks}
     if blank:
         (model, files), (reference, _) = (load_blank(config, torch.float32) or pytest.fail() for _ in range(2))
@@ -57,10 +74,8 @@ def trained(
         model, reference = (load_model(config, dtype=torch.float32) for _ in range(2))
     learner = LearnerConfig(learning_rate=1e-2, token_budget=40, ranks=ranks, **layout)
     spec = BackendSpec(learner=learner, algorithm=algorithm or PPO, steps=STEPS)
-    try:
+    with counted() as read:
         backend = TorchBackend(model, spec, reference=reference, **options)
-    finally:
-        WeightFiles.rows = whole  # type: ignore[method-assign]
     first = {name: tensor.clone() for name, tensor in backend.parameters().items()}
     part, parts = rank * learner.shares // ranks, learner.shares
     steps = [backend.train_step(share(random_batch(seed=seed), part, parts)).metrics for seed in range(STEPS)]
@@ -105,6 +120,83 @@ def test_a_stage_reads_its_own_layers_and_a_tied_table_at_both_ends(tied: bool, 
     table, every = model.get_input_embeddings().weight.numel(), sum(p.numel() for p in model.parameters())
     assert sum(read) == 2 * (every + tied * table)  # of a policy and a reference
     assert all(count < 1.2 * (every + tied * table) for count in read)
+
+
+def resumed(rank: int, config: ModelConfig, folder: Path) -> int:
+    """Whether a stage goes on from its checkpoint as it did; how many numbers of weights it read for that."""
+    given = [random_batch(seed=seed) for seed in range(4)]
+
+    def build() -> TorchBackend:
+        model, files = load_blank(config, torch.float32) or pytest.fail()
+        learner = LearnerConfig(learning_rate=1e-2, token_budget=40, ranks=2, pipeline_parallel_size=2)
+        spec = BackendSpec(learner=learner, algorithm=AlgorithmConfig(), steps=len(given))
+        return TorchBackend(model, spec, rank=rank, ranks=2, files=files)
+
+    def curve(backend: TorchBackend, batches: list[TrainBatch]) -> list[float]:
+        return [backend.train_step(batch).metrics["grad_norm"] for batch in batches]
+
+    first = build()
+    curve(first, given[:2])
+    first.save(folder)
+    wanted, again = curve(first, given[2:]), build()
+    with counted() as read:
+        again.load(folder)
+    assert curve(again, given[2:]) == wanted
+    return sum(read)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_resumes_from_its_own_layers(tied: bool, tmp_path: Path) -> None:
+    config = saved(tmp_path, tie_word_embeddings=tied)
+    read = run_ranks(resumed, 2, config, folder := tmp_path / "checkpoint")
+    model = load_model(config)
+    table, every = model.get_input_embeddings().weight.numel(), sum(p.numel() for p in model.parameters())
+    assert sum(read) == every + tied * table and max(read) < 0.6 * (every + tied * table)
+    sizes = [file.stat().st_size for file in (folder / "pipeline").iterdir()]
+    assert len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes) and sum(sizes) > 8 * every, "both moments of each weight"
+    assert (folder / "trainer.safetensors").stat().st_size < 4 * every, "rank 0 wrote moments"
+
+
+def damaged(rank: int, config: ModelConfig, folder: Path) -> str:
+    model, files = load_blank(config, torch.float32) or pytest.fail()
+    learner = LearnerConfig(ranks=2, token_budget=40, pipeline_parallel_size=2)
+    spec = BackendSpec(learner=learner, algorithm=AlgorithmConfig(), steps=2)
+    backend = TorchBackend(model, spec, rank=rank, ranks=2, files=files)
+    backend.train_step(random_batch(seed=0))
+    backend.save(folder)
+    backend.writer.end()
+    barrier(2)
+    if rank == 0:
+        target = folder / "model" / "model.safetensors"
+        tensors = load_file(target)
+        del tensors["model.norm.weight"]
+        save_file(tensors, target, {"format": "pt"})
+    barrier(2)
+    try:
+        backend.load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_stages_refuse_a_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
+    for said in run_ranks(damaged, 2, saved(tmp_path), tmp_path / "checkpoint"):
+        assert "model.norm.weight is in one of the two alone" in said
+
+
+def test_parts_of_states_are_joined_and_a_missing_one_is_refused(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    for rank, spans in enumerate(([[0, 1], [3, 4]], [[1, 3]])):
+        rows = torch.cat([whole[first:last] for first, last in spans])
+        plain = {"tensor": "0", "spans": [spans, [[0, 3]]], "shape": [4, 3]}
+        state = {"dict": [["weight", {"dict": [["exp_avg", plain], ["step", 2.0]]}]]}
+        save_file({"0": rows}, tmp_path / f"rank-{rank}.safetensors", {"state": json.dumps(state)})
+    files = sorted(tmp_path.iterdir())
+    found = read_parts(files, ["weight", "another"], lambda name, value: value)
+    assert found.keys() == {"weight"} and found["weight"]["step"] == 2.0
+    assert torch.equal(found["weight"]["exp_avg"], whole)
+    with pytest.raises(CheckpointError, match="6 of a tensor's 12 numbers"):
+        read_parts(files[1:], ["weight"])
 
 
 def numbers(config: ModelConfig) -> int:
