@@ -56,15 +56,13 @@ class ReaderHandle(Protocol):
     """A worker that may read ahead."""
 
     async def prefill(self, released: Sequence[int], chunks: Sequence[ChunkInfo]) -> Prefilled:
-        """Forget ``released`` and read chunks of unfinished sequences. Raises ReplicaError if the worker died in the
-        call; its read-ahead is then lost."""
+        """Forget ``released``, read chunks of unfinished sequences. Raises ReplicaError if the worker dies in it."""
         ...
 
 
 @dataclass
 class ReadTotals:
-    """Tokens of answered rollouts, how many of these tokens were read before the rollout ended, and evictions to make
-    room."""
+    """Tokens of answered rollouts, those of them read before the rollout ended, and evictions to make room."""
 
     scored: int = 0
     early: int = 0
