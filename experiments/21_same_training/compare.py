@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from safetensors.numpy import load_file
 
 COMMON = (
     "runtime=local",
@@ -77,6 +78,15 @@ def run(checkout: Path, folder: Path, case: str, seed: int) -> Path:
     return folder
 
 
+def digest(weights: Path) -> str:
+    """Of names, shapes, types and numbers; the order of the tensors in the file and its header do not count."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(load_file(weights).items()):
+        found.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        found.update(tensor.tobytes())
+    return found.hexdigest()
+
+
 def read(folder: Path) -> dict[str, Any]:
     rows = pd.read_parquet(folder / "rollouts")
     trained = rows[rows.state == "trained"]
@@ -87,7 +97,7 @@ def read(folder: Path) -> dict[str, Any]:
             (row.rollout_id, row.reward, row.response, list(row.consumed_at_version), list(row.policy_versions))
             for row in trained.sort_values("rollout_id").itertuples()
         ],
-        "weights": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "weights": digest(weights),
         "ledger": json.loads((folder / "summary.json").read_text())["ledger"],
         "metrics": [json.loads(line) for line in lines],
     }
