@@ -21,9 +21,7 @@ from asyncrlhf.learner.state_file import read_plain, read_state
 from asyncrlhf.learner.state_writer import StateWriter
 
 MODEL, TRAINER = "model", "trainer.safetensors"
-STAGES = (
-    "pipeline"  # the optimizer's states by parameter, of each rank of a pipeline those that it is the first to have
-)
+STAGES = "pipeline"  # the optimizer's states by parameter, one file per rank of a pipeline that is the first with some
 FILE_BYTES = 5 * 10**9  # rank 0 holds only a few such files in host memory at a time if it has to gather them
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ def test_long_responses_that_were_dropped_in_flight_are_not_forgotten(tmp_path: 
     assert found["dropped_share"] == pytest.approx(real["dropped_share"], rel=0.3)
     assert found["staleness"] == pytest.approx(real["staleness"], abs=0.1)
     assert found["step_seconds"] == pytest.approx(real["step_seconds"], rel=0.1)
+
+    (done.folder / "journal.jsonl").rename(tmp_path / "journal.jsonl")
+    assert workload_of(done.folder) == seen, "without a journal nothing tells of dropped ones"
+    (tmp_path / "journal.jsonl").rename(done.folder / "journal.jsonl")
+    shutil.rmtree(done.folder / "rollouts")
+    with pytest.raises(ValueError, match="has no rollouts"):
+        workload_of(done.folder)
 
 
 def test_a_simulated_run_says_so_and_is_no_source_of_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
