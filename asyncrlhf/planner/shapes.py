@@ -187,9 +187,8 @@ def nodes_for(name: str, devices: int, per_node: int = 0) -> Cluster:
     row = _row(name)
     each = min(devices, per_node or row["per_node"])
     device = Device(name, row["flops"], row["bandwidth"], row["memory"], row["source"])
-    return Cluster(
-        device, math.ceil(devices / each), each, Link(LATENCY, row["intra"]), Link(FAR_LATENCY, row["inter"])
-    )
+    links = Link(LATENCY, row["intra"]), Link(FAR_LATENCY, row["inter"])
+    return Cluster(device, math.ceil(devices / each), each, *links)
 
 
 def _row(name: str) -> dict[str, Any]:
