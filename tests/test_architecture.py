@@ -49,6 +49,7 @@ BROAD_EXCEPTS: dict[str, tuple[int, str]] = {
     "asyncrlhf/cli/main.py": (1, "whatever ends a command is one sentence, and its trace is kept"),
     "asyncrlhf/cli/multirun.py": (1, "a job of a multirun ends alone, with its sentence and exit code"),
     "asyncrlhf/orchestrator/run.py": (3, "a failing close or summary keeps no other from its end, and hides no cause"),
+    "asyncrlhf/transport/group.py": (1, "the error of the thread that forms a group goes to its caller"),
     "asyncrlhf/transport/vllm_workers.py": (2, "a worker's error goes to its replica as an answer"),
     "asyncrlhf/records/sinks.py": (1, "a sink is other people's code; a run does not end for it"),
     "asyncrlhf/records/callbacks.py": (1, "a user's callback may raise anything; the run ends with its name"),

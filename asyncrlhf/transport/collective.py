@@ -1,6 +1,6 @@
-"""Transport over a process group of its own, NCCL or gloo: the sender broadcasts bucket after bucket.
+"""The sender of the transport over process groups of its own, NCCL or gloo: it broadcasts bucket after bucket.
 
-Receivers take a whole version into staging memory. Beside the group the sender has a control line to each of them.
+Beside a group it has a control line to each receiver; :mod:`~asyncrlhf.transport.collective_receiver` is the other end.
 """
 
 from __future__ import annotations
@@ -8,37 +8,25 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from asyncrlhf.errors import LearnerLostError, WeightSyncError
+from asyncrlhf.transport.control_line import Message, admit, collect, join_endpoint, new_token, own_host
 from asyncrlhf.transport.gathered_buckets import GatheredBuckets
-from asyncrlhf.transport.group import (
-    BroadcastGroup,
-    Line,
-    LineClosedError,
-    Message,
-    admit,
-    choose_backend,
-    collect,
-    device_identity,
-    dial,
-    join_endpoint,
-    new_token,
-    own_host,
-    split_endpoint,
-)
-from asyncrlhf.transport.manifest import ShardedParams, entries_by_bucket, manifest_digest, view_of
+from asyncrlhf.transport.group import BroadcastGroup, choose_backend, device_identity, formed, group_keys
+from asyncrlhf.transport.manifest import ShardedParams, manifest_digest
 from asyncrlhf.transport.members import Members, give_up_if
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket
-from asyncrlhf.transport.receiver import WeightReceiver, check_bucket
 from asyncrlhf.transport.sender import WeightSender, Wire
 from asyncrlhf.types import WeightManifest
+
+POLL_SECONDS = 0.002  # between two looks whether a bucket is complete
 
 
 class CollectiveSender(WeightSender):
@@ -171,16 +159,21 @@ class CollectiveSender(WeightSender):
         backend = choose_backend([device_identity(self._device), *identities])
         welcome = {"port": self._store.port, "backend": backend, "digest": manifest_digest(self.manifest)}
         members.tell({**welcome, "seconds": self._transfer_seconds}, what)
+        # A connection of its own: a group that never forms keeps it busy until gloo's own time-out.
+        own = dist.TCPStore(self._host, self._store.port, None, False, timedelta(seconds=self._timeout_seconds))
+        store = dist.PrefixStore(group_keys(self._token, epoch), own)
+
+        def build() -> BroadcastGroup:
+            return BroadcastGroup(
+                store, backend, 0, len(receivers) + 1, self._host, self._device, self._transfer_seconds
+            )
+
         try:
-            group = members.group = BroadcastGroup(
-                dist.PrefixStore(_keys(self._token, epoch), self._store),
-                backend, 0, len(receivers) + 1, self._host, self._device, self._transfer_seconds,
-            )  # fmt: skip
-            group.rehearse(self._timeout_seconds)
+            group = members.group = formed(build, partial(members.hear_joins, what), self._timeout_seconds)
         except RuntimeError as error:
-            lost = collect(members.lines, "joined", 0.1)
+            lost = collect(members.joining, "joined", 0.1)
             raise LostReceiversError(what, lost or {"group": str(error).splitlines()[0]}) from error
-        members.hear("joined", what)
+        give_up_if(collect(members.joining, "joined", self._timeout_seconds), what)
         self._move_buckets(group)
 
     def _accept(self, members: Members, receivers: list[str], what: str) -> list[str]:
@@ -206,136 +199,3 @@ class CollectiveSender(WeightSender):
         }
         give_up_if(missing, what)
         return [identities[name] for name in receivers]
-
-
-def _keys(token: str, epoch: int) -> str:
-    """The prefix of the keys of a group's store: a stranger can connect to torch's store, but cannot guess it."""
-    return f"{token}/epoch{epoch}"
-
-
-POLL_SECONDS = 0.002  # seconds between two checks whether a bucket is complete
-
-
-class CollectiveReceiver(WeightReceiver):
-    """A rank from 1 on."""
-
-    _line: Line | None = None
-    _group: BroadcastGroup | None = None
-    _digest = ""
-
-    def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
-        self._drop_group()
-        super().connect(endpoint, rank, world_size, epoch, name)
-        what = f"Receiver {name} could not join the weight group of epoch {epoch}"
-        try:
-            token, host, _ = split_endpoint(endpoint)
-            self._line = dial(endpoint, self._timeout_seconds)
-            hello = {"name": name, "rank": rank, "epoch": epoch, "device": device_identity(self._device)}
-            self._line.send({"token": token, **hello})
-            welcome = self._line.poll(self._timeout_seconds)
-            if welcome is None:
-                raise TimeoutError(f"the sender did not answer within {self._timeout_seconds:g} s")
-            self._digest = welcome["digest"]
-            store = dist.TCPStore(host, welcome["port"], None, False, timedelta(seconds=self._timeout_seconds))
-            self._group = BroadcastGroup(
-                dist.PrefixStore(_keys(token, epoch), store),
-                welcome["backend"], rank, world_size, self._line.local_host, self._device, welcome["seconds"],
-            )  # fmt: skip
-            self._group.rehearse(self._timeout_seconds)
-            self._line.send({"joined": epoch})
-        except (OSError, RuntimeError, LineClosedError) as error:
-            self._drop_group()
-            reason = str(error).splitlines()[0] if str(error) else "the sender refused it or died"
-            raise WeightSyncError(f"{what}: {reason}.") from error
-
-    def receive(self, ticket: Ticket) -> Mapping[str, torch.Tensor]:
-        with self._taking_part(ticket) as (line, group):
-            begin = self._agree(ticket, line)
-            staging, _ = self._staged.begin(ticket, group.device)
-            coming = list(begin["buckets"])
-            line.send({"ready": ticket.version})
-            group.broadcast([staging.tensors[bucket] for bucket in coming])
-            for place, bucket in enumerate(coming):
-                self._wait_for(place, ticket, line, group)
-                group.wait_one(place)
-                self._staged.verify(ticket, bucket)
-            group.wait()
-            weights = self._staged.finish(ticket)
-            line.send({"done": ticket.version})
-            return weights
-
-    def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
-        with self._taking_part(ticket) as (line, group):
-            coming = list(self._agree(ticket, line)["buckets"])
-            entries = entries_by_bucket(ticket.manifest)
-            line.send({"ready": ticket.version})
-            group.broadcast([])
-            arriving: deque[torch.Tensor] = deque()
-            for place in range(-1, len(coming)):
-                if place + 1 < len(coming):  # the next one arrives while this one is loaded
-                    size = ticket.manifest.bucket_bytes[coming[place + 1]]
-                    arriving.append(torch.empty(size, dtype=torch.uint8, device=group.device))
-                    group.after_compute()
-                    group.begin(arriving[-1])
-                if place < 0:
-                    continue
-                self._wait_for(0, ticket, line, group)
-                group.take_first()
-                bucket = arriving.popleft()
-                views = {entry.name: view_of(entry, bucket) for entry in entries[coming[place]]}
-                check_bucket(ticket, coming[place], entries[coming[place]], views, self._staged.name)
-                yield views
-                del bucket, views
-            line.send({"done": ticket.version})
-
-    def _wait_for(self, place: int, ticket: Ticket, line: Line, group: BroadcastGroup) -> None:
-        while not group.completed(place):
-            if line.poll(POLL_SECONDS) is not None:
-                raise WeightSyncError(f"The sender aborted version {ticket.version}.")
-
-    def close(self) -> None:
-        self._drop_group()
-
-    @contextmanager
-    def _taking_part(self, ticket: Ticket) -> Iterator[tuple[Line, BroadcastGroup]]:
-        """Within this context, an error ends the group, and the sender is told the cause."""
-        line, group = self._line, self._group
-        if line is None or group is None:
-            raise WeightSyncError(f"No group to receive version {ticket.version} from: connect first.")
-        try:
-            yield line, group
-        except GeneratorExit:  # the reader of the stream gave up
-            self._drop_group()
-            raise
-        except (RuntimeError, LineClosedError, WeightSyncError) as error:
-            with suppress(LineClosedError):  # unless the sender gave up first
-                line.send({"error": str(error).splitlines()[0] if str(error) else type(error).__name__})
-            self._drop_group()
-            if isinstance(error, WeightSyncError):
-                raise
-            raise WeightSyncError(f"Version {ticket.version} was lost on its way: the sender's group ended.") from error
-
-    def _agree(self, ticket: Ticket, line: Line) -> Message:
-        """Check, before any byte is sent, that the sender will send exactly the ticket's version."""
-        begin = line.poll(self._timeout_seconds)
-        if begin is None:
-            raise WeightSyncError(
-                f"The sender did not begin version {ticket.version} within {self._timeout_seconds:g} s."
-            )
-        if (begin.get("version"), begin.get("epoch")) != (ticket.version, self._epoch) or ticket.epoch != self._epoch:
-            raise WeightSyncError(
-                f"The ticket is for version {ticket.version} of epoch {ticket.epoch}, but the sender sends version "
-                f"{begin.get('version')} of epoch {begin.get('epoch')} to a receiver of epoch {self._epoch}."
-            )
-        if manifest_digest(ticket.manifest) != self._digest:
-            raise WeightSyncError(f"The manifest of the ticket for version {ticket.version} is not the sender's.")
-        return begin
-
-    def _drop_group(self) -> None:
-        """Drop the group and staging memory: a broadcast that hangs in the old group may still write into it."""
-        if self._line is not None:
-            self._line.close()
-        if self._group is not None:
-            self._group.dispose()
-        self._line = self._group = None
-        self._staged.drop()

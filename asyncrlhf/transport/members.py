@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from asyncrlhf.transport.group import GRACE_SECONDS, BroadcastGroup, Line, LineClosedError, Message, collect
+from asyncrlhf.transport.control_line import GRACE_SECONDS, Line, LineClosedError, Message, collect
+from asyncrlhf.transport.group import BroadcastGroup
 from asyncrlhf.transport.protocol import LostReceiversError
 
 
@@ -18,6 +19,7 @@ class Members:
         self.epoch = epoch
         self.lines: dict[str, Line] = {}
         self.group: BroadcastGroup | None = None  # None without receivers
+        self._joined: set[str] = set()
         self._seconds = seconds
 
     def tell(self, message: Message, what: str) -> None:
@@ -34,14 +36,29 @@ class Members:
         """Wait until all have sent a message with the key ``kind``."""
         give_up_if(collect(self.lines, kind, seconds or self._seconds), what)
 
+    @property
+    def joining(self) -> dict[str, Line]:
+        """The lines of those that have not told yet that they joined."""
+        return {name: line for name, line in self.lines.items() if name not in self._joined}
+
+    def hear_joins(self, what: str, seconds: float) -> None:
+        """Wait so long for one that has joined, or for a loss."""
+        self._joined |= self._heard(self.joining, "joined", what, seconds)
+
     def watch(self, what: str, seconds: float) -> None:
         """Wait so long for a loss: for a receiver that ends, or that reports an error before all has been sent."""
-        waiting = [line for line in self.lines.values() if line.has_message]
-        waiting = waiting or select.select([*self.lines.values()], [], [], seconds)[0]
-        heard = {name: line for name, line in self.lines.items() if line in waiting}
-        if lost := collect(heard, "done", 1.0):  # that whose end starved these may be heard a moment later
-            rest = {name: line for name, line in self.lines.items() if name not in heard}
-            give_up_if(lost | collect(rest, "done", GRACE_SECONDS, needed=False), what)
+        self._heard(self.lines, "done", what, seconds)
+
+    @staticmethod
+    def _heard(lines: Mapping[str, Line], kind: str, what: str, seconds: float) -> set[str]:
+        """Wait so long for the first messages; returns the receivers whose message has the key ``kind``."""
+        waiting = [line for line in lines.values() if line.has_message]
+        waiting = waiting or select.select([*lines.values()], [], [], seconds)[0]
+        heard = {name: line for name, line in lines.items() if line in waiting}
+        if lost := collect(heard, kind, 1.0):  # that whose end starved these may be heard a moment later
+            rest = {name: line for name, line in lines.items() if name not in heard}
+            give_up_if(lost | collect(rest, kind, GRACE_SECONDS, needed=False), what)
+        return set(heard)
 
     def abort(self) -> list[str]:
         """Tell all that no more will be sent; returns those that give no answer in a moment: they hang."""

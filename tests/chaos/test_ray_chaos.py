@@ -228,15 +228,17 @@ def test_frozen_parts_are_named_and_replaced(
             await stop("evaluating", generator.actor)
 
     async def scoring(worker: RayAnnotator, *_: Any) -> None:
-        if controllers[0].state.version == 3:
+        if controllers[0].state.version >= 3:
             await stop("scoring", worker.actor)
 
     async def training(learner: RayLearner, *_: Any) -> None:
-        if controllers[0].state.version == 6:
+        step = controllers[0].state.version
+        if step >= 6 and "scoring" in struck and "training" not in struck:
             await stop("training", learner.ranks[0].actor)
-            await until(lambda: "Step 6 of 10" in "".join(status_lines(tmp_path, time.time())), "a status of step 6")
+            here = f"Step {step} of 10"
+            await until(lambda: here in "".join(status_lines(tmp_path, time.time())), f"the status {here!r}")
             status.extend(status_lines(tmp_path, time.time()))
-        if controllers[0].state.version == 9:
+        elif step == 9:
             await stop("writing", controllers[0]._runtime.records.actor)
 
     before(monkeypatch, RayGenerator, "generate", evaluating)
@@ -253,14 +255,14 @@ def test_frozen_parts_are_named_and_replaced(
     said = " ".join(capsys.readouterr().out.split())
     assert list(struck) == ["evaluating", "scoring", "training", "writing"]
     assert "Cause: generator-0 did not respond for 3 s, asked for generate" in said and "(ids -1, -2)" in said
-    assert said.count("No progress for") >= 2 and said.count("generator-0 is back") == 1
+    assert said.count("No progress for") >= 2 and said.count("generator-0 is back") == 1, said
     assert "reward-0 did not respond for 3 s, asked for annotate" in said
     assert "Held-out greedy accuracy at version 0" in said, "the replica that came back was asked again"
     assert status[0].endswith("trains.") and "Restarts: generator-0 1, reward-0 1." in status, status
     wait_until(lambda: not [p for p in struck.values() if is_alive(p)], "the end of the stopped processes")
     assert "The record writer did not respond for 3 s. Replacing it." in said
     assert re.search(r"learner-0 did not respond for 3 s, asked for \w+ \d+ s ago", said)
-    assert "The learner is back: from step 6 to the checkpoint of step 0" in said
+    assert re.search(r"The learner is back: from step [678] to the checkpoint of step 0", said)
     assert controllers[0].state.epoch == 1
     assert_each_step_trained_once(done, 10)
 

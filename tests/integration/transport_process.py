@@ -12,7 +12,7 @@ import torch
 
 from asyncrlhf.errors import WeightSyncError
 from asyncrlhf.transport.audit import tensor_digests
-from asyncrlhf.transport.collective import CollectiveReceiver
+from asyncrlhf.transport.collective_receiver import CollectiveReceiver
 from asyncrlhf.transport.group import BroadcastGroup
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrlhf.transport import group
-from asyncrlhf.transport.group import (
+from asyncrlhf.transport import control_line
+from asyncrlhf.transport.control_line import (
     Line,
     LineClosedError,
     admit,
@@ -139,7 +139,7 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting() -> None:
         line.send({"token": "secret", "name": "g0"})
         started = time.monotonic()
         admitted, hello = next(admit(server, "secret", lambda hello: hello.get("name") == "g0", 30.0))
-        assert time.monotonic() - started < group.HELLO_SECONDS, "those who say nothing were waited for"
+        assert time.monotonic() - started < control_line.HELLO_SECONDS, "those who say nothing were waited for"
         assert hello == {"name": "g0"}, "the token goes no further"
         line.send({"longer": "than a hello" * 10_000})
         assert admitted.poll(5.0) is not None
@@ -148,7 +148,7 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting() -> None:
 
 
 def test_a_crowd_of_silent_callers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "CALLERS", 4)
+    monkeypatch.setattr(control_line, "CALLERS", 4)
     with socket.create_server(("127.0.0.1", 0), backlog=256) as server:
         crowd = [socket.create_connection(server.getsockname()) for _ in range(40)]
         line = dial("{}:{}".format(*server.getsockname()), 5.0)

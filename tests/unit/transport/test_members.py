@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from asyncrlhf.transport import members
-from asyncrlhf.transport.group import Line
+from asyncrlhf.transport.control_line import Line
 from asyncrlhf.transport.members import Members
 from asyncrlhf.transport.protocol import LostReceiversError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from asyncrlhf.errors import WeightSyncError
-from asyncrlhf.transport import collective
-from asyncrlhf.transport.collective import CollectiveReceiver, CollectiveSender
+from asyncrlhf.transport import collective_receiver
+from asyncrlhf.transport.collective import CollectiveSender
+from asyncrlhf.transport.collective_receiver import CollectiveReceiver
+from asyncrlhf.transport.control_line import Line, Message
 from asyncrlhf.transport.group import BroadcastGroup
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, replica_name, worker_name
@@ -151,13 +153,102 @@ def test_a_receiver_that_gives_up_in_the_middle_is_named(groups: Groups) -> None
 def test_a_bucket_that_arrives_wrong_is_named(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
     groups.connect(1, "a/0")
     ticket = groups.ticket(1, 1)
-    original = collective.view_of
-    monkeypatch.setattr(collective, "view_of", lambda entry, bucket: original(entry, bucket) * 2)
+    original = collective_receiver.view_of
+    monkeypatch.setattr(collective_receiver, "view_of", lambda entry, bucket: original(entry, bucket) * 2)
     sending = groups.pool.submit(groups.sender.transfer, ticket)
     with pytest.raises(WeightSyncError, match=r"Bucket 0 of version 1 arrived at a/0 .*it holds layer0"):
         taken(groups.receivers["a/0"], ticket)
     with pytest.raises(LostReceiversError):
         sending.result(timeout=60)
+
+
+def test_a_call_that_waits_in_the_old_group_leaves_the_new_one_alone(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old sender is frozen: its receiver waits for a version when the next sender's group forms."""
+    groups.connect(1, "g")
+    receiver, old = groups.receivers["g"], groups.sender
+    waiting = groups.pool.submit(receiver.receive, groups.ticket(1, 1))
+    new = CollectiveSender(old.manifest, timeout_seconds=groups.seconds, wire=Wire(checksum=True))
+    endpoint, sent = new.listen("127.0.0.1"), Line.send
+
+    def send(self: Line, message: Message) -> None:
+        if message.get("epoch") == 2:  # in the new group's hello: the old call ends first, and cleans up
+            with pytest.raises(WeightSyncError, match="Version 1"):
+                waiting.result(timeout=60)
+        sent(self, message)
+
+    monkeypatch.setattr(Line, "send", send)
+    joining = groups.pool.submit(receiver.connect, endpoint, 1, 2, 2, "g")
+    new.connect(endpoint, ["g"], 2)
+    joining.result(timeout=60)
+    new.snapshot(2, model(2))
+    sending = groups.pool.submit(new.transfer, new.ticket())
+    check(dict(receiver.receive(new.ticket())), 2)
+    sending.result(timeout=60)
+    new.close()
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> tuple[threading.Event, threading.Event]:
+    """These ranks' groups wait to form: an event when one does, and one that lets them go on."""
+    begun, let, original = threading.Event(), threading.Event(), BroadcastGroup.__init__
+
+    def init(self: BroadcastGroup, store: Any, backend: str, rank: int, *arguments: Any) -> None:
+        if rank in ranks and not let.is_set():
+            begun.set()
+            assert let.wait(60)
+        original(self, store, backend, rank, *arguments)
+
+    monkeypatch.setattr(BroadcastGroup, "__init__", init)
+    return begun, let
+
+
+def test_a_receiver_that_ends_while_the_group_forms_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(seconds=600.0)
+    begun, let = slow(monkeypatch, [0, 1])
+    receiver = CollectiveReceiver(timeout_seconds=600.0)
+    joining = groups.pool.submit(receiver.connect, groups.endpoint, 1, 2, 1, "g")
+    forming = groups.pool.submit(groups.sender.connect, groups.endpoint, ["g"], 1)
+    assert begun.wait(60)
+    receiver.close()
+    with pytest.raises(LostReceiversError, match="epoch 1 could not form: g died or dropped the connection"):
+        forming.result(timeout=60)
+    with pytest.raises(WeightSyncError, match="g could not join the weight group of epoch 1: the sender refused"):
+        joining.result(timeout=60)
+    let.set()
+    groups.pool.submit(groups.connect, 2, "g").result(timeout=60)
+    groups.close()
+
+
+def test_a_receiver_does_not_wait_for_a_group_that_its_sender_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two receivers one ends; the other joins the next group at once, and the end of its first call, which comes
+    late, leaves that group alone."""
+    groups = Groups(seconds=600.0)
+    begun, let = slow(monkeypatch, [0, 1, 2])
+    stays, ends = (CollectiveReceiver(timeout_seconds=600.0) for _ in range(2))
+    joins = [
+        groups.pool.submit(receiver.connect, groups.endpoint, rank, 3, 1, name)
+        for rank, receiver, name in ((1, stays, "stays"), (2, ends, "ends"))
+    ]
+    forming = groups.pool.submit(groups.sender.connect, groups.endpoint, ["stays", "ends"], 1)
+    assert begun.wait(60)
+    ends.close()
+    with pytest.raises(LostReceiversError, match="ends died") as caught:
+        forming.result(timeout=60)
+    assert list(caught.value.receivers) == ["ends"]
+    for join in joins:
+        with pytest.raises(WeightSyncError, match="could not join the weight group of epoch 1"):
+            join.result(timeout=60)
+    let.set()
+    again = groups.pool.submit(stays.connect, groups.endpoint, 1, 2, 2, "stays")
+    groups.pool.submit(groups.sender.connect, groups.endpoint, ["stays"], 2).result(timeout=60)
+    again.result(timeout=60)
+    ticket = groups.ticket(1, 2)
+    sending = groups.pool.submit(groups.sender.transfer, ticket)
+    check(dict(stays.receive(ticket)), 1)
+    sending.result(timeout=60)
+    stays.close()
+    groups.close()
 
 
 def test_a_group_over_which_no_byte_passes_is_not_waited_for() -> None:
