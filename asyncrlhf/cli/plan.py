@@ -36,7 +36,9 @@ DECIDES = {
     "generator.vllm.tensor_parallel_size": "tensor", "generator.vllm.pipeline_parallel_size": "pipeline",
     "generator.slots": "slots", "learner.ranks": "ranks", "learner": "sharding", "learner.zero_stage": "sharding",
     "learner.sharding": "sharding", "learner.sequence_parallel_size": "sequence_parallel",
-    "learner.zero_offload": "offload", "learner.gradient_checkpointing": "checkpointing", "async": "max_staleness",
+    "learner.tensor_parallel_size": "learner_tensor", "learner.context_parallel_size": "context_parallel",
+    "learner.pipeline_parallel_size": "learner_pipeline", "learner.zero_offload": "offload",
+    "learner.gradient_checkpointing": "checkpointing", "async": "max_staleness",
     "async.mode": "max_staleness", "async.max_staleness": "max_staleness", "weights.publish_every": "publish_every",
 }  # fmt: skip
 

@@ -82,6 +82,9 @@ def layout_of(config: RunConfig, here: bool) -> Layout:
         max_staleness=config.async_.bound,
         publish_every=config.weights.publish_every,
         batch_size=config.batch_size,
+        learner_tensor=own.tensor_parallel_size,
+        context_parallel=own.context_parallel_size,
+        learner_pipeline=own.pipeline_parallel_size,
     )
 
 
@@ -119,10 +122,12 @@ def space_of(subject: Subject, options: argparse.Namespace, config: RunConfig, k
     learners = [
         replace(base, ranks=ranks, learner_on=group, **more)
         for group in range(len(devices))
-        for ranks in values("ranks", *counts(min(most, config.batch_size // config.num_generations)))
+        for ranks in values("ranks", *counts(most))
         if ranks <= devices[group]
-        for more in ([{}] if here else _learners(subject, ranks, values))
+        for more in ([{}] if here else _learners(subject, ranks, values, subject.clusters[group].per_node))
     ]
+    groups = config.batch_size // config.num_generations
+    learners = [layout for layout in learners if layout.shares <= groups]  # each share takes whole groups of a batch
     try:
         return Space(learners, generators, devices, axes, [keeps(said) for said in options.keep])
     except ValueError as error:
@@ -134,14 +139,24 @@ def _tensors(subject: Subject, per_node: int) -> list[int]:
     return [t for t in (1, 2, 4, 8) if t <= per_node and not shape.heads % t and not shape.kv_heads % t]
 
 
-def _learners(subject: Subject, ranks: int, values: Callable[..., tuple[Any, ...]]) -> list[Mapping[str, Any]]:
-    """The possible fields of a learner layout with this number of ranks."""
+def _learners(
+    subject: Subject, ranks: int, values: Callable[..., tuple[Any, ...]], per_node: int
+) -> list[Mapping[str, Any]]:
+    """The possible fields of a learner layout with this number of ranks. Ranks that divide matrices share a node."""
+    shape = subject.shape
     return [
-        {"sharding": sharding, "sequence_parallel": parallel, "offload": offload, "checkpointing": checkpointing,
-         "services": services}
+        {"sharding": sharding, "sequence_parallel": parallel, "learner_tensor": tensor, "context_parallel": context,
+         "learner_pipeline": pipeline, "offload": offload, "checkpointing": checkpointing, "services": services}
         for sharding in values("sharding", *(("0",) if ranks == 1 else ("0", "1", "2", "3", "fsdp2")))
         for parallel in values("sequence_parallel", 1, 2, 4)
-        if parallel == 1 or (sharding in "123" and not ranks % parallel and not subject.shape.heads % parallel)
+        if parallel == 1 or (sharding in "123" and not ranks % parallel and not shape.heads % parallel)
+        for tensor in values("learner_tensor", *_tensors(subject, per_node))
+        if tensor == 1 or sharding in ("0", "fsdp2")
+        for context in values("context_parallel", 1, 2, 4)
+        if context == 1 or sharding in ("0", "fsdp2")
+        for pipeline in values("learner_pipeline", 1, 2, 4, 8)
+        if pipeline == 1 or (sharding == "0" and context == 1 and pipeline <= shape.layers)
+        if not ranks % (parallel * tensor * context * pipeline)
         for offload in values("offload", False, True)
         if not offload or sharding in "123"
         for checkpointing in values("checkpointing", False, True)

@@ -16,6 +16,7 @@ from asyncrlhf.cluster.parts import placement_plan, specs
 from asyncrlhf.config.conversion import to_plain
 from asyncrlhf.config.run_config import RunConfig
 from asyncrlhf.data.checkpoint_folder import load_tokenizer
+from asyncrlhf.learner.layout_checks import PARALLEL
 from asyncrlhf.orchestrator.controller import Controller, Outcome
 from asyncrlhf.orchestrator.heldout import HeldOut
 from asyncrlhf.records.callbacks import Callbacks
@@ -35,6 +36,12 @@ OVERRIDES = (
     "learner.gpus=0",
     "learner.ranks=1",
     "learner.backend=torch",
+    "learner.sharding=none",
+    "learner.dp_replicate_size=1",
+    "learner.gradient_reduction=microbatch",
+    "learner.zero_stage=0",
+    "learner.zero_offload=none",
+    *(f"learner.{size}=1" for size in PARALLEL),
     "learner.virtual_step_seconds=0",
     "weights.transport=auto",
     "weights.disk_path=''",

@@ -17,7 +17,10 @@ FINALISTS = 6  # candidates simulated with all seeds
 VARIANTS = 3  # fastest learner layouts kept per number of ranks
 HOPELESS = 1.5  # times the shortest step by the closed forms; slower layouts are not simulated
 TIE = 0.01  # share of a step by which seeds differ
-LEARNER = ("ranks", "sharding", "sequence_parallel", "offload", "checkpointing", "services")
+LEARNER = (
+    "ranks", "sharding", "sequence_parallel", "offload", "checkpointing", "services", "learner_tensor",
+    "context_parallel", "learner_pipeline",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,14 @@ def choose(
     Raises ValueError with one sentence if no layout remains.
     """
     refused: dict[str, str] = {}
-    learners = _variants(space, subject, valid, refused)
-    ranked = _ranked(replace(space, learners=learners), subject, refused)
+
+    def passes(layout: Layout) -> bool:
+        if (sentence := valid(layout)) is not None:
+            refused.setdefault(sentence, sentence)
+        return sentence is None
+
+    learners = _variants(space, subject, passes, refused)
+    ranked = _ranked(replace(space, learners=learners), subject, passes, refused)
     if not ranked:
         why = f", for example: {next(iter(refused.values()))}" if refused else ""
         raise ValueError(f"no layout fits these devices{why}" if why else "no layout is left to choose from")
@@ -83,12 +92,8 @@ def choose(
     for layout, guess in ranked:
         if len(tried) == simulated:
             break
-        if (sentence := valid(layout)) is not None:
-            refused.setdefault(sentence, sentence)
-            continue
-        tried.append(Candidate(layout, guess, simulate(layout, SEEDS[0])))
-    if not tried:
-        raise ValueError(f"no layout passes the config's checks, for example: {next(iter(refused.values()))}")
+        if passes(layout):
+            tried.append(Candidate(layout, guess, simulate(layout, SEEDS[0])))
 
     def doubted(candidate: Candidate) -> float:
         return candidate.seconds * subject.doubt(candidate.layout)
@@ -113,7 +118,7 @@ def _averaged(candidate: Candidate, simulate: Callable[[Layout, int], Figures]) 
 
 
 def _variants(
-    space: Space, subject: Subject, valid: Callable[[Layout], str | None], refused: dict[str, str]
+    space: Space, subject: Subject, passes: Callable[[Layout], bool], refused: dict[str, str]
 ) -> list[Layout]:
     """For each number of ranks the fastest learner layouts that fit, and the one with the least memory: their other
     fields affect only the learner's seconds and bytes."""
@@ -126,11 +131,6 @@ def _variants(
         else:
             found.setdefault((layout.learner_on, layout.ranks, layout.services), []).append(layout)
 
-    def passes(layout: Layout) -> bool:
-        if (sentence := valid(layout)) is not None:
-            refused.setdefault(sentence, sentence)
-        return sentence is None
-
     kept = dict[Layout, None]()
     for group in found.values():
         seconds = {layout: costs_of(layout, subject).train(lengths) for layout in group}
@@ -140,9 +140,11 @@ def _variants(
     return list(kept)
 
 
-def _ranked(space: Space, subject: Subject, refused: dict[str, str]) -> list[tuple[Layout, Estimate]]:
+def _ranked(
+    space: Space, subject: Subject, passes: Callable[[Layout], bool], refused: dict[str, str]
+) -> list[tuple[Layout, Estimate]]:
     """Layouts that fit and satisfy ``keeps``, best first, alternating between staleness bounds because the closed
-    forms compare bounds least accurately."""
+    forms compare bounds least accurately; none that is hopeless beside the best one that ``passes``."""
     trained: dict[tuple[Any, ...], float] = {}
     by_bound: dict[int, list[tuple[Layout, Estimate]]] = {}
     for seen, layout in enumerate(
@@ -165,6 +167,7 @@ def _ranked(space: Space, subject: Subject, refused: dict[str, str]) -> list[tup
 
     for entries in by_bound.values():
         entries.sort(key=lambda e: (each(e), e[0].devices, e[0].publish_every, e[0].slots))
-    least = min((each(entries[0]) for entries in by_bound.values()), default=0.0)
+    firsts = (next((e for e in entries if passes(e[0])), None) for entries in by_bound.values())
+    least = min((each(entry) for entry in firsts if entry is not None), default=0.0)
     turns = zip_longest(*(by_bound[bound] for bound in sorted(by_bound)))
     return [e for turn in turns for e in turn if e is not None and each(e) <= HOPELESS * least]

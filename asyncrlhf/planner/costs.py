@@ -62,7 +62,7 @@ def broadcast(link: Link, ranks: int, size: float) -> float:
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of a generator replica of ``tensor`` x ``pipeline`` devices, of a learner of ``ranks`` in ``layout``
-    (memory.LEARNER's names) and of publishing between them."""
+    (memory.LEARNER's names) with ``parts`` ranks per copy of the layers, and of publishing between them."""
 
     shape: ModelShape
     cluster: Cluster
@@ -72,6 +72,7 @@ class CostModel:
     layout: str = "0"
     checkpointing: bool = True
     replicas: int = 1
+    parts: int = 1
     fitted: Coefficients = field(default_factory=Coefficients)
 
     def decode(self, running: int, context: float) -> float:
@@ -82,10 +83,7 @@ class CostModel:
         each = max(1, math.ceil(running / self.pipeline))  # one microbatch per stage keeps all stages busy
         flops = 2.0 * shape.parameters * each + 4.0 * shape.layers * shape.hidden * each * context
         read = 2.0 * shape.parameters + each * context * shape.kv_bytes
-        stage = max(
-            flops / (self.tensor * device.flops * fitted.compute),
-            read / (self.tensor * device.bandwidth * fitted.memory),
-        )
+        stage = max(flops / (device.flops * fitted.compute), read / (device.bandwidth * fitted.memory)) / self.tensor
         sums = 2 * shape.layers * all_reduce(self.cluster.link(self.tensor), self.tensor, 2.0 * each * shape.hidden)
         return max(shape.layers * fitted.layer, stage + sums) + (self.pipeline - 1) * fitted.hop
 
@@ -93,9 +91,8 @@ class CostModel:
         """Seconds that prompts of ``tokens`` tokens in all add to an iteration."""
         if not tokens:
             return 0.0
-        return forward_flops(self.shape, [tokens]) / (
-            self.tensor * self.pipeline * self.cluster.device.flops * self.fitted.compute
-        )
+        speed = self.tensor * self.pipeline * self.cluster.device.flops * self.fitted.compute
+        return forward_flops(self.shape, [tokens]) / speed
 
     def forward(self, lengths: Sequence[int], devices: int) -> float:
         """Seconds of a pass over sequences of these lengths, shared by ``devices``."""
@@ -103,25 +100,22 @@ class CostModel:
 
     def train(self, lengths: Sequence[int]) -> float:
         """Seconds of one step over sequences of these lengths in tokens."""
-        compute = train_flops(self.shape, lengths, checkpointing=self.checkpointing) / (
-            self.ranks * self.cluster.device.flops * self.fitted.compute
-        )
+        speed = self.ranks * self.cluster.device.flops * self.fitted.compute
+        compute = train_flops(self.shape, lengths, checkpointing=self.checkpointing) / speed
         return compute + max(0.0, self._communication() - self.fitted.overlap * compute)
 
     def _communication(self) -> float:
         """Seconds per step of collectives: gradients, and with sharded weights also the weights of each pass."""
-        if self.ranks == 1:
+        if (ranks := self.ranks // self.parts) == 1:
             return 0.0
-        link, size = self.cluster.link(self.ranks), 2.0 * self.shape.parameters
-        if self.layout in ("3", "fsdp2"):
-            return 3 * all_gather(link, self.ranks, size)
-        return all_reduce(link, self.ranks, 2 * size)
+        link, size = self.cluster.link(self.ranks), 2.0 * self.shape.parameters / self.parts
+        return 3 * all_gather(link, ranks, size) if self.layout in ("3", "fsdp2") else all_reduce(link, ranks, 2 * size)
 
     @property
     def snapshot(self) -> float:
         """Seconds for which a publish blocks the learner: shards are gathered, whole weights are copied."""
         size = 2.0 * self.shape.parameters
-        if self.layout in ("3", "fsdp2"):
+        if self.layout in ("3", "fsdp2") or self.parts > 1:
             return all_gather(self.cluster.link(self.ranks), self.ranks, size)
         return 2 * size / (self.cluster.device.bandwidth * self.fitted.memory)
 
@@ -129,11 +123,8 @@ class CostModel:
     def transfer(self) -> float:
         """Seconds to send the weights to all replicas, concurrently with the next step."""
         receivers = 1 + self.replicas * self.tensor * self.pipeline
-        return broadcast(
-            self.cluster.inter if receivers > self.cluster.per_node else self.cluster.intra,
-            receivers,
-            2.0 * self.shape.parameters,
-        )
+        link = self.cluster.inter if receivers > self.cluster.per_node else self.cluster.intra
+        return broadcast(link, receivers, 2.0 * self.shape.parameters)
 
     @property
     def load(self) -> float:

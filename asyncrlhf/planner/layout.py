@@ -20,6 +20,7 @@ class Layout:
 
     Args:
         sharding: 0 (each rank holds everything), 1, 2, 3 (DeepSpeed's ZeRO) or fsdp2.
+        learner_tensor, context_parallel, learner_pipeline: the learner's, with sharding 0 or fsdp2 (a pipeline: 0).
         services: number of devices for each of the reference and critic services; 0: the learner holds both models.
         max_staleness: 0 is ``async.mode=sync``.
         generators_on: index of the device group that holds the generators; ``learner_on`` likewise.
@@ -41,6 +42,19 @@ class Layout:
     batch_size: int = 128
     generators_on: int = 0
     learner_on: int = 0
+    learner_tensor: int = 1
+    context_parallel: int = 1
+    learner_pipeline: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Ranks that hold different parts of a layer, or other layers."""
+        return self.learner_tensor * self.learner_pipeline
+
+    @property
+    def shares(self) -> int:
+        """Shares of a batch that the learner's ranks take."""
+        return self.ranks // (self.parts * self.context_parallel * self.sequence_parallel)
 
     @property
     def generator_devices(self) -> int:
@@ -88,6 +102,9 @@ def overrides(layout: Layout, *, gpus: bool, kinds: Sequence[str] = ()) -> list[
             "learner.zero_stage": int(layout.sharding) if deepspeed else 0,
             "learner.sharding": "fsdp2" if layout.sharding == "fsdp2" else "none",
             "learner.sequence_parallel_size": layout.sequence_parallel,
+            "learner.tensor_parallel_size": layout.learner_tensor,
+            "learner.context_parallel_size": layout.context_parallel,
+            "learner.pipeline_parallel_size": layout.learner_pipeline,
             "learner.zero_offload": "cpu" if layout.offload else "none",
             "learner.gradient_checkpointing": layout.checkpointing,
             "learner.mixed_precision": "bfloat16",

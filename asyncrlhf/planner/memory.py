@@ -48,28 +48,23 @@ def layout_bytes(parameters: float, layout: str, ranks: int, dtype: str = "bfloa
 
 
 def learner_bytes(
-    shape: ModelShape,
-    layout: str,
-    ranks: int,
-    tokens: int,
-    *,
-    dtype: str = "bfloat16",
-    checkpointing: bool = True,
-    sequence_parallel: int = 1,
-    frozen: int = 0,
-) -> Bytes:
-    """One rank with microbatches of ``tokens``; ``frozen``: number of frozen models on it, sharded like the policy."""
+    shape: ModelShape, layout: str, ranks: int, tokens: int, *, dtype: str = "bfloat16", checkpointing: bool = True,
+    sequence_parallel: int = 1, tensor: int = 1, pipeline: int = 1, frozen: int = 0,
+) -> Bytes:  # fmt: skip
+    """One rank with microbatches of ``tokens``, which ``sequence_parallel`` ranks divide; ``frozen``: number of frozen
+    models on it, sharded like the policy. A pipeline's first stage has as many microbatches in flight as stages."""
     width, own = (2 if dtype == "bfloat16" else 4), tokens / sequence_parallel
-    gathered = shape.block_parameters * width if layout in ("3", "fsdp2") else 0.0
-    layer = 17.0 * width * own * shape.hidden  # 34 bytes per token and channel in bfloat16
+    gathered = shape.block_parameters / tensor * width if layout in ("3", "fsdp2") else 0.0
+    layer = 17.0 * width * own * shape.hidden / tensor  # 34 bytes per token and channel in bfloat16
+    parameters, ranks = shape.parameters / (tensor * pipeline), ranks // (tensor * pipeline)
     kept = width * own * shape.layers * shape.hidden if checkpointing else shape.layers * layer
     share = ranks if layout in ("3", "fsdp2") else 1
     return Bytes(
         {
-            "weights and optimizer": layout_bytes(shape.parameters, layout, ranks, dtype) + gathered,
+            "weights and optimizer": layout_bytes(parameters, layout, ranks, dtype) + gathered,
             "activations": kept + (layer if checkpointing else 0.0),
             "logits": 4.0 * min(own * shape.vocabulary, MAX_LOGITS),
-            "frozen models": frozen * shape.parameters * width / share,
+            "frozen models": frozen * parameters * width / share,
         }
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from asyncrlhf.planner.costs import CostModel, all_gather, forward_flops
+from asyncrlhf.planner.costs import CostModel, all_gather, all_reduce, forward_flops
 from asyncrlhf.planner.layout import Layout
 from asyncrlhf.planner.memory import Bytes, generator_bytes, layout_bytes, learner_bytes
 from asyncrlhf.planner.queueing import steady
@@ -64,16 +64,15 @@ class CatalogueCosts:
     Args:
         asks: forward passes of the learner over the batch for models beside the policy.
         trains: number of models trained: two with a critic.
-        host_bytes: bytes per step between the learner's devices and their hosts.
+        token_budget: packed tokens per pass of the learner.
     """
 
     generators: CostModel
     learner: CostModel
+    layout: Layout
     asks: int = 0
     trains: int = 1
-    services: int = 0
-    sequence_parallel: int = 1
-    host_bytes: float = 0.0
+    token_budget: int = 4096
     submit: float = MESSAGE
     collect: float = MESSAGE
     call: float = 0.0
@@ -86,14 +85,28 @@ class CatalogueCosts:
         return self.generators.prefill(tokens)
 
     def train(self, lengths: Sequence[int]) -> float:
-        model, link = self.learner, self.learner.cluster.link(self.sequence_parallel)
-        moved = 2.0 * model.shape.hidden * sum(lengths) / model.ranks  # activations of a share, in bfloat16
-        exchange = 4 * 3 * model.shape.layers * all_gather(link, self.sequence_parallel, moved)  # q, k, v, o; 3 passes
+        model, cut = self.learner, self.layout
         own = self.trains * model.train(lengths) + self.asks * model.forward(lengths, model.ranks)
-        return own + exchange + self.host_bytes / HOST_LINK
+        share = sum(lengths) / cut.shares
+        bubble = (cut.learner_pipeline - 1) / max(1.0, share / self.token_budget)  # of 1F1B, per microbatch
+        host = 16.0 * model.shape.parameters / model.ranks if cut.offload else 0.0
+        return own * (1 + bubble) + self._exchange(share / cut.context_parallel) + host / HOST_LINK
+
+    def _exchange(self, tokens: float) -> float:
+        """Seconds of a step's exchanges of activations in bfloat16, by a rank with so many ``tokens``, in each of
+        ``passes`` through its layers: two all-reduces of hidden states per layer with tensor parallelism (Megatron,
+        1909.08053), q, k, v and o with Ulysses (2309.14509), keys and values round a ring with context parallelism."""
+        shape, cut, link = self.learner.shape, self.layout, self.learner.cluster.link
+        passes, layers = (4 if cut.checkpointing else 3), shape.layers / cut.learner_pipeline
+        hidden, size, near = 2.0 * shape.hidden * tokens, cut.sequence_parallel, cut.learner_tensor
+        heads = 4 * all_gather(link(size), size, hidden / size)
+        sums = 2 * all_reduce(link(near), near, hidden)
+        ring = cut.context_parallel * near  # ranks along tensor are neighbours
+        turns, kv = cut.context_parallel - 1, shape.kv_bytes * tokens / (shape.layers * near)
+        return passes * layers * (heads + sums + turns * (link(ring).latency + kv / link(ring).bandwidth))
 
     def score(self, kind: str, rollouts: int, tokens: int) -> float:
-        if kind == "reward" or not self.services:
+        if kind == "reward" or not self.layout.services:
             return MESSAGE
         device, fitted = self.generators.cluster.device, self.generators.fitted
         each = round(tokens / max(rollouts, 1))
@@ -131,24 +144,12 @@ def costs_of(layout: Layout, subject: Subject) -> Any:
         base, token = fitted.train_terms
         return replace(fitted, train_terms=(base, token * subject.base.ranks / layout.ranks))
     model = CostModel(
-        subject.shape,
-        subject.clusters[layout.generators_on],
-        layout.tensor,
-        layout.pipeline,
-        layout.ranks,
-        layout.sharding,
-        layout.checkpointing,
-        layout.replicas,
-    )
-    return CatalogueCosts(
-        model,
-        replace(model, cluster=subject.clusters[layout.learner_on]),
-        asks=0 if layout.services else len(subject.kinds),
-        trains=2 if "critic" in subject.kinds else 1,
-        services=layout.services,
-        sequence_parallel=layout.sequence_parallel,
-        host_bytes=16.0 * subject.shape.parameters / layout.ranks if layout.offload else 0.0,
-    )
+        subject.shape, subject.clusters[layout.generators_on], layout.tensor, layout.pipeline, layout.ranks,
+        layout.sharding, layout.checkpointing, layout.replicas, layout.parts,
+    )  # fmt: skip
+    learner, asks = replace(model, cluster=subject.clusters[layout.learner_on]), len(subject.kinds)
+    trains = 1 + ("critic" in subject.kinds)
+    return CatalogueCosts(model, learner, layout, 0 if layout.services else asks, trains, subject.token_budget)
 
 
 def bytes_of(layout: Layout, subject: Subject) -> tuple[Bytes, Bytes]:
@@ -157,18 +158,15 @@ def bytes_of(layout: Layout, subject: Subject) -> tuple[Bytes, Bytes]:
     held = layout.slots * (work.prompt + work.mean)
     generator = generator_bytes(shape, held, layout.tensor, layout.pipeline, dtype=subject.dtype)
     learner = learner_bytes(
-        shape,
-        layout.sharding,
-        layout.ranks,
-        max(subject.token_budget, round(work.prompt) + work.longest),
-        dtype=subject.dtype,
-        checkpointing=layout.checkpointing,
-        sequence_parallel=layout.sequence_parallel,
+        shape, layout.sharding, layout.ranks, max(subject.token_budget, round(work.prompt) + work.longest),
+        dtype=subject.dtype, checkpointing=layout.checkpointing, tensor=layout.learner_tensor,
+        sequence_parallel=layout.sequence_parallel * layout.context_parallel, pipeline=layout.learner_pipeline,
         frozen=int("reference" in subject.kinds and not layout.services),
-    )
+    )  # fmt: skip
     parts = dict(learner.parts)
     if "critic" in subject.kinds:
-        parts["critic"] = layout_bytes(shape.parameters, layout.sharding, layout.ranks, subject.dtype)
+        ranks = layout.ranks // layout.parts
+        parts["critic"] = layout_bytes(shape.parameters / layout.parts, layout.sharding, ranks, subject.dtype)
     if layout.offload:
         parts["weights and optimizer"] -= 12.0 * shape.parameters / layout.ranks  # master weights and moments
     return generator, Bytes(parts)
@@ -195,7 +193,9 @@ def rank_refusal(layout: Layout, subject: Subject) -> str | None:
     school = subject.clusters[layout.learner_on].device
     parts = {**learner.parts, **({"sleeping generators": ASLEEP} if layout.placement == "flatten" else {})}
     stage = {"0": "whole", "fsdp2": "FSDP2"}.get(layout.sharding, f"ZeRO-{layout.sharding}")
-    more = ", checkpointed" * layout.checkpointing + ", offloaded" * layout.offload
+    cut = {"tensor": layout.learner_tensor, "context": layout.context_parallel, "pipeline": layout.learner_pipeline}
+    more = "".join(f", {name} parallel {size}" for name, size in cut.items() if size > 1)
+    more += ", checkpointed" * layout.checkpointing + ", offloaded" * layout.offload
     return Bytes(parts).refusal(school.memory, f"A learner rank of {layout.ranks} ({stage}{more}) on {school.name}")
 
 
@@ -226,8 +226,8 @@ def estimate(layout: Layout, subject: Subject, train: float | None = None) -> Es
     stall = costs.snapshot / layout.publish_every
     publish = costs.snapshot + costs.transfer + costs.load
     generation = batch / rate + costs.load / layout.publish_every
+    made = alone if layout.max_staleness == 0 else generation
     if layout.placement == "flatten":
-        made = alone if layout.max_staleness == 0 else generation
         step = made + train + publish / layout.publish_every
     else:
         way = (alone + train + publish) / (layout.max_staleness + 1)
@@ -235,12 +235,6 @@ def estimate(layout: Layout, subject: Subject, train: float | None = None) -> Es
     settled = steady(
         rate, batch / train, batch, layout.in_flight, layout.max_staleness, _longest(work, subject.siblings)
     )
-    return Estimate(
-        step,
-        train,
-        alone if layout.max_staleness == 0 else generation,
-        publish,
-        max(0.0, 1 - (train + stall) / step),
-        max(0.0, 1 - generation / step),
-        min(float(layout.max_staleness), sum(settled.staleness) / 2),
-    )
+    idle, held_back = max(0.0, 1 - (train + stall) / step), max(0.0, 1 - generation / step)
+    staleness = min(float(layout.max_staleness), sum(settled.staleness) / 2)
+    return Estimate(step, train, made, publish, idle, held_back, staleness)

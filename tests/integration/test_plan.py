@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -123,6 +124,26 @@ def test_two_groups_of_devices_name_the_nodes_of_each_side(tmp_path: Path) -> No
     assert load_config([f"--config-dir={tmp_path}", "experiment=two"]).cluster == config.cluster
     alone = replace(task, subject=replace(subject, clusters=clusters[:1]))
     assert changed(task.settings, *alone.overrides(replace(layout, generators_on=0))).cluster.node_labels is None
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"learner.tensor_parallel_size": 2, "learner.sharding": "fsdp2"}, {"learner.context_parallel_size": 2},
+        {"learner.pipeline_parallel_size": 2, "learner.sharding": "none"},
+        {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
+    ],
+)  # fmt: skip
+def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(tmp_path: Path, cut: dict[str, Any]) -> None:
+    """A batch of two groups on four ranks: each group is a share of two ranks, which the plan's file says to train."""
+    given = [f"{key}={value}" for key, value in cut.items()]
+    words = ["batch_size=16", "num_generations=8", "learner.ranks=4", *given]
+    where = ["--gpus", "8", "--device", "L4", "--per-node", "8", "--simulate", "2"]
+    assert main(["plan", *where, "--mean-length", "40", "--out", str(tmp_path / "cut"), *words]) == 0
+    config = load_config([f"--config-dir={tmp_path}", "experiment=cut"])
+    assert config.learner.ranks == 4 and config.learner.shares == 2
+    for key, value in cut.items():
+        assert getattr(config.learner, key.partition(".")[2]) == value
 
 
 @pytest.mark.parametrize(

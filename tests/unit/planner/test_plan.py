@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -114,9 +115,65 @@ def test_bytes_of_both_sides_are_exact() -> None:
     assert kept["float32"]["activations"] == 2 * kept["bfloat16"]["activations"]
 
 
+@pytest.mark.parametrize(
+    ("cut", "held", "layer", "tokens"),
+    [
+        ({"learner_tensor": 2}, 16 / 2, 1 / 2, 1.0), ({"learner_pipeline": 4}, 16 / 4, 1.0, 1.0),
+        ({"learner_tensor": 2, "learner_pipeline": 2}, 16 / 4, 1 / 2, 1.0),
+        ({"context_parallel": 4}, 16.0, 1.0, 1 / 4),
+        ({"learner_tensor": 2, "context_parallel": 2, "sharding": "fsdp2"}, 16 / 8, 1 / 2, 1 / 2),
+    ],
+)  # fmt: skip
+def test_ranks_that_divide_layers_hold_their_parts(
+    cut: Mapping[str, Any], held: float, layer: float, tokens: float
+) -> None:
+    """Bytes per parameter on one of 8 ranks, the part of a layer in it, and of a microbatch's tokens
+    (docs/learners.md)."""
+    subject = Subject(LLAMA_8B, Workload(100.0, 500.0, 0.0, 500), 8, (nodes_for("H100", 8),), Layout())
+    _, learner = bytes_of(Layout(ranks=8, checkpointing=True, **cut), subject)
+    gathered = 2 * LLAMA_8B.block_parameters * layer if "sharding" in cut else 0
+    assert learner.parts["weights and optimizer"] == pytest.approx(held * LLAMA_8B.parameters + gathered)
+    activations = (
+        4096 * tokens * 4096 * (2 * 32 + 34 * layer)
+    )  # of the token budget: each layer's input, one layer whole
+    assert learner.parts["activations"] == pytest.approx(activations)
+
+
+def trained(shape: ModelShape, tokens: int, link: Link, budget: int = 10**9, **layout: Any) -> float:
+    """Seconds of a step of one model over ``tokens`` in all, on devices of 1e12 FLOP/s in use."""
+    device = Device("computes", 2.5e12, 1e12, 1e15)
+    subject = Subject(
+        shape, FLAT, 1, (Cluster(device, 8, 8, link, link),), Layout(), token_budget=budget, kinds=()
+    )  # fmt: skip
+    return costs_of(Layout(**layout), subject).train([1] * tokens)  # type: ignore[no-any-return]
+
+
+def test_each_way_to_divide_a_layer_costs_what_it_sends() -> None:
+    """Seconds of 1,000 tokens through 32 layers of 4,096 channels over a link of 1e9 bytes/s, added up by hand: three
+    passes, hidden states of 8,192 bytes a token, keys and values of 4,096."""
+    free, slow = Link(0.0, 1e18), Link(0.0, 1e9)
+    two = trained(LLAMA_8B, 1000, free, ranks=2, learner_tensor=2)
+    assert two == pytest.approx(trained(LLAMA_8B, 1000, free) / 2)
+    sums = trained(LLAMA_8B, 1000, slow, ranks=2, learner_tensor=2) - two
+    assert sums == pytest.approx(3 * 32 * 2 * 1000 * 8192 / 1e9), "a ring of two sends all bytes once"
+    gradients = trained(LLAMA_8B, 1000, slow, ranks=2) - two  # what compute does not hide
+    ring = trained(LLAMA_8B, 1000, slow, ranks=2, context_parallel=2) - two
+    assert ring - gradients == pytest.approx(3 * 32 * 500 * 4096 / 1e9)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_microbatches() -> None:
+    free = Link(0.0, 1e18)
+    plain = trained(LLAMA_8B, 1000, free) / 4
+    for budget, microbatches in ((1000, 1), (250, 4), (10, 100)):
+        seconds = trained(LLAMA_8B, 1000, free, budget, ranks=4, learner_pipeline=4)
+        assert seconds == pytest.approx(plain * (1 + 3 / microbatches))
+
+
 def test_what_is_too_large_is_named() -> None:
     work = Workload(100.0, 500.0, 0.5, 1000)
     subject = Subject(LLAMA_8B, work, 8, (nodes_for("L4", 8),), Layout())
+    cut = refusal(Layout(ranks=4, learner_tensor=2, learner_pipeline=2), subject)
+    assert cut is not None and "A learner rank of 4 (whole, tensor parallel 2, pipeline parallel 2) on L4" in cut
     said = refusal(Layout(ranks=4, sharding="2"), subject)
     assert said is not None and "ZeRO-2" in said and "weights and optimizer is the largest part" in said
     huge = replace(SMALL, vocabulary=200_000, hidden=16)
