@@ -26,7 +26,6 @@ from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.report.frames import Run
 from asyncrlhf.stages.evaluation import evaluate
 
-TIMEOUT_SECONDS = 900.0
 HERE = Path(__file__).parent
 REWARDS = {"exact": None, "prefix": "prefix_match", "digits": "digits"}  # a function of scores.py, or the task's rule
 
@@ -44,6 +43,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps left out at the head of each side")
     parser.add_argument("--paged", action="store_true", help="TRL generates with transformers' continuous batching")
     parser.add_argument("--threads", type=int, default=2, help="threads of TRL; ours has one a side")
+    parser.add_argument("--trl-minutes", type=float, default=60.0, help="after which a round of TRL counts as stuck")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--score", choices=REWARDS, help="by default exact, and prefix with --fixed-length")
     parser.add_argument(
@@ -144,9 +144,14 @@ def trl_round(settings: Sequence[str], options: argparse.Namespace, folder: Path
         *(["--save", str(folder)] if options.heldout else []),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=environment, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60 * options.trl_minutes, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise AsyncRLHFError(
+            f"TRL's side did not end within {options.trl_minutes:g} minutes; allow more with --trl-minutes."
+        ) from None
     if done.returncode:
         raise AsyncRLHFError(f"TRL's side failed: {done.stderr.strip().splitlines()[-1]}")
     result = json.loads(done.stdout.strip().splitlines()[-1])
