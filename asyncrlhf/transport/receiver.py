@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -92,6 +93,7 @@ class WeightReceiver:
         self._device = torch.device(device)
         self._epoch = -1
         self._staged = Staging()
+        self._turn = threading.Lock()  # a call that outlived its learner may still write into the staging memory
 
     def connect(self, endpoint: str, rank: int, world_size: int, epoch: int, name: str) -> None:
         """Join the group of ``epoch`` as ``rank`` (1 <= rank < ``world_size``; the sender is 0)."""
@@ -103,9 +105,10 @@ class WeightReceiver:
         Raises WeightSyncError when the sender sends another version than the ticket's, the sender is lost, or a
         bucket's checksum differs.
         """
-        staging, wanted = self._staged.begin(ticket)
-        self._fetch(ticket, staging, wanted)
-        return self._staged.finish(ticket)
+        with self._turn:
+            staging, wanted = self._staged.begin(ticket)
+            self._fetch(ticket, staging, wanted)
+            return self._staged.finish(ticket)
 
     def stream(self, ticket: Ticket) -> Iterator[Mapping[str, torch.Tensor]]:
         """Take part in the transfer of ``ticket`` without memory for the whole version: yields the tensors of one

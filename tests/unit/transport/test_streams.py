@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from asyncrlhf.transport.collective import CollectiveSender
 from asyncrlhf.transport.collective_receiver import CollectiveReceiver
 from asyncrlhf.transport.control_line import Line, Message
 from asyncrlhf.transport.group import BroadcastGroup
+from asyncrlhf.transport.local import LocalReceiver, LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, replica_name, worker_name
 from asyncrlhf.transport.sender import Wire
@@ -187,6 +188,32 @@ def test_a_call_that_waits_in_the_old_group_leaves_the_new_one_alone(
     check(dict(receiver.receive(new.ticket())), 2)
     sending.result(timeout=60)
     new.close()
+
+
+def test_a_late_call_writes_nothing_into_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call's sender is lost; it goes on to copy when the next sender's version is there."""
+    sender, receiver, pool = LocalSender(build_manifest(model(0), 64 * 64 * 4)), LocalReceiver(), ThreadPoolExecutor(2)
+    begun, let, original = threading.Event(), threading.Event(), LocalReceiver._fetch
+
+    def fetch(self: LocalReceiver, ticket: Ticket, *arguments: Any) -> None:
+        if ticket.version == 1:
+            begun.set()
+            assert let.wait(60)
+        original(self, ticket, *arguments)
+
+    monkeypatch.setattr(LocalReceiver, "_fetch", fetch)
+    tickets = []
+    for version in (1, 2):
+        sender.snapshot(version, model(version))
+        tickets.append(sender.ticket())
+    late = pool.submit(receiver.receive, tickets[0])
+    assert begun.wait(60)
+    newer = pool.submit(receiver.receive, tickets[1])
+    wait([newer], timeout=0.1)
+    let.set()
+    late.result(timeout=60)
+    check(dict(newer.result(timeout=60)), 2)
+    pool.shutdown()
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> tuple[threading.Event, threading.Event]:
