@@ -37,6 +37,8 @@ COMPOSED_ONLY = {
     r"^make ": "installs an environment; CI runs these targets",
     r"ray job submit|ray\.address=": "a cluster",
     r"gpus[=:]1|DEVICE=gpu|--gpu": "GPUs",
+    r"learner\.ranks=8": "eight ranks; tests/integration/test_mesh.py has four",
+    r"Qwen/Qwen3-30B": "a model of the hub",
     r"experiment=(tldr|no_robots)": "a model and a dataset of the hub",
     r"experiment=smollm2_reasoning": "a 135M model: minutes a step on two cores",
     r"^asyncrlhf watch": "a terminal; tests/integration/test_watch.py drives it",
@@ -50,7 +52,8 @@ COMPOSED_ONLY = {
     r"cluster=(flatten|interleave)": "devices",
     r"^asyncrlhf bench overlap": "half an hour of alternated rounds; tests/unit/bench runs it short",
 }
-SMALL = "batch_size=16 task.heldout_size=4 logging.wandb=disabled"
+TINY = "batch_size=16 task.heldout_size=4"
+SMALL = f"{TINY} logging.wandb=disabled"
 RAY = "ray.object_store_mb=128 generator.threads=0"
 # Added to what matches first: "{}" where nothing is.
 SUFFIXES = {
@@ -59,6 +62,7 @@ SUFFIXES = {
     r"^asyncrlhf preferences": "preferences.num_prompts=8 task.heldout_size=4 reward.kind=python "
     "reward.target=my_rewards:score logging.wandb=disabled",
     r"^asyncrlhf (sft|reward-model)": "{group}.max_steps=2 logging.wandb=disabled",
+    r"experiment=staleness_quick logging": f"steps=2 {TINY} {RAY} eval_every=0 async.lag=0,4 sweep.parts.speed=null",
     r"experiment=staleness_quick": f"steps=2 {SMALL} {RAY} eval_every=0 async.lag=0,4 sweep.parts.speed=null",
     r"sweep\.search=": f"steps=2 {SMALL} sweep.trials=2 sweep.jobs=1",
     r"^asyncrlhf sweep": f"steps=2 {SMALL} runtime=local",
