@@ -37,7 +37,6 @@ COMPOSED_ONLY = {
     r"^make ": "installs an environment; CI runs these targets",
     r"ray job submit|ray\.address=": "a cluster",
     r"gpus[=:]1|DEVICE=gpu|--gpu": "GPUs",
-    r"learner\.ranks=8": "eight ranks; tests/integration/test_mesh.py has four",
     r"Qwen/Qwen3-30B": "a model of the hub",
     r"experiment=(tldr|no_robots)": "a model and a dataset of the hub",
     r"experiment=smollm2_reasoning": "a 135M model: minutes a step on two cores",
@@ -67,6 +66,7 @@ SUFFIXES = {
     r"sweep\.search=": f"steps=2 {SMALL} sweep.trials=2 sweep.jobs=1",
     r"^asyncrlhf sweep": f"steps=2 {SMALL} runtime=local",
     r"checkpoint\.resume=auto": f"steps=4 {SMALL} {RAY}",
+    r"learner\.ranks=8": f"steps=2 {SMALL.replace('16', '64', 1)} {RAY}",
     r"deepspeed": f"steps=2 {SMALL} {RAY} cluster.start_timeout_seconds=200",
     r"^asyncrlhf train": f"steps=2 {SMALL} {RAY}",
 }

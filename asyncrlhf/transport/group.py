@@ -96,26 +96,11 @@ class BroadcastGroup:
         self.wait_one(0)
         del self._works[0]
 
-    def rehearse(self, seconds: float) -> None:
-        """Broadcast one byte, so that connections made at the first broadcast (NCCL) are made now, within a time limit.
-        Raises RuntimeError if it fails."""
-        ended: list[BaseException | None] = []
-
-        def broadcast() -> None:
-            try:
-                self.broadcast([torch.zeros(1, dtype=torch.uint8, device=self.device)])
-                self.wait()
-                ended.append(None)
-            except RuntimeError as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=broadcast, name="rehearse-weight-group", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if not ended:
-            raise RuntimeError(f"no byte passed within {seconds:g} s")
-        if ended[0] is not None:
-            raise RuntimeError(str(ended[0])) from ended[0]
+    def rehearse(self) -> None:
+        """Broadcast one byte, so that connections made at the first broadcast (NCCL) are made now. Raises RuntimeError
+        if it fails."""
+        self.broadcast([torch.zeros(1, dtype=torch.uint8, device=self.device)])
+        self.wait()
 
     def dispose(self) -> None:
         """Release the group. After the loss of a rank, gloo's destructor waits for unfinished work until the time-out,
@@ -150,7 +135,7 @@ def formed(build: Callable[[], BroadcastGroup], look: Callable[[float], object],
         group = None
         try:
             group = build()
-            group.rehearse(max(0.0, deadline - time.monotonic()))
+            group.rehearse()
             made.set_result(group)
         except BaseException as error:
             if group is not None:

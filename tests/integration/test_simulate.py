@@ -296,3 +296,20 @@ def test_nonsense_is_one_sentence(words: list[str], said: str, capsys: pytest.Ca
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [
+        "learner=zero3 learner.zero_offload=cpu learner.zero_offload_params=cpu",
+        "learner.backend=deepspeed learner.zero_stage=1 learner.sequence_parallel_size=2",
+        "learner.tensor_parallel_size=2", "learner.expert_parallel_size=2", "learner.context_parallel_size=2",
+        "learner.pipeline_parallel_size=2", "learner.optim=adamw_8bit learner.gpus=1",
+        "learner.sharding=fsdp2 learner.dp_replicate_size=2 learner.gradient_reduction=update",
+    ],
+)  # fmt: skip
+def test_a_run_with_any_learner_can_be_simulated(learner: str) -> None:
+    """A simulated learner is one rank, whatever the run's own was: no setting of the old layout may stay beside it."""
+    own = ["learner.ranks=4", *learner.split()]
+    load_config(own)
+    assert load_config([*own, *OVERRIDES]).learner.ranks == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ from asyncrlhf.transport import collective_receiver
 from asyncrlhf.transport.collective import CollectiveSender
 from asyncrlhf.transport.collective_receiver import CollectiveReceiver
 from asyncrlhf.transport.control_line import Line, Message
-from asyncrlhf.transport.group import BroadcastGroup
+from asyncrlhf.transport.group import BroadcastGroup, formed
 from asyncrlhf.transport.local import LocalReceiver, LocalSender
 from asyncrlhf.transport.manifest import build_manifest
 from asyncrlhf.transport.protocol import LostReceiversError, Ticket, replica_name, worker_name
@@ -290,8 +291,8 @@ def test_a_group_over_which_no_byte_passes_is_not_waited_for() -> None:
 
     released = threading.Event()
 
-    with pytest.raises(RuntimeError, match=r"no byte passed within 0\.1 s"):
-        Hanging().rehearse(0.1)
+    with pytest.raises(RuntimeError, match=r"it did not form within 0\.1 s"):
+        formed(Hanging, time.sleep, 0.1)
     released.set()
 
 
