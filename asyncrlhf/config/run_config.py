@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrlhf.buffer.async_config import AsyncConfig, BufferConfig
 from asyncrlhf.buffer.checks import validate_flow
@@ -12,6 +12,7 @@ from asyncrlhf.config.sharing import check_sharing
 from asyncrlhf.config.stage_config import EvaluationConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from asyncrlhf.config.sweep_config import SweepConfig
 from asyncrlhf.data.data_config import ModelConfig, TaskConfig
+from asyncrlhf.data.number_formats import AUTO, suits_bfloat16
 from asyncrlhf.engines.generator_config import GeneratorConfig, replica_kinds
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.learner_config import CriticConfig, LearnerConfig, ReferenceConfig
@@ -98,6 +99,9 @@ class RunConfig:
         check_path("run_dir", self.run_dir)
         object.__setattr__(self, "run_dir", os.path.expanduser(self.run_dir))
         check_settings("", self)
+        if self.model.dtype == AUTO:
+            fast = all(suits_bfloat16(kind.config.gpus) for kind in replica_kinds(self.generator))
+            object.__setattr__(self, "model", replace(self.model, dtype="bfloat16" if fast else "float32"))
         check_agreement(self)
 
     @property

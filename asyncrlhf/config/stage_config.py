@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrlhf.data.number_formats import PRECISIONS
 from asyncrlhf.validation import check, check_settings, setting
 
-PRECISIONS = ("none", "bfloat16", "float16")
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 
 

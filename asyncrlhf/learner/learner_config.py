@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from asyncrlhf.data.number_formats import AUTO, PRECISIONS, suits_bfloat16
 from asyncrlhf.learner.algorithm import AlgorithmConfig
 from asyncrlhf.learner.layout_checks import PARALLEL, check_layout
 from asyncrlhf.validation import DAY, check, check_choice, check_keywords, check_settings, setting
@@ -77,7 +78,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
 OFFLOADS = ("none", "cpu")
 SHARDINGS = ("none", "fsdp2")
-PRECISIONS = ("none", "bfloat16", "float16")
 REDUCTIONS = ("microbatch", "update")
 
 
@@ -142,7 +142,10 @@ class LearnerConfig:
     warmup_steps: int = setting(0, "Learner steps over which the learning rate rises from 0.", low=0)
     token_budget: int = setting(4096, "Packed tokens of one forward pass; more need more memory.", low=1)
     mixed_precision: str = setting(
-        "none", "Format of the passes, by autocast over float32 master weights.", choices=PRECISIONS
+        "none",
+        "Format of the passes, by autocast over float32 master weights; auto is bfloat16 on GPUs and on CPUs that have "
+        "instructions for it, else none.",
+        choices=(*PRECISIONS, AUTO),
     )
     float32_head: bool = setting(
         False, "Under mixed_precision the output layer works in float32, so that its logits are not rounded."
@@ -159,6 +162,8 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         check_settings("learner", self)
+        if self.mixed_precision == AUTO:
+            object.__setattr__(self, "mixed_precision", "bfloat16" if suits_bfloat16(self.gpus) else "none")
         self._check_optimizer()
         check(
             self.mixed_precision != "none" or not self.float32_head,

@@ -11,6 +11,7 @@ import torch
 from asyncrlhf.cluster.nodes import shortage, this_machine
 from asyncrlhf.cluster.parts import placement_plan
 from asyncrlhf.config.run_config import RunConfig
+from asyncrlhf.data.number_formats import cpu_has_bfloat16
 from asyncrlhf.engines.generator_config import VLLM_MAX_TOP_K, GeneratorConfig, replica_kinds
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.attempts import ATTEMPTS_FILE
@@ -62,6 +63,25 @@ def check_penalties(config: RunConfig) -> None:
         f"{said} samples from another distribution than the policy's, and algorithm={algorithm.name} does not "
         "correct the difference; allowed: no penalty, or algorithm.correction, or algorithm.anchor=mu.",
     )
+
+
+def slow_formats(config: RunConfig) -> list[str]:
+    """A note on parts that compute in bfloat16 on this machine's CPU, if it lacks instructions for that; else none."""
+    if config.ray.cluster or cpu_has_bfloat16():
+        return []
+    kinds = [kind.config for kind in replica_kinds(config.generator) if kind.config.engine != "fake"]
+    own = [kind.vllm.dtype if kind.engine == "vllm" and kind.vllm.dtype != "auto" else "" for kind in kinds]
+    slow = {
+        "learner.mixed_precision": config.learner.gpus == 0 and config.learner.mixed_precision == "bfloat16",
+        "model.dtype": config.model.dtype == "bfloat16"
+        and any(kind.gpus == 0 and not dtype for kind, dtype in zip(kinds, own, strict=True)),
+        "generator.vllm.dtype": any(
+            kind.gpus == 0 and dtype == "bfloat16" for kind, dtype in zip(kinds, own, strict=True)
+        ),
+    }
+    said = " and ".join(f"{name}=bfloat16" for name, there in slow.items() if there)
+    note = f"{said}: this CPU has no instructions for bfloat16, and computes many times faster in float32."
+    return [note] if said else []
 
 
 def check_places(run_dir: Path) -> None:

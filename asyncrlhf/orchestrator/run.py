@@ -32,7 +32,14 @@ from asyncrlhf.orchestrator.controller import Controller, Outcome, build_state
 from asyncrlhf.orchestrator.heldout import HeldOut, evaluation_sets
 from asyncrlhf.orchestrator.interruption import in_order, like_ctrl_c
 from asyncrlhf.orchestrator.origin import Origin, find_origin
-from asyncrlhf.orchestrator.preflight import ERROR_FILE, check_devices, check_penalties, check_places, check_truncation
+from asyncrlhf.orchestrator.preflight import (
+    ERROR_FILE,
+    check_devices,
+    check_penalties,
+    check_places,
+    check_truncation,
+    slow_formats,
+)
 from asyncrlhf.orchestrator.resume import try_on
 from asyncrlhf.readahead.outlook import fusion_in_force
 from asyncrlhf.records.attempts import attempts
@@ -102,7 +109,8 @@ def prepare(config: RunConfig) -> Prepared:
     whole, passed_over = newest_whole(found, read)
     saved, origin = whole or (None, find_origin(config, run_dir, None))
     config, notes = fusion_in_force(config, tokenizer)
-    notes = [*passed_over, *unused_settings(config), *notes, *service_notes(config), *filter(None, [origin.said])]
+    notes = [*passed_over, *unused_settings(config), *slow_formats(config), *notes, *service_notes(config)]
+    notes += filter(None, [origin.said])
     return Prepared(config, run_dir, tokenizer, task, sampling, saved, notes, origin)
 
 
