@@ -1,12 +1,13 @@
 """Runs predicted from their own records: the default run, experiment 12 (async, sync), 15 (long tails), 18 (one slow).
 
-    python experiments/06_planner/own.py --out FOLDER [--rounds 3]
+    python experiments/06_planner/own.py --out FOLDER [--rounds 3] [--only "18"]
 
 Runs of an engine go through ``asyncrlhf simulate --from RUN``, which refuses those of the fake engine: it has no
 iterations. Its responses take times of their own, whatever runs beside them, so here the recorded time of a response,
 less one message, is its length in ticks, and an iteration takes one tick. How much slower a group of replicas is, its
 settings say: such a replica may have finished no rollout. Runs that exist are not repeated. Writes ``own.csv`` beside
-itself: seconds per step, idle shares, staleness, dropped per trained, predicted and measured.
+itself, or ``own_NAME.csv`` with ``--only NAME``: seconds per step, idle shares, staleness, dropped per trained,
+predicted and measured.
 """
 
 from __future__ import annotations
@@ -124,10 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=RUNS)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for seed in range(given.rounds):
         for name, overrides in RUNS.items():
+            if given.only not in (None, name):
+                continue
             folder = given.out / f"{name} {seed}"
             words = [f"run_dir={folder}", "logging.report=false", "logging.wandb=disabled", f"seed={seed}", *overrides]
             if not (folder / "summary.json").exists():
@@ -143,7 +147,8 @@ def main() -> None:
                 }
             rows.append(row)
             print(row, flush=True)
-    with Path(__file__).with_name("own.csv").open("w", newline="") as file:
+    table = f"own_{given.only}.csv" if given.only else "own.csv"
+    with Path(__file__).with_name(table).open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

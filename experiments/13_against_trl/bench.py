@@ -112,20 +112,22 @@ def policy_reward(model: Path, settings: Sequence[str], prompts: int) -> dict[st
         return {"heldout": apart.submit(evaluate, config).result()["reward_mean"]}
 
 
-def our_round(settings: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def our_round(settings: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = load_config([f"run_dir={folder}", *settings, f"checkpoint.at_end={options.heldout > 0}"])
     train(config)
     rows = read_metrics(folder / "metrics.jsonl")
     first, last = rows[options.warm_up - 1], rows[-2 - config.async_.bound]
     seconds = last["wall_time"] - first["wall_time"]
+    rewards = [row["reward_mean"] for row in rows]
     return {
         "samples_per_second": (last["step"] - first["step"]) * config.batch_size / seconds,
-        "reward": last_quarter([row["reward_mean"] for row in rows]),
+        "reward": last_quarter(rewards),
+        "rewards": rewards,
         **policy_reward(Run(folder).model if options.heldout else folder, settings, options.heldout),
     }
 
 
-def trl_round(settings: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def trl_round(settings: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = load_config(list(settings))
     command = [
         *(sys.executable, str(HERE / "trl_baseline.py")),
@@ -155,5 +157,5 @@ def trl_round(settings: Sequence[str], options: argparse.Namespace, folder: Path
     if done.returncode:
         raise AsyncRLHFError(f"TRL's side failed: {done.stderr.strip().splitlines()[-1]}")
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    told = {"samples_per_second": result["samples_per_second"], "reward": last_quarter(result["rewards"])}
-    return told | policy_reward(folder, settings, options.heldout)
+    told = {name: result[name] for name in ("samples_per_second", "rewards")}
+    return told | {"reward": last_quarter(result["rewards"])} | policy_reward(folder, settings, options.heldout)
