@@ -147,7 +147,7 @@ def rate(marks: Sequence[float], head: int) -> float:
     """Ends per second from the one numbered ``head`` on: the slope of a line through them, because responses of one
     length that began together also end together. Raises AsyncRLHFError if nearly all ended before."""
     later = np.asarray(marks[head:])
-    if later[-1] - later[0] < 0.1 * (marks[head] - marks[0]):
+    if later[-1] - later[0] <= 0.1 * (marks[head] - marks[0]):  # also where all ended at one moment
         raise AsyncRLHFError("Nearly all responses ended during the warm-up; it needs more steps, or fewer slots.")
     return float(np.polyfit(later - later[0], np.arange(len(later)), 1)[0])
 

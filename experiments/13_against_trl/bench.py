@@ -26,6 +26,8 @@ from asyncrlhf.records.recorder import read_metrics
 from asyncrlhf.report.frames import Run
 from asyncrlhf.stages.evaluation import evaluate
 
+from .endless import endless_checkpoint
+
 HERE = Path(__file__).parent
 REWARDS = {"exact": None, "prefix": "prefix_match", "digits": "digits"}  # a function of scores.py, or the task's rule
 
@@ -61,16 +63,18 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     for seed in range(options.repeats):
         # TRL's side records nothing, so ours writes no row a rollout.
         settings = [*QUIET, "logging.rollouts=false", f"steps={options.steps}", f"seed={seed}", *overrides]
-        if options.fixed_length:
-            settings.append("generator.ignore_eos=true")
         if (function := REWARDS[options.score]) is not None:
             settings += ["reward.kind=python", f"reward.target=experiments.13_against_trl.scores:{function}"]
         tell(seed + 1, options.repeats, "TRL, then asyncrlhf, then its sides alone")
         with tempfile.TemporaryDirectory() as folder:
+            if options.fixed_length:
+                source = Path(resolve(load_config(settings).model.path))
+                model = endless_checkpoint(source, Path(folder) / "model")
+                settings += ["generator.ignore_eos=true", f"model.path={model}"]
             theirs = trl_round(settings, options, Path(folder) / "trl")
             ours = our_round(settings, options, Path(folder) / "run")
-        config = load_config(settings)
-        sides = [rate * config.batch_size for rate in asyncio.run(alone(config, options.warm_up))]
+            config = load_config(settings)
+            sides = [rate * config.batch_size for rate in asyncio.run(alone(config, options.warm_up))]
         limit = dict(zip(("generators_alone", "learner_alone"), sides, strict=True))
         rounds.append({"seed": seed, "trl": theirs, "asyncrlhf": ours | limit})
         print(

@@ -17,3 +17,5 @@ def test_a_rate_is_the_same_for_waves_and_for_a_stream() -> None:
 def test_a_rate_needs_responses_after_the_warm_up() -> None:
     with pytest.raises(AsyncRLHFError, match="more steps, or fewer slots"):
         rate([5.0] * 16 + [10.0] * 32 + [10.01] * 2, 16)
+    with pytest.raises(AsyncRLHFError, match="more steps, or fewer slots"):
+        rate([5.0] * 50, 16)
