@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from asyncrlhf.config.compose import load_config
 from asyncrlhf.config.conversion import to_plain
@@ -64,7 +64,18 @@ def test_a_slow_format_is_said_before_the_run(instructions: bool, overrides: tup
     assert not notes or notes[0].startswith(named + ":")
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads x86's flags")
-def test_the_instructions_are_those_that_the_kernel_names() -> None:
-    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
-    assert number_formats.cpu_has_bfloat16() == ("avx512_bf16" in flags.split() or "amx_bf16" in flags.split())
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"architecture": "x86_64", "avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"architecture": "x86_64", "avx2": True, "avx512_f": True, "avx512_bf16": True, "amx_bf16": False}, True),
+        ({"architecture": "x86_64", "amx_tile": True, "amx_bf16": True}, True),
+        ({"architecture": "aarch64", "neon": True, "bf16": True}, True),
+    ],
+)
+def test_instructions_are_those_that_torch_finds(
+    capabilities: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(torch.cpu.get_capabilities()) >= {"architecture"}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert number_formats.cpu_has_bfloat16.__wrapped__() is expected
