@@ -69,18 +69,15 @@ def slow_formats(config: RunConfig) -> list[str]:
     """A note on parts that compute in bfloat16 on this machine's CPU, if it lacks instructions for that; else none."""
     if config.ray.cluster or cpu_has_bfloat16():
         return []
-    kinds = [kind.config for kind in replica_kinds(config.generator) if kind.config.engine != "fake"]
-    own = [kind.vllm.dtype if kind.engine == "vllm" and kind.vllm.dtype != "auto" else "" for kind in kinds]
-    slow = {
-        "learner.mixed_precision": config.learner.gpus == 0 and config.learner.mixed_precision == "bfloat16",
-        "model.dtype": config.model.dtype == "bfloat16"
-        and any(kind.gpus == 0 and not dtype for kind, dtype in zip(kinds, own, strict=True)),
-        "generator.vllm.dtype": any(
-            kind.gpus == 0 and dtype == "bfloat16" for kind, dtype in zip(kinds, own, strict=True)
-        ),
-    }
-    said = " and ".join(f"{name}=bfloat16" for name, there in slow.items() if there)
-    note = f"{said}: this CPU has no instructions for bfloat16, and computes many times faster in float32."
+    training = config.learner.gpus == 0 and config.learner.mixed_precision == "bfloat16"
+    slow = ["learner.mixed_precision"] if training else []
+    for generator in (kind.config for kind in replica_kinds(config.generator)):
+        own = generator.engine == "vllm" and generator.vllm.dtype != "auto"
+        dtype = generator.vllm.dtype if own else config.model.dtype
+        if generator.engine != "fake" and generator.gpus == 0 and dtype == "bfloat16":
+            slow.append("generator.vllm.dtype" if own else "model.dtype")
+    said = " and ".join(f"{name}=bfloat16" for name in dict.fromkeys(slow))
+    note = f"{said}: this CPU has no instructions for bfloat16; products take many times as long as in float32."
     return [note] if said else []
 
 
