@@ -39,6 +39,10 @@ import psutil
 import pytest
 import torch
 
+# A killed process loses nothing that it wrote, and no test takes a machine's power away: on a slow disk the tests' own
+# process would wait for minutes.
+os.fsync = lambda descriptor: None
+
 # How long an example takes says how busy the machine is, and nothing else.
 hypothesis.settings.register_profile("asyncrlhf", deadline=None)
 hypothesis.settings.load_profile("asyncrlhf")

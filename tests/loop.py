@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrlhf.cluster.local_runtime import LocalRuntime
 from asyncrlhf.config.compose import load_config
+from asyncrlhf.data.checkpoint_folder import resolve
+from asyncrlhf.data.data_config import ModelConfig
 from asyncrlhf.learner.learner_config import StepResult
 from asyncrlhf.learner.torch_backend import TorchBackend
 from asyncrlhf.orchestrator import run as run_module
@@ -119,9 +127,27 @@ class Finished:
             assert sorted(rows.rollout_id) == list(range(ledger["admitted"]))
 
 
+@cache
+def small_checkpoint() -> Path:
+    """The packaged checkpoint with one layer of 16 random channels: of a fake engine's responses nothing is learned,
+    and its steps take a third of the time."""
+    folder = Path(tempfile.mkdtemp(prefix="small-checkpoint-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    packaged = Path(resolve(ModelConfig().path))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
+    config = AutoConfig.from_pretrained(packaged, num_hidden_layers=1, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(packaged / file, folder)
+    return folder
+
+
 def run(folder: Path, *overrides: str) -> Finished:
     """One run of the local runtime (unless overridden), with nothing on the screen; its records keep every promise."""
-    config = load_config([f"run_dir={folder}", "runtime=local", *QUIET, *overrides])
+    all_fake = "generator.engine=fake" in overrides and not any(word.startswith("model") for word in overrides)
+    model = [f"model.path={small_checkpoint()}"] if all_fake else []
+    config = load_config([f"run_dir={folder}", "runtime=local", *QUIET, *model, *overrides])
     finished = Finished(folder, run_module.train(config))
     unknown = sorted({key for row in finished.metrics for key in row if find_metric(key) is None})
     assert unknown == [], f"records/metric_names.py does not say what these mean: {unknown}"

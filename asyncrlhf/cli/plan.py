@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from asyncrlhf.cli.plan_space import clusters_of, layout_of, node_labels, shape_of, space_of
 from asyncrlhf.cli.simulate import Parser, changed, fitted_costs, settings_of_run, sharing, workload_of
 from asyncrlhf.config.compose import check_words, compose_config, split_config_dir
+from asyncrlhf.config.sharing import KEEPS_MEMORY
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.records.recorder import METRICS_FILE, read_metrics
 from asyncrlhf.validation import check, check_folder_name, typed_path
@@ -199,8 +200,15 @@ def _choose(task: Task, simulated: int) -> Chosen:
     from asyncrlhf.planner.choose import FINALISTS, SEEDS, choose
 
     told = SimulatedRuns(simulated + FINALISTS * (len(SEEDS) - 1))
+    asked = changed(task.settings)
+    generator = asked.generator
+    derived = task.gpus and generator.groups is None and generator.vllm.gpu_memory_utilization is None
 
     def valid(layout: Layout) -> str | None:
+        # The search asks about one learner beside hundreds of generators, and a whole config takes 30 ms.
+        stays = asked.cluster.offload is False or layout.sharding in ("1", "2", "3") or layout.learner_pipeline > 1
+        if derived and stays and layout.placement == "flatten":
+            return KEEPS_MEMORY
         try:
             changed(task.settings, *task.overrides(layout))
         except ConfigError as error:

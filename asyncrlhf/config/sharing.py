@@ -10,6 +10,12 @@ from asyncrlhf.validation import check
 if TYPE_CHECKING:
     from asyncrlhf.config.run_config import RunConfig
 
+KEEPS_MEMORY = (
+    "cluster.placement=flatten with a learner that keeps its memory (cluster.offload=false, "
+    "learner.backend=deepspeed, or learner.pipeline_parallel_size over 1) leaves vLLM an unknown share; set "
+    "generator.vllm.gpu_memory_utilization."
+)
+
 
 def check_sharing(config: RunConfig) -> None:
     """Raise ConfigError for the first disagreement."""
@@ -32,11 +38,7 @@ def _check_offload(config: RunConfig) -> None:
     kinds = [kind.config for kind in replica_kinds(config.generator)]
     shared = [kind for kind in kinds if kind.engine == "vllm" and kind.gpus and config.learner.gpus]
     derived = any(kind.vllm.gpu_memory_utilization is None for kind in shared)
-    check(
-        config.cluster.placement != "flatten" or config.offloads or not derived,
-        "cluster.placement=flatten with a learner that keeps its memory (cluster.offload=false, or "
-        "learner.backend=deepspeed) leaves vLLM an unknown share; set generator.vllm.gpu_memory_utilization.",
-    )
+    check(config.cluster.placement != "flatten" or config.offloads or not derived, KEEPS_MEMORY)
     if not config.cluster.offload:
         return
     check(

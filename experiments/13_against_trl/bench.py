@@ -40,6 +40,7 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     """
     parser = argparse.ArgumentParser(prog="asyncrlhf bench trl", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first round; each later one has the next")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--fixed-length", action="store_true", help="every response has max_completion_length tokens")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps left out at the head of each side")
@@ -58,14 +59,16 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
         help="held-out prompts on which one evaluator scores both sides' last policies",
     )
     options, overrides = parser.parse_known_args(list(arguments))
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats} is too small; at least 1")
     options.score = options.score or ("prefix" if options.fixed_length else "exact")
     rounds: list[dict[str, Any]] = []
-    for seed in range(options.repeats):
+    for number, seed in enumerate(range(options.first_seed, options.first_seed + options.repeats), 1):
         # TRL's side records nothing, so ours writes no row a rollout.
         settings = [*QUIET, "logging.rollouts=false", f"steps={options.steps}", f"seed={seed}", *overrides]
         if (function := REWARDS[options.score]) is not None:
             settings += ["reward.kind=python", f"reward.target=experiments.13_against_trl.scores:{function}"]
-        tell(seed + 1, options.repeats, "TRL, then asyncrlhf, then its sides alone")
+        tell(number, options.repeats, "TRL, then asyncrlhf, then its sides alone")
         with tempfile.TemporaryDirectory() as folder:
             if options.fixed_length:
                 source = Path(resolve(load_config(settings).model.path))
@@ -82,24 +85,43 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
             f"asyncrlhf {ours['samples_per_second']:.3g} samples/s, reward {ours['reward']:.3f}; "
             f"generators alone {sides[0]:.3g}, learner alone {sides[1]:.3g}"
         )
-    rows = {side: spread([r[side]["samples_per_second"] for r in rounds]) for side in ("trl", "asyncrlhf")}
-    limits = [min(r["asyncrlhf"]["generators_alone"], r["asyncrlhf"]["learner_alone"]) for r in rounds]
-    rows["limit of asyncrlhf"] = spread(limits)
-    ours = [r["asyncrlhf"]["samples_per_second"] for r in rounds]
-    ratios = {
-        "asyncrlhf / TRL": spread([o / r["trl"]["samples_per_second"] for o, r in zip(ours, rounds, strict=True)]),
-        "asyncrlhf / its limit": spread([o / limit for o, limit in zip(ours, limits, strict=True)]),
-    }
-    show("Trained samples a second", rows, "samples/s")
-    show("Ratios, each of one round", ratios, "")
-    rewards = {side: spread([r[side]["reward"] for r in rounds]) for side in ("trl", "asyncrlhf")}
-    show("Mean reward of the last quarter of the steps", rewards, "")
-    result = {"rounds": rounds, "ratios": ratios, "rewards": rewards, "overrides": overrides}
+        result = summary(rounds) | {"overrides": overrides, "fixed_length": options.fixed_length}
+        if (
+            options.out is not None
+        ):  # after each round: a series takes hours, and an interruption leaves what was measured
+            write(result, options.out)
+    show("Trained samples a second", result["samples_per_second"], "samples/s")
+    show("Ratios, each of one round", result["ratios"], "")
+    show("Mean reward of the last quarter of the steps", result["rewards"], "")
     if options.heldout:
-        heldout = {side: spread([r[side]["heldout"] for r in rounds]) for side in ("trl", "asyncrlhf")}
-        show("Mean reward of the last policy's samples for held-out prompts", heldout, "")
-        result["heldout"] = heldout
-    return write({**result, "fixed_length": options.fixed_length}, options.out)
+        show("Mean reward of the last policy's samples for held-out prompts", result["heldout"], "")
+    return result
+
+
+def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of these rounds with their spread: samples per second, ratios of them, and mean rewards."""
+
+    def figures(name: str) -> dict[str, list[float]]:
+        return {side: [r[side][name] for r in rounds] for side in ("trl", "asyncrlhf")}
+
+    speeds = figures("samples_per_second")
+    limits = [min(r["asyncrlhf"]["generators_alone"], r["asyncrlhf"]["learner_alone"]) for r in rounds]
+    bases = {"asyncrlhf / TRL": speeds["trl"], "asyncrlhf / its limit": limits}
+    ratios = {
+        name: spread([ours / base for ours, base in zip(speeds["asyncrlhf"], bases[name], strict=True)])
+        for name in bases
+    }
+    scores = {"rewards": figures("reward")}
+    if "heldout" in rounds[0]["trl"]:
+        scores["heldout"] = figures("heldout")
+    return {
+        "rounds": list(rounds),
+        "samples_per_second": {
+            side: spread(found) for side, found in (speeds | {"limit of asyncrlhf": limits}).items()
+        },
+        "ratios": ratios,
+        **{name: {side: spread(found) for side, found in sides.items()} for name, sides in scores.items()},
+    }
 
 
 def last_quarter(rewards: Sequence[float]) -> float:

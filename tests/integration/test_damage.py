@@ -33,6 +33,7 @@ from tests.unit.learner.ranks import build
 
 SETTINGS = (
     *FAKE,
+    "model.path=tiny",
     "async.mode=async",
     "async.max_staleness=2",
     "eval_every=0",

@@ -83,7 +83,15 @@ def test_a_full_disk_is_the_cause_that_is_told_and_the_run_can_go_on(
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 2
     assert sum(len(pq.read_table(part)) for part in tmp_path.glob("rollouts/part-*.parquet")) >= 32
     assert [path.name for path in tmp_path.rglob("*.tmp") if path.is_file()] == []
-    again = run(tmp_path, *FAKE, "steps=6", "checkpoint.every=2", "logging.flush_every=16", "checkpoint.resume=auto")
+    again = run(
+        tmp_path,
+        *FAKE,
+        "model.path=tiny",
+        "steps=6",
+        "checkpoint.every=2",
+        "logging.flush_every=16",
+        "checkpoint.resume=auto",
+    )
     again.assert_ledger_whole()
     assert again.summary["ledger"]["trained"] == 6 * 16
 

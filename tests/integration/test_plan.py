@@ -134,14 +134,20 @@ def test_two_groups_of_devices_name_the_nodes_of_each_side(tmp_path: Path) -> No
         {"learner.backend": "deepspeed", "learner.zero_stage": 2, "learner.sequence_parallel_size": 2},
     ],
 )  # fmt: skip
-def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(tmp_path: Path, cut: dict[str, Any]) -> None:
-    """A batch of two groups on four ranks: each group is a share of two ranks, which the plan's file says to train."""
+def test_a_learner_may_have_more_ranks_than_a_batch_has_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]
+) -> None:
+    """A batch of two groups on four ranks: each group is a share of two ranks, which the plan's file says to train.
+    Configs are made for few of the hundreds of layouts: learners that keep their memory share no devices."""
+    made = []
+    monkeypatch.setattr("asyncrlhf.cli.plan.changed", lambda *asked: made.append(asked) or changed(*asked))
     given = [f"{key}={value}" for key, value in cut.items()]
     words = ["batch_size=16", "num_generations=8", "learner.ranks=4", *given]
     where = ["--gpus", "8", "--device", "L4", "--per-node", "8", "--simulate", "2"]
     assert main(["plan", *where, "--mean-length", "40", "--out", str(tmp_path / "cut"), *words]) == 0
     config = load_config([f"--config-dir={tmp_path}", "experiment=cut"])
     assert config.learner.ranks == 4 and config.learner.shares == 2
+    assert len(made) < 120, "30 ms each"
     for key, value in cut.items():
         assert getattr(config.learner, key.partition(".")[2]) == value
 

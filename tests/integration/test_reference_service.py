@@ -58,7 +58,7 @@ def assert_trained_alike(a: Finished, b: Finished) -> None:
 def test_the_training_is_that_of_the_learners_own_reference(
     tmp_path: Path, learners: list[TorchBackend], place: str
 ) -> None:
-    common = (*FAKE, *WARM, *PLACES[place], "async.mode=sync", "steps=3", "checkpoint.every=3")
+    common = (*FAKE, "model.path=tiny", *WARM, *PLACES[place], "async.mode=sync", "steps=3", "checkpoint.every=3")
     own = loop.run(tmp_path / "learner", *common)
     served = loop.run(tmp_path / "service", *common, "reference=service", "reference.token_budget=64")
     assert [backend.reference is None for backend in learners] == [False, True]
