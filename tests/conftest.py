@@ -26,8 +26,10 @@ if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
     # torch's compiler, which vLLM asks, writes vector code whose types torch then does not declare.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
+import gc
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -38,6 +40,8 @@ import hypothesis
 import psutil
 import pytest
 import torch
+
+from asyncrlhf.garbage import keep_existing
 
 # A killed process loses nothing that it wrote, and no test takes a machine's power away: on a slow disk the tests' own
 # process would wait for minutes.
@@ -52,6 +56,7 @@ pytest_plugins = ["tests.numeric"]  # --margins
 
 ROOT = Path(__file__).resolve().parents[1]
 OBJECT_STORE_BYTES = 256 * 2**20
+IMPORTED = pytest.StashKey[int]()  # modules at the last look
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -81,6 +86,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def collections_of_garbage_pass_over_the_libraries(pytestconfig: pytest.Config) -> None:
+    """DeepSpeed collects for each engine of ZeRO-3, and each time Python would look at the million objects of torch,
+    transformers and vLLM."""
+    imported = len(sys.modules)
+    if imported > pytestconfig.stash.get(IMPORTED, 0) + 100:
+        gc.collect()
+        keep_existing()
+        pytestconfig.stash[IMPORTED] = imported
 
 
 RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

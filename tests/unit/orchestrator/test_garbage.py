@@ -19,7 +19,7 @@ from tests.loop import FAKE, QUIET
 def unfrozen() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 class Counting:
